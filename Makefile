@@ -43,6 +43,7 @@ check: env
 	$(BIN)/mypy
 	$(PYTEST) -q tests/test_imports.py
 	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/words.py --check
 
 test: env
 	$(PYTEST) -n $(WORKERS) --dist loadgroup

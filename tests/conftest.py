@@ -1,4 +1,4 @@
-"""What every test starts from: the same seed, one thread, reproducible hypothesis examples."""
+"""Shared setup of every test: the same seed, one thread, reproducible hypothesis examples."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from kvant import native
 from kvant.cache import storage
 
-# Triton asks for this when it is first imported, whoever does that.
+# Triton reads this at its first import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -23,7 +23,7 @@ settings.register_profile(
 )
 settings.load_profile("kvant")
 
-# Tests run side by side and their tensors are small: more threads would only wait for each other.
+# Tests run in parallel on small tensors: more threads would only wait for each other.
 torch.set_num_threads(1)
 
 
@@ -50,22 +50,22 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for verdicts, and all the time to find them: a busy machine knows as much."""
+    """Provide an empty folder for verdicts and unlimited probing time, for busy machines."""
     home = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    monkeypatch.setattr("kvant.probing.guard.BUDGET", math.inf)
+    monkeypatch.setattr("kvant.probing.guard.TRIAL_SECONDS", math.inf)
     return home / "kvant" / "verdicts"
 
 
 @pytest.fixture
-def pages_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sealed pages lie as files have them, and not as the native kernels like it."""
+def gpu_page_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store sealed pages in the file layout instead of the native kernels' layout."""
     monkeypatch.setattr(storage, "select_tiles", lambda device: None)
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
-    """Two of them, where one is the usual number."""
+def two_threads() -> Iterator[None]:
+    """Use two threads instead of the usual one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

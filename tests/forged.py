@@ -1,12 +1,12 @@
-"""Files that somebody has forged: a header of ours with other numbers, lists and names in it.
+"""Forged cache files: a kvant header with other numbers, lists and names.
 
-The checksum is right again, as anybody can make it. Such a file is refused with a CacheFileError,
-or it is a cache like any other: it can be read, appended to, attended to, rewound and saved. What
-loading takes is bounded by the size of the file: twice that, for states of 16 bits are kept in 32.
+The checksum is valid, since it is easy to compute. Such a file must be refused with a
+CacheFileError, or load as a working cache: readable, appendable, and so on. The memory that loading
+needs is bounded by twice the file size, since 16-bit states are stored in float32.
 
-    python tests/forged.py --seconds 600 [--seed 1]
+python tests/forged.py --seconds 600 [--seed 1]
 
-Tries forgeries until the time is up, and ends with 1 at the first that does something else.
+Try forgeries until the time is up; exit with 1 at the first other outcome.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from kvant.cache import PagedLayer
 MARK = rb"\"checksum\": \""
 NUMBERS = (0, -1, 1, 2, 63, 64, 65, 2**31 - 1, 2**31, 2**52, 2**53 + 1, 2**63, 2**64, 10**400)
 ODD = (*NUMBERS, 0.5, 1e308, True, None, "", "affine", [], {}, [0], "\ud800")
-LONG = 3000  # entries of a list that is made longer
-ROOM = 1 << 30  # bytes of address space beyond what there is before the first forgery
-HANGS = 60  # seconds: far more than a forgery can take that is not stuck
+LONG = 3000  # entries of a lengthened list
+ROOM = 1 << 30  # bytes of address space beyond those of the start
+HANGS = 60  # seconds: far beyond any forgery that is not stuck
 SPECS = (
     "raw,capacity=16",
     "affine4,sinks=4,tail=0",
@@ -62,12 +62,12 @@ SPECS = (
 )
 
 
-class Stuck(BaseException):
-    """A forgery that takes for ever."""
+class StuckForgery(BaseException):
+    """A forgery that does not terminate."""
 
 
 def forge(raw: bytes, edit: Any) -> bytes:
-    """The file with what `edit` makes of its header, under a checksum that is right."""
+    """Return the file with its header changed by `edit`, under a valid checksum."""
     size = int.from_bytes(raw[:8], "little")
     outer, body = json.loads(raw[8 : 8 + size]), raw[8 + size :]
     entry = json.loads(outer["__metadata__"]["kvant-cache"])
@@ -76,21 +76,21 @@ def forge(raw: bytes, edit: Any) -> bytes:
         entry["checksum"] = "0" * 64
     if isinstance(outer.get("__metadata__"), dict):
         outer["__metadata__"]["kvant-cache"] = json.dumps(entry)
-    return signed(json.dumps(outer).encode(), body)
+    return sign(json.dumps(outer).encode(), body)
 
 
-def signed(header: bytes, body: bytes) -> bytes:
-    """A file of these two, with the checksum that they have."""
+def sign(header: bytes, body: bytes) -> bytes:
+    """Return a file of header and tensors with their checksum."""
     header += b" " * (-len(header) % 8)
     blank = struct.pack("<Q", len(header)) + header + body
-    at = blank.find(MARK) + len(MARK)
-    if at < len(MARK):
+    position = blank.find(MARK) + len(MARK)
+    if position < len(MARK):
         return blank
-    return blank[:at] + hashlib.sha256(blank).hexdigest().encode() + blank[at + 64 :]
+    return blank[:position] + hashlib.sha256(blank).hexdigest().encode() + blank[position + 64 :]
 
 
-def originals(folder: Path) -> list[bytes]:
-    """One file for every kind of layer and memory."""
+def make_originals(folder: Path) -> list[bytes]:
+    """Return one file for every type of layer and memory."""
     caches = []
     for text in SPECS:
         cache = Cache(2, text)
@@ -115,7 +115,7 @@ def originals(folder: Path) -> list[bytes]:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every holder and key of a JSON value, the deepest last."""
+    """Return every container and key of a JSON value, the deepest last."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in list(pairs):
         yield value, key
@@ -124,21 +124,21 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate(value: Any, rng: random.Random) -> None:
-    """One change somewhere in a JSON value; numbers are what is changed most."""
-    found = list(places(value))
-    if not found:
+    """Change one place of a JSON value, most often a number."""
+    spots = list(places(value))
+    if not spots:
         return
-    numbers = [(holder, key) for holder, key in found if type(holder[key]) is int]
-    holder, key = rng.choice(numbers if numbers and rng.random() < 0.6 else found)
+    numbers = [(holder, key) for holder, key in spots if type(holder[key]) is int]
+    holder, key = rng.choice(numbers if numbers and rng.random() < 0.6 else spots)
     inner, way = holder[key], rng.randrange(6)
     if type(inner) is int and way < 3:
         other = rng.choice(numbers)
-        near = (inner - 1, inner + 1, inner * 2, other[0][other[1]])
-        holder[key] = rng.choice(NUMBERS if way < 2 else near)
+        neighbours = (inner - 1, inner + 1, inner * 2, other[0][other[1]])
+        holder[key] = rng.choice(NUMBERS if way < 2 else neighbours)
     elif isinstance(inner, list) and inner and way < 4:
         holder[key] = inner * rng.choice((2, LONG)) if way < 2 else inner[:-1]
     elif isinstance(holder, dict) and way == 4:
-        other_key = rng.choice([k for _, k in found if isinstance(k, str)])
+        other_key = rng.choice([k for _, k in spots if isinstance(k, str)])
         holder[other_key] = copy.deepcopy(inner)
     elif isinstance(holder, dict) and way == 5:
         del holder[key]
@@ -146,7 +146,7 @@ def mutate(value: Any, rng: random.Random) -> None:
         holder[key] = copy.deepcopy(rng.choice(ODD))
 
 
-def forgery(files: list[bytes], rng: random.Random) -> bytes:
+def make_forgery(files: list[bytes], rng: random.Random) -> bytes:
     def edit(entry: Any, outer: Any) -> None:
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             mutate(entry if rng.random() < 0.85 else outer, rng)
@@ -154,22 +154,22 @@ def forgery(files: list[bytes], rng: random.Random) -> bytes:
     return forge(rng.choice(files), edit)
 
 
-def attending(states: Any) -> Iterator[PagedLayer]:
+def list_paged_layers(states: Any) -> Iterator[PagedLayer]:
     for state in states:
         leaves = state.values() if isinstance(state, dict) else [state]
         yield from (leaf for leaf in leaves if isinstance(leaf, PagedLayer))
 
 
-def use(cache: Cache, folder: Path) -> None:
-    """What any cache can do; an error of ours is an answer, too."""
+def use_cache(cache: Cache, folder: Path) -> None:
+    """Run every operation of a cache; an error of kvant is a valid outcome."""
     save(cache, folder / "again")
     assert load(folder / "again").length == cache.length
     cache.checkpoint()
-    with suppress(MemoryError):  # a fork takes the room that the header asks for
+    with suppress(MemoryError):  # a fork allocates the capacity that the header requests
         if cache.batch:
             cache.fork().select([0])
     cache.rewind(cache.reachable(max(0, cache.length - 3)))
-    for state in attending(cache):
+    for state in list_paged_layers(cache):
         keys, values = state.read()
         if state.length == 0:
             continue
@@ -190,7 +190,7 @@ def use(cache: Cache, folder: Path) -> None:
 
 
 def attempt(data: bytes, folder: Path) -> str:
-    """What became of a forgery, in a word."""
+    """Return the outcome of a forgery in a word."""
     path = folder / "forged"
     path.write_bytes(data)
     try:
@@ -199,41 +199,45 @@ def attempt(data: bytes, folder: Path) -> str:
         assert str(path) in str(error) and len(str(error)) < 2000, str(error)[:300]
         return "refused"
     assert cache.nbytes_used <= 2 * len(data), f"{cache.nbytes_used} bytes of {len(data)}"
-    use(cache, folder)
+    use_cache(cache, folder)
     return "taken"
 
 
-def stuck(*_: Any) -> None:
-    raise Stuck
+def raise_stuck(*_: Any) -> None:
+    raise StuckForgery
 
 
 def fuzz(seed: int, count: int | None, seconds: float) -> Counter[str]:
-    """Forgery after forgery; the one that does something else is kept in a file."""
+    """Try forgeries; save the first with another outcome."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rng, fates, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
+    rng, outcomes, end = random.Random(seed), Counter[str](), time.monotonic() + seconds
     torch.manual_seed(seed)
-    signal.signal(signal.SIGALRM, stuck)
+    signal.signal(signal.SIGALRM, raise_stuck)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        files = originals(folder)
+        files = make_originals(folder)
         for file in files:
             assert attempt(forge(file, lambda entry, outer: None), folder) == "taken"
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + ROOM, resource.RLIM_INFINITY))
-        while time.monotonic() < end and (count is None or fates.total() < count):
-            data = forgery(files, rng)
+        address_space = (
+            int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        )
+        resource.setrlimit(resource.RLIMIT_AS, (address_space + ROOM, resource.RLIM_INFINITY))
+        while time.monotonic() < end and (count is None or outcomes.total() < count):
+            data = make_forgery(files, rng)
             signal.alarm(HANGS)
             try:
-                fates[attempt(data, folder)] += 1
+                outcomes[attempt(data, folder)] += 1
             except BaseException:
-                kept = Path(tempfile.gettempdir()) / f"forged-{seed}-{fates.total()}"
-                kept.write_bytes(data)
-                print(f"forgery {fates.total()} of seed {seed} is kept in {kept}", file=sys.stderr)
+                path = Path(tempfile.gettempdir()) / f"forged-{seed}-{outcomes.total()}"
+                path.write_bytes(data)
+                print(
+                    f"forgery {outcomes.total()} of seed {seed} is kept in {path}", file=sys.stderr
+                )
                 raise
             finally:
                 signal.alarm(0)
-    return fates
+    return outcomes
 
 
 if __name__ == "__main__":
@@ -241,5 +245,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int)
     parser.add_argument("--seconds", type=float, default=1e9)
-    asked = parser.parse_args()
-    print(json.dumps(dict(fuzz(asked.seed, asked.count, asked.seconds))))
+    options = parser.parse_args()
+    print(json.dumps(dict(fuzz(options.seed, options.count, options.seconds))))

@@ -1,6 +1,7 @@
 """The native library on each instruction set that it was compiled for.
 
-`python tests/isas.py` prints those that the processor has, and which are missing to standard error.
+`python tests/isas.py` prints the instruction sets of the processor, and the missing ones to
+standard error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from kvant.native import NativeLibrary, get_library, load_library
 ISAS = ("amx", "avx512", "avx2", "plain")
 
 
-def loaded_for(isa: str, folder: Path) -> NativeLibrary:
-    """A copy of the library for one instruction set; a test of one that is missing is skipped."""
-    found = load_copy(isa, folder)
-    if found.functions is None:
-        pytest.skip(found.reason)
-    return found
+def load_or_skip(isa: str, folder: Path) -> NativeLibrary:
+    """Return a copy of the library for one instruction set; skip the test if it is missing."""
+    library = load_copy(isa, folder)
+    if library.functions is None:
+        pytest.skip(library.reason)
+    return library
 
 
 def load_copy(isa: str, folder: Path) -> NativeLibrary:
@@ -33,28 +34,28 @@ def load_copy(isa: str, folder: Path) -> NativeLibrary:
     shutil.copy(functions._name, copy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVANT_ISA", isa)
-        found = load_library(copy)
-    assert found.functions is None or found.isa == isa
-    return found
+        library = load_library(copy)
+    assert library.functions is None or library.isa == isa
+    return library
 
 
 def list_available_isas() -> list[str]:
     """List the instruction sets that the processor has."""
-    found = []
+    isas = []
     for isa in ISAS:
         with TemporaryDirectory() as folder:
             if load_copy(isa, Path(folder)).functions is not None:
-                found.append(isa)
-    return found
+                isas.append(isa)
+    return isas
 
 
 def main() -> None:
     if get_library().functions is None:
         raise SystemExit(f"no native library: {get_library().reason}")
-    found = list_available_isas()
-    if missing := [isa for isa in ISAS if isa not in found]:
+    isas = list_available_isas()
+    if missing := [isa for isa in ISAS if isa not in isas]:
         print(f"not on this processor: {', '.join(missing)}", file=sys.stderr)
-    print(*found)
+    print(*isas)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether weights can be packed on this processor."""
+"""Whether this processor can pack weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kvant
 def find_unpacked_reasons(build: Callable[[], nn.Module]) -> str:
     """List why layers of any of 16 models stay unpacked; "" if none does.
 
-    One model does not tell: with AVX-512 but no BF16, packed weights give other bits now and then.
+    One model is not enough: with AVX-512 but no BF16, packed weights sometimes give other bits.
     """
     left = set[str]()
     with torch.random.fork_rng():

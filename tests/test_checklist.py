@@ -1,4 +1,4 @@
-"""docs/checklist.md names a test for every row, and the tests are there."""
+"""Test that docs/checklist.md names existing tests for every row."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ STARRED = [
 ]
 
 
-def rows() -> dict[str, list[str]]:
-    """The number of a row, and its cells."""
+def read_rows() -> dict[str, list[str]]:
+    """Return the number of each row, and its cells."""
     lines = (ROOT / "docs" / "checklist.md").read_text().splitlines()
-    found = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines if line[:3] != "| r"]
-    return {cells[0]: cells[1:] for cells in found if re.fullmatch(r"\d+\*?", cells[0])}
+    cells = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines if line[:3] != "| r"]
+    return {cells[0]: cells[1:] for cells in cells if re.fullmatch(r"\d+\*?", cells[0])}
 
 
 @cache
-def functions(path: str) -> set[str]:
+def list_functions(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_starred_row_is_there() -> None:
-    starred = {int(number[:-1]) for number in rows() if number.endswith("*")}
+def test_every_starred_row_is_present() -> None:
+    starred = {int(number[:-1]) for number in read_rows() if number.endswith("*")}
     assert starred == set(STARRED)
 
 
-@pytest.mark.parametrize("number", rows())
-def test_a_row_names_tests_that_are_there(number: str) -> None:
-    what, here, shown = rows()[number]
-    assert what and here
-    named = [one.split("::") for one in shown.split(", ")]
-    assert all(test in functions(path) for path, test in named)
+@pytest.mark.parametrize("number", read_rows())
+def test_row_names_existing_tests(number: str) -> None:
+    feature, here, test_names = read_rows()[number]
+    assert feature and here
+    named = [name.split("::") for name in test_names.split(", ")]
+    assert all(test in list_functions(path) for path, test in named)

@@ -1,4 +1,4 @@
-"""Checkpoints by name: what one lacks is said by its own name, before anything is loaded."""
+"""Test checkpoints by name: missing parts are reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INDEX = checkpoints.INDEX_NAME
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in parts."""
-    folder = tmp_path_factory.mktemp("whole")
+def complete_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint in several files."""
+    folder = tmp_path_factory.mktemp("complete_folder")
     model = AutoModelForCausalLM.from_pretrained(demo.PATH)
     model.save_pretrained(folder, max_shard_size="3MB")
     AutoTokenizer.from_pretrained(demo.PATH).save_pretrained(folder)
@@ -31,47 +31,47 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    """One to break."""
-    return Path(shutil.copytree(whole, tmp_path / "model"))
+def folder(complete_folder: Path, tmp_path: Path) -> Path:
+    """Return a copy to break."""
+    return Path(shutil.copytree(complete_folder, tmp_path / "model"))
 
 
-def parts(folder: Path) -> list[Path]:
+def list_parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def no_tokenizer(folder: Path) -> None:
-    """The host made an empty one, and the model continued nothing."""
+def remove_tokenizer(folder: Path) -> None:
+    """Regression: transformers made an empty tokenizer, and the model continued nothing."""
     for file in folder.glob("tokenizer*"):
         file.unlink()
 
 
-def no_weights(folder: Path) -> None:
-    for file in parts(folder):
+def remove_weights(folder: Path) -> None:
+    for file in list_parts(folder):
         file.unlink()
 
 
-def pickled(folder: Path) -> None:
-    no_weights(folder)
+def pickle_weights(folder: Path) -> None:
+    remove_weights(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
-def gguf(folder: Path) -> None:
-    no_weights(folder)
+def add_gguf(folder: Path) -> None:
+    remove_weights(folder)
     (folder / "q8.gguf").write_bytes(b"GGUF")
 
 
-def a_pointer(folder: Path) -> None:
-    parts(folder)[0].write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
+def replace_by_pointer(folder: Path) -> None:
+    list_parts(folder)[0].write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
 
 
-def cut_short(folder: Path) -> None:
-    parts(folder)[0].write_bytes(parts(folder)[0].read_bytes()[:-1])
+def truncate_weights(folder: Path) -> None:
+    list_parts(folder)[0].write_bytes(list_parts(folder)[0].read_bytes()[:-1])
 
 
-def a_weight_less(folder: Path) -> None:
-    """Weights that are not there were random ones, and nothing was said."""
-    file = parts(folder)[0]
+def remove_one_weight(folder: Path) -> None:
+    """Regression: missing weights were silently random."""
+    file = list_parts(folder)[0]
     tensors = load_file(file)
     name = next(iter(tensors))
     del tensors[name]
@@ -82,75 +82,78 @@ def a_weight_less(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
-        (no_tokenizer, "there is no tokenizer in it"),
-        (no_weights, "there are no weights in it"),
-        (pickled, "there are pickled weights alone in it"),
-        (gguf, "GGUF is not read: name the folder of safetensors"),
-        (a_pointer, "a pointer of Git LFS"),
-        (cut_short, "-00001-of-00005.safetensors is damaged or not whole"),
-        (a_weight_less, "cannot be loaded: it has no weights for "),
-        (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
-        (lambda folder: (folder / INDEX).unlink(), f"in parts, and {INDEX} is not there"),
-        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX} is damaged"),
-        (lambda folder: parts(folder)[1].unlink(), "1 of its 5 parts are not there: model-00002"),
+        (remove_tokenizer, "it has no tokenizer"),
+        (remove_weights, "it has no weights"),
+        (pickle_weights, "it has only pickled weights"),
+        (add_gguf, "GGUF is not supported: name the folder of safetensors"),
+        (replace_by_pointer, "a pointer of Git LFS"),
+        (truncate_weights, "-00001-of-00005.safetensors is corrupt or incomplete"),
+        (remove_one_weight, "cannot be loaded: it has no weights for "),
+        (lambda folder: (folder / "config.json").unlink(), "this folder has no config.json"),
+        (lambda folder: (folder / INDEX).unlink(), f"sharded, and {INDEX} is missing"),
+        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX} is corrupt"),
+        (
+            lambda folder: list_parts(folder)[1].unlink(),
+            "1 of its 5 shards are missing: model-00002",
+        ),
         (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON file"),
     ],
     ids=range(12),
 )
-def test_what_a_folder_lacks_is_named(
-    spoil: Callable[[Path], object], told: str, folder: Path
+def test_missing_files_of_a_folder_are_named(
+    spoil: Callable[[Path], object], message: str, folder: Path
 ) -> None:
     spoil(folder)
     with pytest.raises(ValueError, match=r"^--model \S+/model") as error:
         checkpoints.load(str(folder), device="cpu")
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_whole_one_is_loaded(folder: Path) -> None:
+def test_complete_folder_is_loaded(folder: Path) -> None:
     model, tokenizer = checkpoints.load(str(folder), device="cpu")
     assert not model.training and tokenizer.encode("import os")
 
 
 def test_a_draft_needs_no_tokenizer(folder: Path) -> None:
-    no_tokenizer(folder)
+    remove_tokenizer(folder)
     assert checkpoints.load_model(str(folder), flag="--draft", device="cpu").num_parameters()
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
-        ("a.gguf", "GGUF is not read"),
-        ("a.txt", "a file; the folder with config.json and weights is needed"),
-        ("./nowhere", "there is no such folder"),
+        ("a.gguf", "GGUF is not supported"),
+        ("a.txt", "this is a file; name the folder with config.json and weights"),
+        ("./nowhere", "no such folder"),
     ],
 )
-def test_what_is_no_folder_is_named(
-    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_folder_is_named(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("")
-    with pytest.raises(ValueError, match=f"^--model {name}: {told}"):
+    with pytest.raises(ValueError, match=f"^--model {name}: {message}"):
         checkpoints.load(name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_dtype_can_be_told(dtype: str) -> None:
+def test_dtype_can_be_set(dtype: str) -> None:
     model, _ = checkpoints.load(None, device="cpu", dtype=dtype)
     assert model.dtype == getattr(torch, dtype)
     assert checkpoints.load(None)[0].dtype == torch.bfloat16
 
 
-def test_a_model_is_loaded_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be no GPU here: `meta` stands for one."""
+def test_model_is_loaded_on_the_given_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU uses `meta` instead."""
     monkeypatch.setattr(checkpoints, "parse_device", lambda name: torch.device("meta"))
     assert checkpoints.load(None, device="cuda")[0].device.type == "meta"
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of some/model in a cache of the hub."""
+def cached_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the files of some/model in a cache of the hub."""
     repository, revision = tmp_path / "models--some--model", "0" * 40
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision)
@@ -177,19 +180,24 @@ def change_config(folder: Path, **entries: object) -> None:
     ],
     ids=["unknown type", "own code", "no weights"],
 )
-def test_the_cause_of_a_load_error_is_kept_without_a_network(
-    spoil: Callable[[Path], object], reason: str, cached: Path, monkeypatch: pytest.MonkeyPatch
+def test_cause_of_a_load_error_is_kept_offline(
+    spoil: Callable[[Path], object],
+    reason: str,
+    cached_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each was said to be missing from a cache that had it."""
+    """Regression: each was reported as missing from a cache that had it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    spoil(cached)
-    with pytest.raises(ValueError, match=r"\(only the cache was read: HF_HUB_OFFLINE is") as error:
+    spoil(cached_files)
+    with pytest.raises(
+        ValueError, match=r"\(only the local cache was read: HF_HUB_OFFLINE is"
+    ) as error:
         checkpoints.load("some/model", device="cpu")
     assert reason in str(error.value) and "lacks" not in str(error.value)
 
 
 class Hub:
-    """A hub that answers every question in one way, and counts them."""
+    """A hub with a fixed answer that counts requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         self.asked: list[str] = []
@@ -198,7 +206,7 @@ class Hub:
             self.asked.append(name)
             raise error
 
-        def refuse(*given: object, **named: object) -> None:
+        def refuse(*args: object, **named: object) -> None:
             raise AssertionError("a second request")
 
         monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
@@ -209,12 +217,12 @@ class Hub:
 @pytest.mark.parametrize(
     "read", [checkpoints.load, checkpoints.load_model, checkpoints.read_config]
 )
-def test_a_hub_that_cannot_be_reached_is_asked_once(
+def test_unreachable_hub_is_queried_once(
     read: Callable[[str], object],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """transformers asked it again and again: 27 s of silence for a folder with a typing error."""
+    """Regression: transformers retried again and again: 27 s of silence for a mistyped folder."""
     hub = Hub(monkeypatch, ConnectionError("no network"))
     with pytest.raises(
         ValueError, match=r"some/model cannot be loaded: .* cannot be reached, .*name a folder"
@@ -224,22 +232,20 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     assert capsys.readouterr().err.startswith("--model some/model: no such folder, looking it up")
 
 
-def http_error(kind: str, status: int) -> Exception:
-    """An error of huggingface_hub, for a hub that answers with this status."""
+def make_http_error(error_name: str, status: int) -> Exception:
+    """Return an error of huggingface_hub for a hub with this status."""
     from huggingface_hub import errors
 
     response = SimpleNamespace(headers={}, status_code=status, request=None)
-    return cast(Exception, getattr(errors, kind)("refused", response=response))
+    return cast(Exception, getattr(errors, error_name)("refused", response=response))
 
 
 @pytest.mark.parametrize(
     "error",
-    [HFValidationError("no name"), http_error("RepositoryNotFoundError", 401)],
+    [HFValidationError("no name"), make_http_error("RepositoryNotFoundError", 401)],
     ids=["no name", "no model"],
 )
-def test_a_name_that_the_hub_does_not_have_is_an_error(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_hub_name_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(monkeypatch, error)
     with pytest.raises(
         ValueError, match=r"--model some/model.* no such model on https?://.*log in"
@@ -249,29 +255,33 @@ def test_a_name_that_the_hub_does_not_have_is_an_error(
 
 
 def test_a_private_model_is_loaded_from_the_cache_without_a_login(
-    cached: Path, monkeypatch: pytest.MonkeyPatch
+    cached_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub answers 401 as if there were no such model."""
-    hub = Hub(monkeypatch, http_error("RepositoryNotFoundError", 401))
+    hub = Hub(monkeypatch, make_http_error("RepositoryNotFoundError", 401))
     model, tokenizer = checkpoints.load("some/model", device="cpu")
     assert model.num_parameters() and tokenizer.encode("import os")
     assert hub.asked == ["some/model"]
 
 
 @pytest.mark.parametrize("status", [407, 500, 503])
-def test_a_hub_that_fails_is_asked_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers repeated each request: 3 in all for a 503."""
-    hub = Hub(monkeypatch, http_error("HfHubHTTPError", status))
-    with pytest.raises(ValueError, match=f"answers with status {status}, and the cache lacks it"):
+def test_failing_hub_is_queried_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: transformers repeated each request: 3 in all for a 503."""
+    hub = Hub(monkeypatch, make_http_error("HfHubHTTPError", status))
+    with pytest.raises(
+        ValueError, match=f"answers with status {status}, and the local cache lacks some of it"
+    ):
         checkpoints.load("some/model")
     assert hub.asked == ["some/model"]
 
 
-def test_nothing_is_asked_where_the_hub_is_left_out(
+def test_offline_mode_sends_no_hub_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = Hub(monkeypatch, ConnectionError("no network"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set, and the cache lacks it"):
+    with pytest.raises(
+        ValueError, match="HF_HUB_OFFLINE is set, and the local cache lacks some of it"
+    ):
         checkpoints.load("some/model")
     assert not hub.asked and not capsys.readouterr().err

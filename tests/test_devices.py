@@ -1,4 +1,4 @@
-"""Devices and dtypes by name; the machine is made up, so that it has any."""
+"""Test devices and dtypes by name on a simulated machine."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)
-def test_a_gpu_is_taken_where_there_is_one(gpus: None) -> None:
+def test_gpu_is_chosen_if_available(gpus: None) -> None:
     names = (None, "cpu", "cuda", "cuda:1")
     assert [str(parse_device(name)) for name in names] == ["cuda", "cpu", "cuda", "cuda:1"]
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)
-def test_else_the_cpu(gpus: None) -> None:
+def test_cpu_is_chosen_otherwise(gpus: None) -> None:
     assert parse_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("gpus", "name", "told"),
+    ("gpus", "name", "message"),
     [
         (0, "tpu", "known are cpu, cuda, cuda:N, mps"),
         (0, "cuda", "torch .* finds no GPU here; there is cpu: install"),
@@ -47,8 +47,10 @@ def test_else_the_cpu(gpus: None) -> None:
     ],
     indirect=["gpus"],
 )
-def test_what_is_not_there_is_refused_with_what_is(gpus: None, name: str, told: str) -> None:
-    with pytest.raises(ValueError, match=f"--device {name}: {told}"):
+def test_missing_device_is_refused_with_the_available_ones(
+    gpus: None, name: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--device {name}: {message}"):
         parse_device(name)
 
 
@@ -64,28 +66,28 @@ def test_dtypes_have_names() -> None:
 @pytest.mark.skipif(
     not has_packing_operators(), reason=f"torch {torch.__version__} packs no weights"
 )
-def test_a_dtype_is_slow_where_onednn_has_no_kernel_for_it() -> None:
-    """It packs none there either: two operators of torch, one fact of the processor."""
+def test_dtype_without_a_onednn_kernel_is_slow() -> None:
+    """oneDNN packs none there either: two torch operators, one property of the processor."""
     for dtype in (torch.bfloat16, torch.float16):
         assert is_slow(dtype, torch.device("cpu")) == (explain_refusal(dtype) is not None)
         assert not is_slow(dtype, torch.device("cuda"))
     assert not is_slow(torch.float32, torch.device("cpu"))
 
 
-def test_where_torch_cannot_tell_nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_dtype_support_counts_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "SUPPORT_OPERATORS", {"bfloat16": "_no_such_operator"})
     assert not is_slow(torch.bfloat16, torch.device("cpu"))
 
 
-def test_slow_weights_are_a_line_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_weights_are_reported_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
     line = describe_slow_weights(torch.nn.Sequential(BF16, torch.nn.Linear(64, 64, bias=False)))
     assert line is not None and "bfloat16" in line and "\n" not in line
-    assert "weights then take 32 KiB in place of 24 KiB" in line
+    assert "weights then take 32 KiB instead of 24 KiB" in line
     assert describe_slow_weights(torch.nn.Linear(64, 64)) is None
 
 
-def test_a_model_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
     lines: list[str] = []
     for model in (BF16, BF16, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16()):

@@ -1,7 +1,7 @@
-"""What the documents show is run, in order, as one session a document.
+"""Run the examples of the documents in order, one session per document.
 
-Commands that would take hours, or need a checkpoint, a server or keys, are read by the parser of
-the command: their names, options and values are right.
+Commands that would take hours, or need a checkpoint, a server or keys, are only parsed: their
+names, options and values are right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
 )
-TABLES = "docs/coming-from.md"  # whose blocks are run with its tables
+TABLES = "docs/coming-from.md"  # its code blocks run together with its tables
 WITH_PYTHON = [
     page for page in PAGES if page != TABLES and "```python\n" in (ROOT / page).read_text()
 ]
@@ -37,19 +37,19 @@ MODULE = "python -m kvant.bench."
 LESS = {"run": ["--max-new-tokens", "20"], "eval": ["--tokens", "512", "--prompts", "1"]}
 
 
-def commands(page: str) -> list[list[str]]:
-    """Lines of a page that call `kvant`, or a benchmark as a module."""
-    found = []
+def list_commands(page: str) -> list[list[str]]:
+    """Return the lines of a page that call `kvant`, or a benchmark as a module."""
+    commands = []
     for line in re.findall(r"^    (\S.*)$", (ROOT / page).read_text(), re.M):
         line = line.removeprefix(".venv/bin/")
         if line.startswith(("kvant ", MODULE)) and "$" not in line:
             words = shlex.split(line.replace(MODULE, "kvant bench ", 1), comments=True)
             ends = [n for n, word in enumerate(words) if word in (">", ">>", "&&")]
-            found.append(words[: min(ends, default=None)])
-    return found
+            commands.append(words[: min(ends, default=None)])
+    return commands
 
 
-def called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n/quit\n" if "chat" in words else ""))
     with pytest.raises(SystemExit) as end:
@@ -57,8 +57,8 @@ def called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not end.value.code, shlex.join(words)
 
 
-def known(words: list[str]) -> None:
-    """The parser takes these words."""
+def assert_parses(words: list[str]) -> None:
+    """Assert that the parser accepts these words."""
     command, rest = typer.main.get_command(app), words[1:]
     context = command.make_context("kvant", rest)
     while hasattr(command, "resolve_command"):
@@ -69,7 +69,7 @@ def known(words: list[str]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the commands find."""
+    """Create the files that the commands use."""
     shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n{"prompt": "class A"}\n')
     monkeypatch.chdir(tmp_path)
@@ -77,63 +77,65 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
-def test_its_python_runs(page: str, folder: Path) -> None:
+def test_python_examples_run(page: str, folder: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
-    sys.modules["page"] = type(sys)("page")  # dataclasses look for the module of a class
+    sys.modules["page"] = type(sys)("page")  # dataclasses look up the module of a class
     text = (ROOT / page).read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(block, page, "exec"), names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(SHORT)])
-def test_its_commands_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in commands(page):
+def test_command_examples_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in list_commands(page):
         if not any(text in shlex.join(words) for text in NOT_HERE):
-            called(words, monkeypatch)
+            run_command(words, monkeypatch)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
-def test_its_commands_are_known(page: str) -> None:
-    for words in commands(page):
+@pytest.mark.parametrize("page", [page for page in PAGES if list_commands(page)])
+def test_commands_exist(page: str) -> None:
+    for words in list_commands(page):
         if words[:3] != ["kvant", "bench", "markdown"]:
-            known(words)
+            assert_parses(words)
 
 
-def test_its_tables_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, and what stands in backticks in the second column: Python, or our command.
+def test_table_commands_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run blocks, and code in the second column: Python, or a kvant command.
 
-    Commands do less than they would, and a server is not started.
+    Commands run with smaller sizes, and no server is started.
     """
     path = ROOT / TABLES
     names: dict[str, object] = {}
-    found = re.findall(r"^```python\n(.*?)^```|^\|.*?\|(.*?)\|", path.read_text(), re.DOTALL | re.M)
-    assert found
-    for block, cell in found:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```|^\|.*?\|(.*?)\|", path.read_text(), re.DOTALL | re.M
+    )
+    assert blocks
+    for block, cell in blocks:
         for code in [block] if block else re.findall(r"`(.*?)`", cell):
             words = shlex.split(code) if code.startswith("kvant ") else []
             if words and code.startswith(NOT_HERE[0]):
-                known(words)
+                assert_parses(words)
             elif words:
-                called(words + LESS.get(words[1], []), monkeypatch)
+                run_command(words + LESS.get(words[1], []), monkeypatch)
             else:
                 exec(compile(code, f"{path}: {code}", "exec"), names)
 
 
-def test_every_benchmark_is_shown() -> None:
+def test_every_benchmark_is_documented() -> None:
     text = "".join((ROOT / page).read_text() for page in PAGES)
     assert [name for name in BENCHES if not re.search(rf"bench[. ]{name}\b", text)] == []
 
 
-def test_the_page_of_formats_is_the_guide() -> None:
+def test_formats_page_equals_the_guide() -> None:
     text = (ROOT / "docs" / "formats.md").read_text()
     formats = [
-        {"format": f"`{one.word}`", "what it is": one.meaning, "use it for": one.use_case}
-        for one in (*FORMAT_WORDS, AUTO_WORD)
+        {"format": f"`{word.word}`", "what it is": word.meaning, "use it for": word.use_case}
+        for word in (*FORMAT_WORDS, AUTO_WORD)
     ]
     options = [
-        {"option": f"`{one.word}`", "default": one.default}
-        | {"what it does": one.meaning, "use it for": one.use_case}
-        for one in OPTION_WORDS
+        {"option": f"`{word.word}`", "default": word.default}
+        | {"what it does": word.meaning, "use it for": word.use_case}
+        for word in OPTION_WORDS
     ]
     assert format_markdown(formats) in text and format_markdown(options) in text
-    assert {one.word.partition("=")[0] for one in OPTION_WORDS} == set(KNOWN)
+    assert {word.word.partition("=")[0] for word in OPTION_WORDS} == set(KNOWN)

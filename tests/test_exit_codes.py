@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Test exit codes of commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvant.exit_codes import handle_errors, run_app
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (ValueError("--lengths a\nand more"), 2, "error: --lengths a\n"),
         (CapacityError("too long"), 2, "error: too long\n"),
@@ -23,21 +23,21 @@ from kvant.exit_codes import handle_errors, run_app
     ],
     ids=repr,
 )
-def test_it_is_one_line_and_an_exit_code(
-    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+def test_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end, handle_errors():
         raise error
-    assert (end.value.code, *capsys.readouterr()) == (code, "", told)
+    assert (end.value.code, *capsys.readouterr()) == (code, "", message)
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [(KeyboardInterrupt(), 130, "\ninterrupted\n"), (ValueError("wrong"), 2, "error: wrong\n")],
     ids=repr,
 )
-def test_a_command_ends_so_too(
-    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+def test_command_exits_the_same_way(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,7 +48,7 @@ def test_a_command_ends_so_too(
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["ask"])
         run_app(app)
-    assert (end.value.code, *capsys.readouterr()) == (code, "", told)
+    assert (end.value.code, *capsys.readouterr()) == (code, "", message)
 
 
 def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
@@ -65,6 +65,6 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "\ninterrupted\n")
 
 
-def test_an_error_of_our_own_keeps_its_traceback() -> None:
+def test_internal_error_keeps_its_traceback() -> None:
     with pytest.raises(AssertionError), handle_errors():
         raise AssertionError

@@ -1,4 +1,4 @@
-"""Anybody can write a file with a right checksum: it is refused before anything is allocated."""
+"""Test forged files with a valid checksum: refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forged
-from cache.tagged import forward, layer, recipe, same, told
+from cache.tagged import assert_same, forward, make_layer, make_recipe, read_tags
 from kvant import (
     Cache,
     CacheFileError,
@@ -33,30 +33,30 @@ from kvant.retention import KeepAll
 from kvant.spec import language
 
 
-def refuse(
+def assert_refused(
     cache: Cache, edit: Callable[[dict[str, Any]], object], folder: Path, match: str
 ) -> None:
     save(cache, folder / "a")
-    made = forged.forge((folder / "a").read_bytes(), lambda entry, outer: edit(entry))
-    (folder / "b").write_bytes(made)
+    forged_file = forged.forge((folder / "a").read_bytes(), lambda entry, outer: edit(entry))
+    (folder / "b").write_bytes(forged_file)
     with pytest.raises(CacheFileError, match=match):
         load(folder / "b")
 
 
-def test_forged_headers_are_refused_or_are_caches_like_any_other() -> None:
-    """In a process of its own, whose memory is bounded; a crash would end it, too."""
+def test_forged_headers_are_refused_or_load_a_valid_cache() -> None:
+    """In a separate process with bounded memory; a crash would end it, too."""
     run = [sys.executable, forged.__file__, "--count", "250"]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    fates = json.loads(done.stdout.splitlines()[-1])
-    assert fates["refused"] > 100 and fates["taken"] > 10, fates
+    process = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    outcomes = json.loads(process.stdout.splitlines()[-1])
+    assert outcomes["refused"] > 100 and outcomes["taken"] > 10, outcomes
 
 
 def test_a_capacity_below_the_rows_of_the_file_is_refused(tmp_path: Path) -> None:
-    """Up to 16 rows were written behind a buffer of one."""
+    """Regression: up to 16 rows were written past the end of a buffer of one."""
     cache = Cache(1, "raw,capacity=16")
     forward(cache, 16)
-    refuse(
+    assert_refused(
         cache,
         lambda entry: entry["spec"]["layers"][0].update(capacity=1),
         tmp_path,
@@ -66,34 +66,34 @@ def test_a_capacity_below_the_rows_of_the_file_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("text", ["raw,capacity=3", "affine4,capacity=70"])
 def test_a_snapshot_of_more_than_the_capacity_is_refused_and_changes_nothing(text: str) -> None:
-    """Rows were written behind the buffer before the capacity was looked at."""
+    """Regression: rows were written past the buffer before the capacity was checked."""
     long, short = Cache(1, text.partition(",")[0]), Cache(1, text)
     forward(long, 100)
     forward(short, 2)
     before = short.snapshot()
     with pytest.raises(SnapshotMismatch, match="100 tokens for a capacity of"):
         short.restore(long.snapshot())
-    same(before, short.snapshot())
+    assert_same(before, short.snapshot())
 
 
 @pytest.mark.parametrize("count", [10_000_000, 2**31 - 1])
-def test_sinks_that_the_file_does_not_hold_allocate_nothing(count: int, tmp_path: Path) -> None:
-    """5 GiB were allocated and cleared for a file of 111 KiB."""
+def test_missing_sinks_in_a_file_allocate_nothing(count: int, tmp_path: Path) -> None:
+    """Regression: 5 GiB were allocated and cleared for a file of 111 KiB."""
     cache = Cache(1, "affine4,sinks=4,tail=0")
     forward(cache, 200)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refuse(
+    assert_refused(
         cache,
         lambda entry: entry["spec"]["layers"][0]["retention"].update(sinks=count),
         tmp_path,
-        "open rows, of|keys.open is",
+        "open rows, for|keys.open is",
     )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 << 10, f"{grown} KiB"
 
 
 @pytest.mark.parametrize("option", ["capacity", "step"])
-def test_room_that_a_header_asks_for_is_not_taken_by_loading(option: str, tmp_path: Path) -> None:
+def test_capacity_in_a_header_is_not_allocated_by_loading(option: str, tmp_path: Path) -> None:
     cache = Cache(1, "raw")
     forward(cache, 3)
     save(cache, tmp_path / "a")
@@ -106,8 +106,8 @@ def test_room_that_a_header_asks_for_is_not_taken_by_loading(option: str, tmp_pa
     assert loaded.nbytes_used == cache.nbytes_used <= loaded.nbytes <= cache.nbytes
 
 
-def test_pages_that_begin_where_there_are_none_are_refused(tmp_path: Path) -> None:
-    """No page was sealed any more, and attention did not see the oldest ones."""
+def test_pages_starting_out_of_range_are_refused(tmp_path: Path) -> None:
+    """Regression: no further page was sealed, and attention missed the oldest ones."""
     cache = Cache(1, "affine4")
     forward(cache, 130)
     snapshot = cache.snapshot()
@@ -117,8 +117,8 @@ def test_pages_that_begin_where_there_are_none_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("page", "batch"), [(2**24, 1), (2**23, 3), (2**40, 1)])
-def test_a_length_whose_tables_of_pages_are_huge_is_refused(page: int, batch: int) -> None:
-    """A window of 70 rows, and an entry for each page before it: gigabytes for 15 KB."""
+def test_length_with_a_huge_page_table_is_refused(page: int, batch: int) -> None:
+    """Regression: a window of 70 rows with an entry per earlier page: gigabytes for 15 KB."""
     cache = Cache(1, "raw,window=70,sinks=0")
     forward(cache, 300, batch=batch)
     snapshot = cache.snapshot()
@@ -128,7 +128,7 @@ def test_a_length_whose_tables_of_pages_are_huge_is_refused(page: int, batch: in
     numbers[0, LENGTH] += shift * 64
     with pytest.raises(SnapshotMismatch, match=r"tables of \d+ pages.*16777216 at most"):
         cache.restore(snapshot)
-    assert told(cache[0]) == list(range(230, 300))
+    assert read_tags(cache[0]) == list(range(230, 300))
 
 
 @pytest.mark.parametrize("page", [2**23, 2**31 - 64])
@@ -136,7 +136,7 @@ def test_a_length_whose_tables_of_pages_are_huge_is_refused(page: int, batch: in
 def test_pages_far_beyond_the_rows_of_the_file_allocate_nothing(
     page: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One page of 2**31 rows was reserved for 10 of them; on a GPU, it was taken."""
+    """Regression: one page of 2**31 rows was reserved for 10 of them, and allocated on a GPU."""
     cache = Cache(2, text)
     forward(cache, 10, batch=2)
     monkeypatch.setattr(storage, "reserve_tensor", None)
@@ -145,10 +145,12 @@ def test_pages_far_beyond_the_rows_of_the_file_allocate_nothing(
         for spec in entry["spec"]["layers"]:
             spec["page"] = page
 
-    refuse(cache, edit, tmp_path, f"page={page}.* bytes for rows of .* at most.* smaller page")
+    assert_refused(
+        cache, edit, tmp_path, f"page={page}.* bytes for .* of rows, .* at most.* smaller page"
+    )
 
 
-def test_a_file_that_finds_no_memory_is_refused_like_others(
+def test_file_that_runs_out_of_memory_is_refused_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(*_: object) -> None:
@@ -164,15 +166,15 @@ def test_a_file_that_finds_no_memory_is_refused_like_others(
 
 
 @pytest.mark.parametrize("page", [4096, 2**16])
-def test_large_pages_come_back_however_few_rows_they_hold(page: int, tmp_path: Path) -> None:
-    cache = Cache(1, recipe(Affine(8), KeepAll(), page=page))
+def test_large_pages_with_few_rows_round_trip(page: int, tmp_path: Path) -> None:
+    cache = Cache(1, make_recipe(Affine(8), KeepAll(), page=page))
     forward(cache, 1, batch=3)
     save(cache, tmp_path / "a")
-    same(load(tmp_path / "a").snapshot(), cache.snapshot())
+    assert_same(load(tmp_path / "a").snapshot(), cache.snapshot())
 
 
-def test_rows_of_no_bytes_do_not_say_how_wide_a_frame_is() -> None:
-    """[0, 1, 2**40] takes no byte of a file; its signs would take terabytes."""
+def test_zero_byte_rows_do_not_determine_a_frame_width() -> None:
+    """[0, 1, 2**40] needs no byte of a file; its signs would need terabytes."""
     cache = Cache(1, "turbo4")
     forward(cache, 1)
     snapshot = cache.snapshot()
@@ -182,22 +184,22 @@ def test_rows_of_no_bytes_do_not_say_how_wide_a_frame_is() -> None:
         cache.restore(snapshot)
 
 
-def test_each_layer_of_a_header_is_looked_at_without_copying_those_before_it() -> None:
-    """The work was quadratic: 300,000 layers in a file of 7 MB took minutes."""
+def test_header_layers_are_checked_without_quadratic_copies() -> None:
+    """Regression: the work was quadratic: 300,000 layers in a file of 7 MB took minutes."""
 
     class Layers(tuple[Any, ...]):
         def __getitem__(self, key: Any) -> Any:
             assert not isinstance(key, slice), "a copy for every layer"
             return super().__getitem__(key)
 
-    spec = CacheSpec(Layers([layer("raw"), EmptySpec(), SharedSpec(0)]))
+    spec = CacheSpec(Layers([make_layer("raw"), EmptySpec(), SharedSpec(0)]))
     assert language.check_spec(spec) is spec
 
 
-def test_a_header_has_no_more_layers_than_a_spec_may_have(tmp_path: Path) -> None:
+def test_header_layer_count_is_limited_like_a_spec(tmp_path: Path) -> None:
     cache = Cache(1, "raw")
     forward(cache, 1)
-    refuse(
+    assert_refused(
         cache,
         lambda entry: entry["spec"]["layers"].extend([{"kind": "empty"}] * language.MAX_LAYERS),
         tmp_path,
@@ -205,22 +207,22 @@ def test_a_header_has_no_more_layers_than_a_spec_may_have(tmp_path: Path) -> Non
     )
 
 
-def cache_sum(raw: bytes) -> bytes:
-    at = raw.index(forged.MARK) + len(forged.MARK)
-    return raw[at : at + 64]
+def make_checksum(raw: bytes) -> bytes:
+    position = raw.index(forged.MARK) + len(forged.MARK)
+    return raw[position : position + 64]
 
 
-def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    cache = Cache(None, CacheSpec((layer("raw"), RecurrentSpec())))
+def test_duplicate_tensor_name_is_refused(tmp_path: Path) -> None:
+    cache = Cache(None, CacheSpec((make_layer("raw"), RecurrentSpec())))
     cache[0].append(*torch.randn(2, 1, 1, 3, 8))
     cache[1].append(3, {"x": torch.zeros(1, 2)})
     save(cache, tmp_path / "a")
     raw = (tmp_path / "a").read_bytes()
     stop = 8 + int.from_bytes(raw[:8], "little")
-    header, body = raw[8:stop].replace(cache_sum(raw), b"0" * 64), raw[stop:]
+    header, body = raw[8:stop].replace(make_checksum(raw), b"0" * 64), raw[stop:]
     length, start = rb"\"1/now\": 3", b'"0/numbers":'
     for old, new in ((length, length + b", " + length), (start, start + b"0," + start)):
         assert header.count(old) == 1
-        (tmp_path / "b").write_bytes(forged.signed(header.replace(old, new), body))
-        with pytest.raises(CacheFileError, match="comes twice"):
+        (tmp_path / "b").write_bytes(forged.sign(header.replace(old, new), body))
+        with pytest.raises(CacheFileError, match="occurs twice"):
             load(tmp_path / "b")

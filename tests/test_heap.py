@@ -1,4 +1,4 @@
-"""Memory that is freed and asked for again is the same memory, in any thread."""
+"""Test that freed memory is reused in any thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(faults[-1] - faults[9])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is of glibc")
-def test_what_is_freed_is_kept() -> None:
+def test_freed_memory_is_reused() -> None:
     def faults(*options: str) -> int:
         ran = subprocess.run(
             [sys.executable, "-c", SCRIPT, *options], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The import rule of docs/architecture.md: a module imports from its own rank or from below."""
+"""Test the import rule of docs/architecture.md: a module imports from its own rank or below."""
 
 import ast
 import subprocess
@@ -30,7 +30,7 @@ RANKS = (
 PLACES = {name: rank for rank, names in enumerate(RANKS) for name in names.split()}
 RANK = {name.rstrip("/"): rank for name, rank in PLACES.items()}
 FOLDERS = {name.rstrip("/") for name in PLACES if name.endswith("/")}
-KNOWN = [[], *([name] for name in RANK)]  # what may follow "kvant."
+KNOWN = [[], *([name] for name in RANK)]  # possible continuations of "kvant."
 HOST = RANK["hf"]  # from here up transformers may be imported
 COMMANDS = [
     "run",
@@ -52,7 +52,7 @@ KERNELS = ("kvant.attention.triton.kernels", "kvant.codecs.frames.rotation_kerne
 class Import(NamedTuple):
     target: str  # dotted and absolute; `from a import b` is a.b
     line: int
-    nested: bool  # inside a function: happens only when called
+    nested: bool  # inside a function: runs only when called
 
 
 class Collector(ast.NodeVisitor):
@@ -86,17 +86,17 @@ def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
-def within(module: str, *packages: str) -> bool:
+def is_in_package(module: str, *packages: str) -> bool:
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
-def fault(module: str, found: Import) -> str | None:
-    """What is wrong with this import in `module` ("kvant.codecs.affine"), if anything."""
-    root, *path = found.target.split(".")
-    here = module.split(".")[1:]
-    rank = RANK[here[0]] if here else None  # None: kvant/__init__.py, above all
-    kernels = root == "triton" or within(found.target, *KERNELS)
-    if kernels and not found.nested and not within(module, *KERNELS):
+def find_fault(module: str, import_: Import) -> str | None:
+    """Return why this import in `module` ("kvant.codecs.affine") is wrong, or None."""
+    root, *path = import_.target.split(".")
+    own_parts = module.split(".")[1:]
+    rank = RANK[own_parts[0]] if own_parts else None  # None: kvant/__init__.py, above all
+    kernels = root == "triton" or is_in_package(import_.target, *KERNELS)
+    if kernels and not import_.nested and not is_in_package(module, *KERNELS):
         return "triton is optional: import it inside the function that needs it"
     if root == "transformers" and (rank is None or rank < HOST):
         return "only hf and what stands above it may import transformers"
@@ -105,22 +105,26 @@ def fault(module: str, found: Import) -> str | None:
     if not path or path[0] not in RANK:
         return "not a module of RANKS: import from the module that defines the name"
     for depth, part in enumerate(path):
-        if is_private(part) and path[:depth] != here[:depth]:
+        if is_private(part) and path[:depth] != own_parts[:depth]:
             return f"{part} is private to kvant.{'.'.join(path[:depth])}"
-    if path[0] == here[0] or RANK[path[0]] < rank:
+    if path[0] == own_parts[0] or RANK[path[0]] < rank:
         return None
     if RANK[path[0]] > rank:
-        return f"{path[0]} stands above {here[0]}"
+        return f"{path[0]} stands above {own_parts[0]}"
     if path[0] in FOLDERS:
         return f"{path[0]} is a folder of the same rank"
     return None
 
 
-def faults(module: str, source: str, is_package: bool = False) -> list[str]:
+def list_faults(module: str, source: str, is_package: bool = False) -> list[str]:
     collector = Collector(module if is_package else module.rpartition(".")[0])
     collector.visit(ast.parse(source))
-    pairs = [(found, fault(module, found)) for found in collector.found]
-    return [f"{module}:{found.line}: {found.target}: {why}" for found, why in pairs if why]
+    pairs = [(import_, find_fault(module, import_)) for import_ in collector.found]
+    return [
+        f"{module}:{import_.line}: {import_.target}: {reason}"
+        for import_, reason in pairs
+        if reason
+    ]
 
 
 def module_name(path: Path) -> str:
@@ -136,23 +140,22 @@ def test_every_module_has_a_rank() -> None:
         if name not in ("__init__", *PLACES):
             unknown.append(name)
     assert not unknown, (
-        f"no rank for {sorted(set(unknown))}: say in RANKS of {Path(__file__).name}, and in "
-        "docs/architecture.md, where it stands"
+        f"no rank for {sorted(set(unknown))}: add it to RANKS of {Path(__file__).name}"
     )
 
 
 def test_imports_go_downward() -> None:
-    found = [
+    problems = [
         line
         for path in sorted(ROOT.rglob("*.py"))
         if (name := module_name(path)).split(".")[1:2] in KNOWN
-        for line in faults(name, path.read_text(encoding="utf-8"), path.stem == "__init__")
+        for line in list_faults(name, path.read_text(encoding="utf-8"), path.stem == "__init__")
     ]
-    assert not found, "\n" + "\n".join(found)
+    assert not problems, "\n" + "\n".join(problems)
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "why"),
+    ("module", "source", "message"),
     [
         ("kvant.codecs.affine", "from kvant.attention import mask", "above"),
         ("kvant.codecs.affine", "def f():\n  import kvant.cache", "above"),
@@ -176,10 +179,10 @@ def test_imports_go_downward() -> None:
         ("kvant.cache.layer", "import kvant", "defines the name"),
     ],
 )
-def test_the_rule_refuses(module: str, source: str, why: str) -> None:
-    found = faults(module, source)
-    assert len(found) == 1
-    assert why in found[0]
+def test_rule_refuses_upward_imports(module: str, source: str, message: str) -> None:
+    problems = list_faults(module, source)
+    assert len(problems) == 1
+    assert message in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -199,14 +202,18 @@ def test_the_rule_refuses(module: str, source: str, why: str) -> None:
         ("kvant", "from .cli import main\nfrom kvant.cache import Cache"),
     ],
 )
-def test_the_rule_allows(module: str, source: str) -> None:
-    assert faults(module, source, is_package=module in ("kvant", "kvant.attention.native")) == []
+def test_rule_allows_downward_imports(module: str, source: str) -> None:
+    assert (
+        list_faults(module, source, is_package=module in ("kvant", "kvant.attention.native")) == []
+    )
 
 
-def imported(code: str) -> list[str]:
-    """Run `code` in a process of its own, and list what it imported of the slow packages."""
-    told = f"{code}\nimport sys; print(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True)
+def list_imports(code: str) -> list[str]:
+    """Run `code` in a separate process, and list the slow packages that it imported."""
+    program = f"{code}\nimport sys; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     modules = ran.stdout.split("\n")[-2].split()
     return [name for name in ("numpy", "torch", "transformers", "triton") if name in modules]
 
@@ -221,13 +228,13 @@ def imported(code: str) -> list[str]:
         "from kvant.spec import auto; auto.check_spec_or_auto('auto:1GiB,max_kl=0.01')",
     ],
 )
-def test_words_need_no_torch(code: str) -> None:
-    assert imported(code) == []
+def test_spec_parsing_needs_no_torch(code: str) -> None:
+    assert list_imports(code) == []
 
 
 @pytest.mark.parametrize("optional", ["transformers", "triton"])
-def test_a_cache_needs_nothing_that_is_optional(optional: str) -> None:
-    assert optional not in imported("import kvant; kvant.Cache(1, 'affine4')")
+def test_cache_needs_no_optional_package(optional: str) -> None:
+    assert optional not in list_imports("import kvant; kvant.Cache(1, 'affine4')")
 
 
 COMMAND = """
@@ -252,7 +259,7 @@ except SystemExit as end:
     ],
 )
 def test_help_needs_no_torch(words: str) -> None:
-    assert imported(COMMAND.format(words=words.split())) == []
+    assert list_imports(COMMAND.format(words=words.split())) == []
 
 
 @pytest.mark.parametrize("words", ["kvant ru", "kvant run --kv-", "kvant bench att"])
@@ -260,7 +267,7 @@ def test_completion_needs_no_torch(words: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("_KVANT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    assert imported(COMMAND.format(words=[])) == []
+    assert list_imports(COMMAND.format(words=[])) == []
 
 
 @pytest.mark.parametrize(
@@ -295,5 +302,5 @@ def test_completion_needs_no_torch(words: str, monkeypatch: pytest.MonkeyPatch) 
         "store ls nowhere",
     ],
 )
-def test_a_mistake_needs_no_torch(words: str) -> None:
-    assert imported(COMMAND.format(words=words.split())) == []
+def test_user_error_needs_no_torch(words: str) -> None:
+    assert list_imports(COMMAND.format(words=words.split())) == []

@@ -1,4 +1,4 @@
-"""Layers from a config.json as the hub has it, without any host: names and rules of families."""
+"""Test layers from a config.json of the hub, without transformers: names and rules of families."""
 
 from __future__ import annotations
 
@@ -173,7 +173,9 @@ GEMMA3N = {
     ],
     ids=["LLaMA-7B 2048", "LLaMA-7B 4096", "LLaMA-13B", "Mistral-7B", "Mistral bf16", "Qwen3-1.7B"],
 )
-def test_published_tables(config: dict, spec: str, context: int, expected: float) -> None:
+def test_sizes_equal_published_tables(
+    config: dict, spec: str, context: int, expected: float
+) -> None:
     """To the byte, and with steps of 256 as with 1: these contexts are multiples of both."""
     for step in ("", ",step=1"):
         assert plan(config, spec + step, context=context).nbytes == expected * GIB
@@ -184,9 +186,9 @@ def test_published_tables(config: dict, spec: str, context: int, expected: float
     [("affine8", 0.53125, 2), ("affine4", 0.3125, 4), ("affine4,step=256", 0.3125, 4)],
 )
 def test_published_shares_plus_the_open_pages(spec: str, share: float, dense: int) -> None:
-    """Sealed pages come at the published share. On top, some are open, at the price of raw.
+    """Sealed pages have the published share of raw; open pages add the size of raw.
 
-    Those hold the tail, the slack and the rows being added, in whole pages.
+    They hold the tail, the slack and the new rows, in whole pages.
     """
     raw = plan(QWEN3_1_7B, "raw").nbytes_per_token
     planned = plan(QWEN3_1_7B, spec, context=40960)
@@ -229,13 +231,13 @@ def test_published_shares_plus_the_open_pages(spec: str, share: float, dense: in
     ],
     ids=lambda value: value.get("model_type", "nested") if "hidden_size" in value else "",
 )
-def test_kinds_and_windows(config: dict, expected: dict) -> None:
-    assert Counter((one.kind, one.window) for one in layer_shapes(config)) == expected
+def test_layer_kinds_and_windows(config: dict, expected: dict) -> None:
+    assert Counter((layer.kind, layer.window) for layer in layer_shapes(config)) == expected
 
 
-def test_which_layers_those_are() -> None:
-    def places(config: dict, kind: str = FULL) -> list[int]:
-        return [i for i, one in enumerate(layer_shapes(config)) if one.kind == kind]
+def test_layer_kinds_by_index() -> None:
+    def places(config: dict, layer_type: str = FULL) -> list[int]:
+        return [i for i, layer in enumerate(layer_shapes(config)) if layer.kind == layer_type]
 
     assert places(GEMMA3_4B) == [5, 11, 17, 23, 29]
     assert places(GPT_OSS_20B) == list(range(1, 24, 2))
@@ -250,7 +252,7 @@ def test_which_layers_those_are() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (GEMMA3_4B, (4, 256, 256)),  # its file leaves them to the class that reads it
+        (GEMMA3_4B, (4, 256, 256)),  # its file omits them: they are defaults of its class
         (GPT_OSS_20B, (8, 64, 64)),
         (DEEPSEEK_V3, (1, 576, 512)),
         ({"n_layer": 2, "n_head": 4, "n_embd": 64, "multi_query": True}, (1, 16, 16)),
@@ -263,18 +265,24 @@ def test_which_layers_those_are() -> None:
     ],
     ids=["gemma3", "gpt_oss", "deepseek_v3", "gpt_bigcode", "dbrx", "falcon-40b", "falcon-7b"],
 )
-def test_rows(config: dict, expected: tuple) -> None:
-    one = layer_shapes(config)[-1]
-    assert (one.num_heads, one.key_dim, one.value_dim) == expected
+def test_row_widths(config: dict, expected: tuple) -> None:
+    shape = layer_shapes(config)[-1]
+    assert (shape.num_heads, shape.key_dim, shape.value_dim) == expected
 
 
 def test_rows_may_differ_by_layer() -> None:
     by_list = LLAMA_7B | {"num_hidden_layers": 3, "num_key_value_heads": [4, 2, 1]}
-    assert [one.num_heads for one in layer_shapes(by_list)] == [4, 2, 1]
-    apart = LLAMA_7B | {"num_hidden_layers": 2, "per_layer_config": {"1": {"head_dim": 64}}}
-    assert [one.key_dim for one in layer_shapes(apart)] == [128, 64]
-    wide = GPT_OSS_20B | {"global_head_dim": 512, "num_global_key_value_heads": 4}
-    assert [(one.num_heads, one.key_dim) for one in layer_shapes(wide)[:2]] == [(8, 64), (4, 512)]
+    assert [layer.num_heads for layer in layer_shapes(by_list)] == [4, 2, 1]
+    per_layer_config = LLAMA_7B | {
+        "num_hidden_layers": 2,
+        "per_layer_config": {"1": {"head_dim": 64}},
+    }
+    assert [layer.key_dim for layer in layer_shapes(per_layer_config)] == [128, 64]
+    wide_rows = GPT_OSS_20B | {"global_head_dim": 512, "num_global_key_value_heads": 4}
+    assert [(layer.num_heads, layer.key_dim) for layer in layer_shapes(wide_rows)[:2]] == [
+        (8, 64),
+        (4, 512),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -294,15 +302,15 @@ def test_recurrent_states_are_counted_once_at_every_length(config: dict, expecte
     assert short.layer_nbytes[0] == long.layer_nbytes[0] == 3 * expected
     assert (
         short.nbytes_per_token
-        == sum(one.attends for one in layers)
+        == sum(layer.attends for layer in layers)
         * (
-            plan(layers[-1:] if layers[-1].attends else [_attending(layers)], "affine4")
+            plan(layers[-1:] if layers[-1].attends else [_first_attention_layer(layers)], "affine4")
         ).nbytes_per_token
     )
 
 
-def _attending(layers: tuple[LayerShape, ...]) -> LayerShape:
-    return next(one for one in layers if one.attends)
+def _first_attention_layer(layers: tuple[LayerShape, ...]) -> LayerShape:
+    return next(layer for layer in layers if layer.attends)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +323,7 @@ def _attending(layers: tuple[LayerShape, ...]) -> LayerShape:
     ],
     ids=["kimi_linear", "a file that lacks it", "an index of the host's", "unknown"],
 )
-def test_what_a_configuration_does_not_tell_is_said_and_no_error(
+def test_missing_configuration_values_are_reported_without_an_error(
     config: dict, missing: tuple
 ) -> None:
     planned = plan(config, "affine8")
@@ -324,29 +332,31 @@ def test_what_a_configuration_does_not_tell_is_said_and_no_error(
     assert str(planned).endswith(f"{len(missing)} layers not counted")
 
 
-def test_a_window_of_the_model_bounds_its_layer_only() -> None:
-    """window + slack + a page, in whole pages, whatever the context."""
+def test_model_window_bounds_its_layer_only() -> None:
+    """window + slack + a page, in whole pages, for any context."""
     planned = plan(GEMMA3_4B, "raw", context=100_000)
     row = 2 * 4 * 256 * 2
-    by_kind = dict(zip([one.kind for one in planned.layers], planned.layer_nbytes, strict=True))
+    by_kind = dict(zip([layer.kind for layer in planned.layers], planned.layer_nbytes, strict=True))
     assert by_kind[SLIDING] == 18 * 64 * row
     assert by_kind[FULL] == -(-100_000 // 64) * 64 * row
     assert planned.nbytes_per_token == 5 * row
 
 
-def test_a_narrower_window_of_the_spec_counts() -> None:
-    wide, narrow = (plan(MISTRAL_7B, f"raw,window={n}", context=9999) for n in (8192, 1024))
-    assert wide.nbytes == plan(MISTRAL_7B, "raw", context=9999).nbytes
+def test_narrower_spec_window_applies() -> None:
+    wide_rows, narrow = (plan(MISTRAL_7B, f"raw,window={n}", context=9999) for n in (8192, 1024))
+    assert wide_rows.nbytes == plan(MISTRAL_7B, "raw", context=9999).nbytes
     assert narrow.layer_nbytes[0] == 18 * 64 * 2 * 8 * 128 * 4
 
 
-def test_edges_are_those_of_the_layers_that_attend() -> None:
+def test_edge_layers_are_counted_among_attention_layers() -> None:
     planned = plan(JAMBA, "affine4,edge=1:raw")
-    sizes = [n for n, one in zip(planned.layer_nbytes, planned.layers, strict=True) if one.attends]
+    sizes = [
+        n for n, layer in zip(planned.layer_nbytes, planned.layers, strict=True) if layer.attends
+    ]
     assert sizes[0] == sizes[3] > sizes[1] == sizes[2]
 
 
-def test_shared_layers_take_nothing() -> None:
+def test_shared_layers_add_no_bytes() -> None:
     assert set(plan(GEMMA3N, "affine4").layer_nbytes[20:]) == {0}
 
 
@@ -354,10 +364,10 @@ def test_latents_are_planned_as_one_stream() -> None:
     assert plan(DEEPSEEK_V3, "raw").nbytes_per_token == 61 * 576 * 2
 
 
-def test_a_model_knows_its_dtype_better_than_its_configuration() -> None:
+def test_dtype_of_a_model_overrides_its_configuration() -> None:
     model = SimpleNamespace(config=QWEN3_1_7B, dtype=torch.float32)
     assert plan(model, "raw").layers[0].dtype is torch.float32
-    assert plan(GEMMA3_4B, "raw").layers[0].dtype is torch.bfloat16  # told outside text_config
+    assert plan(GEMMA3_4B, "raw").layers[0].dtype is torch.bfloat16  # declared outside text_config
 
 
 @pytest.mark.parametrize(
@@ -365,13 +375,13 @@ def test_a_model_knows_its_dtype_better_than_its_configuration() -> None:
     [(LLAMA_7B, 2048), ({"text_config": {}, "max_position_embeddings": 7}, 7), (JAMBA, None)],
     ids=["told", "told outside", "not told"],
 )
-def test_the_longest_context(config: Any, expected: int | None) -> None:
+def test_max_context_is_read(config: Any, expected: int | None) -> None:
     assert max_context(config) == expected
 
 
-def test_a_layer_of_two_attentions_counts_twice() -> None:
-    told = {k: v for k, v in DEEPSEEK_V3.items() if k != "num_hidden_layers"}
-    assert len(layer_shapes(told | {"model_type": "longcat_flash", "num_layers": 28})) == 56
+def test_layer_with_two_attentions_counts_twice() -> None:
+    config = {k: v for k, v in DEEPSEEK_V3.items() if k != "num_hidden_layers"}
+    assert len(layer_shapes(config | {"model_type": "longcat_flash", "num_layers": 28})) == 56
 
 
 def test_a_plan_takes_layer_shapes() -> None:
@@ -380,11 +390,11 @@ def test_a_plan_takes_layer_shapes() -> None:
 
 
 @pytest.mark.parametrize("nothing", [3, None, 1.5])
-def test_what_is_no_model_is_refused(nothing: object) -> None:
-    with pytest.raises(ValueError, match="is no Shape, no configuration and no model"):
+def test_unknown_model_is_refused(nothing: object) -> None:
+    with pytest.raises(ValueError, match="is not a Shape, a configuration or a model"):
         plan(nothing)
 
 
-def test_a_configuration_of_too_many_layers_is_refused() -> None:
+def test_configuration_with_too_many_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
         plan(LLAMA_7B | {"num_hidden_layers": 10**12})

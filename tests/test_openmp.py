@@ -1,4 +1,4 @@
-"""Threads that OpenMP holds for those that compute."""
+"""Test the worker threads that OpenMP keeps for computing threads."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def threads() -> int:
+def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
@@ -30,29 +30,31 @@ def compute() -> None:
     torch.ones(1 << 20).add_(1)
 
 
-def after(call: Callable[[], None]) -> int:
+def count_threads_after(call: Callable[[], None]) -> int:
     call()
-    return threads()
+    return count_threads()
 
 
-def more(*calls: Callable[[], None]) -> list[int]:
-    """Threads more than before, after each of these calls of another thread."""
+def count_added_threads(*calls: Callable[[], None]) -> list[int]:
+    """Return the additional threads after each of these calls of another thread."""
     with ThreadPoolExecutor(1) as another:
-        another.submit(threads).result()  # it is there
-        before = threads()
-        return [another.submit(after, one).result() - before for one in calls]
+        another.submit(count_threads).result()  # starts it
+        before = count_threads()
+        return [another.submit(count_threads_after, call).result() - before for call in calls]
 
 
-def test_a_thread_that_computed_holds_others_until_it_gives_them_back() -> None:
-    assert more(compute, openmp.release_threads) == [2, 0]
+def test_computing_thread_keeps_workers_until_it_releases_them() -> None:
+    assert count_added_threads(compute, openmp.release_threads) == [2, 0]
 
 
-def test_a_thread_computes_again_after_that() -> None:
-    assert more(compute, openmp.release_threads, compute, openmp.release_threads) == [2, 0, 2, 0]
+def test_thread_computes_again_after_a_release() -> None:
+    assert count_added_threads(
+        compute, openmp.release_threads, compute, openmp.release_threads
+    ) == [2, 0, 2, 0]
 
 
-def test_a_thread_that_computes_alone_holds_none() -> None:
-    assert more(openmp.use_one_thread, compute) == [0, 0]
+def test_single_threaded_computation_keeps_no_workers() -> None:
+    assert count_added_threads(openmp.use_one_thread, compute) == [0, 0]
 
 
 FORK = """
@@ -67,11 +69,11 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_fork_waits_for_no_threads_of_its_parent() -> None:
+def test_forked_process_does_not_wait_for_parent_threads() -> None:
     assert subprocess.run([sys.executable, "-c", FORK], timeout=120).returncode == 7
 
 
-def test_others_compute_as_before() -> None:
-    assert more(openmp.use_one_thread, compute) == [0, 0]
+def test_other_threads_are_unaffected() -> None:
+    assert count_added_threads(openmp.use_one_thread, compute) == [0, 0]
     assert torch.get_num_threads() == 3
-    assert more(compute, openmp.release_threads) == [2, 0]
+    assert count_added_threads(compute, openmp.release_threads) == [2, 0]

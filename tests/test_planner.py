@@ -1,4 +1,4 @@
-"""Bytes before anything is allocated: equal to what is allocated, and to published tables."""
+"""Test planned bytes: equal to the allocation, and to published tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cache.tagged import layer, rows
+from cache.tagged import make_layer, make_rows
 from kvant import Cache, CacheSpec, RecurrentSpec, Shape, SharedSpec, SpecError, plan
 from kvant.cache.layer import make_layer_group, pages_nbytes
-from thin import once
+from thin import thin_rows
 
 GIB = 1 << 30
 LLAMA_7B = Shape(32, 32, 128, 128, torch.float32)
@@ -40,38 +40,39 @@ SPECS = (
 
 
 @pytest.mark.parametrize(
-    ("text", "context"), once(itertools.product(SPECS, [1, 63, 64, 65, 300, 5000]))
+    ("text", "context"), thin_rows(itertools.product(SPECS, [1, 63, 64, 65, 300, 5000]))
 )
-def test_a_plan_is_what_a_cache_takes(text: str, context: int) -> None:
+def test_plan_equals_the_allocation_of_a_cache(text: str, context: int) -> None:
     shape = Shape(3, 2, 16, 8, torch.bfloat16)
     planned = plan(shape, text, context=context, sequences=2)
     for chunk in (context, 700, 64):
         cache = Cache(3, text)
         for place in range(0, context, chunk):
             count = min(chunk, context - place)
-            keys, values = (rows(0, count, 2, 2, d, torch.bfloat16) for d in (16, 8))
+            keys, values = (make_rows(0, count, 2, 2, d, torch.bfloat16) for d in (16, 8))
             for state in cache:
                 state.append(keys, values)
-        for state, told in zip(cache, planned.layer_nbytes, strict=True):
-            kind = make_layer_group(
-                state.spec
-            )  # token by token, two pages more are there for a moment
-            page = pages_nbytes(state.storage.geometry, state.spec, kind, [kind.page] * 2)
+        for state, expected_nbytes in zip(cache, planned.layer_nbytes, strict=True):
+            # token by token, two more pages exist for a moment
+            group = make_layer_group(state.spec)
+            page = pages_nbytes(state.storage.geometry, state.spec, group, [group.page] * 2)
             page += 2 * state.storage.sealed_nbytes
-            late = kind.paging.dense_until  # until then, all of them are open
-            page += pages_nbytes(state.storage.geometry, state.spec, kind, [late] * 2)
-            assert state.nbytes <= told <= state.nbytes + 2 * page, chunk
-            assert state.nbytes == told or state.spec.seals or state.spec.retention.window
+            dense_until = group.paging.dense_until  # until then, all of them are open
+            page += pages_nbytes(state.storage.geometry, state.spec, group, [dense_until] * 2)
+            assert state.nbytes <= expected_nbytes <= state.nbytes + 2 * page, chunk
+            assert (
+                state.nbytes == expected_nbytes or state.spec.seals or state.spec.retention.window
+            )
         assert sum(planned.layer_nbytes) == planned.nbytes
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_a_plan_is_what_a_cache_takes_token_by_token(text: str) -> None:
+def test_plan_equals_the_allocation_token_by_token(text: str) -> None:
     shape = Shape(3, 1, 8, 8, torch.float32)
-    cache, one = Cache(3, text), rows(0, 1)
+    cache, token = Cache(3, text), make_rows(0, 1)
     for context in range(1, 601):
         for state in cache:
-            state.append(one, one)
+            state.append(token, token)
         if context in (1, 2, 63, 64, 65, 128, 129, 300, 449, 600):
             assert cache.nbytes == plan(shape, text, context=context).nbytes, context
 
@@ -82,7 +83,7 @@ def test_a_plan_is_what_a_cache_takes_token_by_token(text: str) -> None:
         (LLAMA_7B, 2048, 2.0),
         (LLAMA_7B, 4096, 4.0),
         (LLAMA_13B, 2048, 3.125),  # published as 3.1
-        (MISTRAL_7B, 4096, 1.0),  # the published 1.0 is that of float32; bfloat16 takes half
+        (MISTRAL_7B, 4096, 1.0),  # the published 1.0 is for float32; bfloat16 needs half
         (QWEN3_1_7B, 40960, 4.375),
     ],
     ids=["LLaMA-7B 2048", "LLaMA-7B 4096", "LLaMA-13B 2048", "Mistral-7B 4096", "Qwen3-1.7B 40960"],
@@ -91,7 +92,7 @@ def test_published_sizes_of_raw_caches(shape: Shape, context: int, expected: flo
     assert plan(shape, "raw,step=1", context=context).nbytes == expected * GIB
 
 
-def test_a_dtype_of_the_spec_is_planned_for() -> None:
+def test_spec_dtype_is_planned() -> None:
     assert plan(MISTRAL_7B, "bf16,step=1", context=4096).nbytes == GIB / 2
     assert plan(QWEN3_1_7B, "f32,step=1", context=40960).nbytes == 8.75 * GIB
 
@@ -115,15 +116,17 @@ def test_published_shares_of_raw_bytes(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize(("text", "tail"), [("affine8", 0), ("affine4", 128)])
-def test_open_pages_come_on_top_of_sealed_ones(text: str, tail: int) -> None:
-    """All due pages sealed; dense the tail, and two pages that hold the slack and what comes."""
+def test_open_pages_add_to_sealed_ones(text: str, tail: int) -> None:
+    """All complete pages are sealed; the tail is dense, and two pages hold the slack and the
+    new rows.
+    """
     context = 64 * 640
     planned = plan(QWEN3_1_7B, f"{text},step=64", context=context)
     raw = plan(QWEN3_1_7B, "raw").nbytes_per_token
     assert planned.nbytes == (context - tail) * planned.nbytes_per_token + (tail + 128) * raw
 
 
-def test_a_window_costs_nothing_more_in_the_long_run() -> None:
+def test_window_has_constant_cost() -> None:
     for text in ("raw,window=4096,sinks=4", "affine4,window=4096,sinks=0"):
         short, long = (plan(QWEN3_1_7B, text, context=n) for n in (10_000, 10_000_000))
         assert short.nbytes_per_token == 0.0
@@ -132,34 +135,34 @@ def test_a_window_costs_nothing_more_in_the_long_run() -> None:
 
 @pytest.mark.parametrize("text", ["raw", "affine8", "affine4,step=1", "turbo3,start=5000"])
 @pytest.mark.parametrize("budget", [GIB // 50, GIB, 3 * GIB + 12345])
-def test_the_largest_context_is_the_last_that_fits(text: str, budget: int) -> None:
+def test_largest_context_is_the_last_that_fits(text: str, budget: int) -> None:
     context = plan(QWEN3_1_7B, text, sequences=2).largest_context(budget)
-    at, beyond = (plan(QWEN3_1_7B, text, context=context + n, sequences=2) for n in (0, 1))
-    assert at.nbytes <= budget < beyond.nbytes
+    position, beyond = (plan(QWEN3_1_7B, text, context=context + n, sequences=2) for n in (0, 1))
+    assert position.nbytes <= budget < beyond.nbytes
 
 
-def test_the_largest_context_of_too_small_a_budget_is_none() -> None:
+def test_too_small_budget_has_no_context() -> None:
     assert plan(QWEN3_1_7B, "raw").largest_context(1000) == 0
     assert plan(QWEN3_1_7B, "raw,capacity=4096").largest_context(1000) == 0
 
 
-def test_sequences_take_as_much_each() -> None:
-    one, seven = (plan(QWEN3_1_7B, "affine8", sequences=n).nbytes for n in (1, 7))
-    assert seven == 7 * one
+def test_sequences_need_equal_bytes() -> None:
+    single, seven = (plan(QWEN3_1_7B, "affine8", sequences=n).nbytes for n in (1, 7))
+    assert seven == 7 * single
 
 
-def test_nothing_takes_nothing() -> None:
+def test_zero_tokens_need_no_bytes() -> None:
     assert plan(QWEN3_1_7B, "affine8,sinks=4", context=0).nbytes == 0
 
 
-def test_shared_layers_take_nothing() -> None:
-    spec = CacheSpec((layer("raw"), SharedSpec(0), SharedSpec(0)))
+def test_shared_layers_add_no_bytes() -> None:
+    spec = CacheSpec((make_layer("raw"), SharedSpec(0), SharedSpec(0)))
     planned = plan(Shape(3, 2, 16, 16), spec, context=300)
     assert planned.layer_nbytes[1:] == (0, 0) and planned.layer_nbytes[0] == planned.nbytes > 0
 
 
-def test_values_inside_keys_take_nothing() -> None:
-    inside = replace(layer("raw"), value_dim=512)
+def test_values_inside_keys_add_no_bytes() -> None:
+    inside = replace(make_layer("raw"), value_dim=512)
     shape = Shape(1, 1, 576, 512)
     assert plan(shape, inside).nbytes_per_token == 576 * 2
     assert plan(shape, "raw").nbytes_per_token == (576 + 512) * 2
@@ -225,7 +228,7 @@ def test_shapes_are_read_from_configurations(model: object) -> None:
     ],
     ids=["older names", "no key heads", "narrow values"],
 )
-def test_other_configurations(config: dict, expected: Shape) -> None:
+def test_other_configurations_are_read(config: dict, expected: Shape) -> None:
     assert plan(config, "raw").layers == expected.layers
 
 
@@ -236,34 +239,36 @@ def test_other_configurations(config: dict, expected: Shape) -> None:
         ("num_hidden_layers", "layers.*num_hidden_layers"),
     ],
 )
-def test_a_configuration_that_does_not_tell_is_refused(missing: str, name: str) -> None:
+def test_incomplete_configuration_is_refused(missing: str, name: str) -> None:
     config = {key: value for key, value in CONFIG.items() if key != missing}
     with pytest.raises(ValueError, match=name):
         plan(config, "raw")
 
 
 @pytest.mark.parametrize("heads", [0, -1, "8", 2.0, True])
-def test_a_configuration_with_nonsense_is_refused(heads: object) -> None:
+def test_invalid_configuration_is_refused(heads: object) -> None:
     with pytest.raises(ValueError, match="num_attention_heads"):
         plan({**CONFIG, "num_attention_heads": heads}, "raw")
 
 
-def test_a_plan_in_words() -> None:
+def test_plan_prints_as_text() -> None:
     text = str(plan(QWEN3_1_7B, "raw,step=1", context=40960))
     assert text.startswith("4.38 GiB for 1 x 40960 tokens, 114688 bytes a token")
 
 
-def test_a_plan_says_in_what_its_rows_come() -> None:
-    """A shape without a dtype was planned in bfloat16, and nothing said so."""
-    ending = "bytes a token, of rows that come in "
+def test_plan_names_the_dtype_of_rows() -> None:
+    """Regression: a shape without a dtype was planned in bfloat16 without a note."""
+    ending = "bytes a token, rows in "
     assert str(plan(Shape(2, 2, 64, 64), "affine8")).endswith(f"{ending}bfloat16")
-    wide = plan(Shape(2, 2, 64, 64, torch.float32), "raw")
-    assert str(wide).endswith(f"{ending}float32") and wide.dtypes == (torch.float32,)
+    float32_result = plan(Shape(2, 2, 64, 64, torch.float32), "raw")
+    assert str(float32_result).endswith(f"{ending}float32") and float32_result.dtypes == (
+        torch.float32,
+    )
     assert plan(Shape(2, 2, 64, 64, torch.float32), "f16").dtypes == (torch.float16,)
     assert plan(Shape(3, 2, 64, 64), "f32,edge=1:raw").dtypes == (torch.bfloat16, torch.float32)
 
 
-def test_a_window_that_grew_by_a_long_chunk_takes_what_was_planned() -> None:
+def test_window_grown_by_a_long_chunk_allocates_the_plan() -> None:
     cache = Cache(1, "raw,window=130,sinks=0,page=128,slack=1")
     for count in (1, 1, 200, 65):
         cache[0].append(*torch.zeros(2, 1, 1, count, 16))

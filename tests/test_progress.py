@@ -1,15 +1,15 @@
-"""Long work is visible on standard error where there is no terminal, and short work prints none."""
+"""Test progress of long work on standard error without a terminal; short work prints none."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvant import progress
-from kvant.progress import ProgressBar, duration
+from kvant.progress import ProgressBar, format_duration
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock advanced by the test."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_line_every_ten_seconds_with_the_time_left(
+def test_progress_prints_every_ten_seconds_with_the_time_left(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ProgressBar("measuring") as bar:
@@ -42,16 +42,14 @@ def test_a_line_every_ten_seconds_with_the_time_left(
     ]
 
 
-def test_a_first_step_that_takes_long_is_a_line(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slow_first_step_prints_a_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressBar("measuring") as bar:
         clock.now += 600
         bar.update(1, 31)
     assert capsys.readouterr().err == "measuring: 1 of 31, about 5.0 h left\n"
 
 
-def test_what_was_done_before_does_not_count_as_fast(
+def test_resumed_work_does_not_count_as_fast(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ProgressBar("prompts") as bar:
@@ -61,7 +59,7 @@ def test_what_was_done_before_does_not_count_as_fast(
     assert capsys.readouterr().err == "prompts: 901 of 1000, about 16 min left\n"
 
 
-def test_no_time_is_invented_before_the_first_step(
+def test_time_left_is_omitted_before_the_first_step(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ProgressBar("trying") as bar:
@@ -85,5 +83,5 @@ def test_short_work_and_quiet_work_print_nothing(
     ("seconds", "text"),
     [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (7200, "2.0 h")],
 )
-def test_durations_are_written_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations_are_human_readable(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -1,4 +1,4 @@
-"""The table of the README is the one that was measured; tests/test_docs.py runs what it shows."""
+"""Test that the README table holds the measurements; tests/test_docs.py runs its examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
 
-def test_its_table_is_what_was_measured() -> None:
+def test_table_equals_the_measurements() -> None:
     rows = json.loads((ROOT / "docs" / "benchmarks" / "formats.json").read_text())["rows"]
     assert format_markdown(rows) in README.read_text()
     raw = plan(Shape(1, 8, 128, 128), "raw").nbytes_per_token

@@ -1,4 +1,4 @@
-"""Forwards that are recorded and done again: they give the same bits, in memory used again."""
+"""Test captured and replayed forwards: the same bits, in reused memory."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ pytestmark = pytest.mark.skipif(
 SHAPES = ((3,), (2, 5), (1, 16), (2, 3, 4, 48), (4, 1, 3, 65))
 
 
-def odd(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Numbers of every size, with some that end a range."""
+def make_odd_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return numbers of every magnitude, including ends of ranges."""
     x = torch.randn(shape) * torch.tensor(10.0) ** torch.randint(-42, 38, shape)
     flat = x.reshape(-1)
-    for at, value in enumerate((0.0, -0.0, float("inf"), 1e-40, -65504.0)):
-        flat[at % flat.numel()] = value
+    for position, value in enumerate((0.0, -0.0, float("inf"), 1e-40, -65504.0)):
+        flat[position % flat.numel()] = value
     return x.to(dtype)
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit, but for which NaN it is."""
-    nan = one.isnan() & other.isnan()
-    ints = {2: torch.int16, 4: torch.int32}[one.itemsize]
-    return bool((nan | (one.contiguous().view(ints) == other.contiguous().view(ints))).all())
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether tensors are equal to the bit, with equal NaNs."""
+    nan = first.isnan() & second.isnan()
+    ints = {2: torch.int16, 4: torch.int32}[first.itemsize]
+    return bool((nan | (first.contiguous().view(ints) == second.contiguous().view(ints))).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_numbers_one_by_one_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_scalar_functions_match_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    a, b = odd(shape, dtype), odd(shape, dtype)
-    narrow = odd((*shape[:-1], 1), dtype).expand(shape)
+    a, b = make_odd_numbers(shape, dtype), make_odd_numbers(shape, dtype)
+    narrow = make_odd_numbers((*shape[:-1], 1), dtype).expand(shape)
     cases: list[tuple[str, Tensor, Tensor | None, Tensor]] = [
         ("copy", a, None, a),
         ("negate", a, None, -a),
@@ -67,31 +67,31 @@ def test_numbers_one_by_one_are_those_of_torch(shape: tuple[int, ...], dtype: to
         turned = b.transpose(0, -1).contiguous().transpose(0, -1)
         cases.append(("add", a, turned, a + turned))
     for operation, x, y, expected in cases:
-        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
-        for out in (torch.zeros(shape, dtype=dtype), wide[..., ::2]):
+        wide_rows = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        for out in (torch.zeros(shape, dtype=dtype), wide_rows[..., ::2]):
             map_elements(operation, out, x, y)
-            assert equal(out, expected), operation
+            assert same_bits(out, expected), operation
 
 
-def test_a_function_of_16_bits_is_looked_up() -> None:
+def test_16_bit_function_is_a_lookup_table() -> None:
     every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
     table, out = functional.silu(every), torch.zeros(2**16, dtype=torch.bfloat16)
     map_elements("look_up", out, every, table)
-    assert equal(out, table)
+    assert same_bits(out, table)
 
 
-def test_a_program_is_done_as_often_as_it_is_called() -> None:
-    x, weight, asked = torch.randn(1, 64), torch.ones(64), list[NativeRequest]()
-    with capture_requests(asked.append):
+def test_program_runs_once_per_call() -> None:
+    x, weight, requests = torch.randn(1, 64), torch.ones(64), list[NativeRequest]()
+    with capture_requests(requests.append):
         out = norm_rows(x, weight, 1e-6)
         map_elements("add", x, x, out)
-    again, other = compile_requests(asked), torch.randn(1, 64)
+    program, other = compile_requests(requests), torch.randn(1, 64)
     x.copy_(other)
-    check_refusal(again())
+    check_refusal(program())
     assert torch.equal(x, other + norm_rows(other, weight, 1e-6))
 
 
-def test_what_a_step_refuses_is_an_error() -> None:
+def test_refusal_of_a_step_raises() -> None:
     with pytest.raises(RuntimeError, match="shape: below zero"):
         check_refusal(compile_requests([("map", b"\xff" * 200, ())])())
     with pytest.raises(RuntimeError, match="request: less than"):
@@ -99,7 +99,7 @@ def test_what_a_step_refuses_is_an_error() -> None:
 
 
 class Layer(nn.Module):
-    """What a layer of a model does with a token, but for attention."""
+    """The operations of a model layer on a token, without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,23 +117,23 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_forward_that_is_done_again_gives_what_it_gives(dtype: torch.dtype, packed: bool) -> None:
+def test_replayed_forward_gives_the_same_output(dtype: torch.dtype, packed: bool) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(Layer() for _ in range(4))).to(dtype)
     if packed:
         kvant.pack(layers)
     x = torch.randn(2, 3, 96).to(dtype)
     with torch.no_grad():
-        layers(x)  # what is tried once, is
-        again = capture_forward(layers, x)
+        layers(x)  # runs once when probed
+        replay = capture_forward(layers, x)
         for _ in range(3):
             x.copy_(torch.randn(2, 3, 96))
             expected = layers(x.clone())
             gc.collect()
-            assert equal(again(x), expected)
+            assert same_bits(replay(x), expected)
 
 
-def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
+def test_buffers_are_reused_once_unreferenced() -> None:
     layers = nn.Sequential(*(Layer() for _ in range(20))).bfloat16()
     x = torch.randn(1, 1, 96).bfloat16()
     recording = Capture((x,), ReplayBuffers())
@@ -143,7 +143,7 @@ def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "asks",
+    "read_value",
     [
         lambda x: x * x.sum().item(),
         lambda x: x[x > 0],
@@ -154,59 +154,59 @@ def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
         lambda x: x * float(np.asarray(x)[0]),
     ],
 )
-def test_a_forward_that_asks_for_a_value_is_refused(asks: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(UnsupportedView, match="asks for the value"):
-        capture_forward(asks, torch.randn(4))
+def test_forward_that_reads_a_value_is_refused(read_value: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(UnsupportedView, match="reads the value"):
+        capture_forward(read_value, torch.randn(4))
 
 
-def test_a_result_that_an_operator_gives_otherwise_is_not_mapped(
+def test_reallocated_result_is_not_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a table says is held against what came: else the operator is called."""
+    """The result is compared with the table's; if it differs the operator is called."""
     wrong = torch.zeros(2**16, dtype=torch.bfloat16)
-    monkeypatch.setattr("kvant.capture._tabulate_results", lambda *given: wrong)
+    monkeypatch.setattr("kvant.capture._tabulate_results", lambda *args: wrong)
     x = torch.randn(5).bfloat16()
-    again = capture_forward(functional.silu, x)
+    replay = capture_forward(functional.silu, x)
     x.copy_(torch.randn(5))
-    assert torch.equal(again(x), functional.silu(x))
+    assert torch.equal(replay(x), functional.silu(x))
 
 
-def test_a_constant_that_is_written_to_is_made_anew() -> None:
+def test_modified_constant_is_recreated() -> None:
     def forward(x: Tensor) -> Tensor:
         total = torch.tensor([1.0, 2.0])
         total += x
         return total * 2
 
     x = torch.tensor([3.0, 4.0])
-    again = capture_forward(forward, x)
+    replay = capture_forward(forward, x)
     for _ in range(3):
-        assert torch.equal(again(x), torch.tensor([8.0, 12.0]))
+        assert torch.equal(replay(x), torch.tensor([8.0, 12.0]))
 
 
-def test_parts_of_two_dtypes_are_put_together_by_the_operator() -> None:
-    one, other = torch.ones(4).bfloat16(), torch.ones(4)
-    again = capture_forward(lambda x, y: torch.cat((x, y.half(), x)), one, other)
-    other.fill_(3)
-    assert torch.equal(again(one, other)[4:8], torch.full((4,), 3.0).to(again.out.dtype))
+def test_operands_of_two_dtypes_use_the_operator() -> None:
+    first, second = torch.ones(4).bfloat16(), torch.ones(4)
+    replay = capture_forward(lambda x, y: torch.cat((x, y.half(), x)), first, second)
+    second.fill_(3)
+    assert torch.equal(replay(first, second)[4:8], torch.full((4,), 3.0).to(replay.out.dtype))
 
 
-def test_what_a_request_points_to_is_kept() -> None:
-    """The signs of a rotation are in a cache of some size only."""
+def test_tensors_of_a_request_stay_alive() -> None:
+    """The signs of a rotation are in a bounded cache."""
     x = torch.randn(1, 1, 1, 32)
-    again = capture_forward(lambda x: Rotation(5).transform_rows(x), x)
+    replay = capture_forward(lambda x: Rotation(5).transform_rows(x), x)
     expected = Rotation(5).transform_rows(x)
     hadamard._make_native_signs.cache_clear()
     gc.collect()
-    assert torch.equal(again(x), expected)
+    assert torch.equal(replay(x), expected)
 
 
-def test_calls_of_another_thread_are_not_heard() -> None:
+def test_calls_of_other_threads_are_not_captured() -> None:
     from threading import Thread
 
-    asked = list[str]()
-    with capture_requests(lambda one: asked.append(one[0])):
+    names = list[str]()
+    with capture_requests(lambda request: names.append(request[0])):
         other = Thread(target=norm_rows, args=(torch.randn(1, 64), torch.ones(64), 1e-6))
         other.start()
         other.join()
         norm_rows(torch.randn(1, 64), torch.ones(64), 1e-6)
-    assert asked == ["norm"]
+    assert names == ["norm"]

@@ -1,4 +1,4 @@
-"""Amounts of memory in words."""
+"""Test amounts of memory with units."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_sizes_have_units_of_1000_and_of_1024(text: str, nbytes: int) -> None:
         ("9" * 5000, "such as 1.5GiB"),
     ],
 )
-def test_a_size_that_is_none_is_refused(text: str, way_out: str) -> None:
+def test_invalid_size_is_refused(text: str, way_out: str) -> None:
     with pytest.raises(SpecError, match=way_out):
         parse_size(text)
 

@@ -1,4 +1,4 @@
-"""Packed weights: the same outputs to the bit, less work, no second copy; and all of it undone."""
+"""Test packed weights: the same bits, less work, no second copy; and unpacking."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ REASONS = find_unpacked_reasons(Model)
 pytestmark = pytest.mark.skipif(REASONS != "", reason=f"kvant.pack leaves layers: {REASONS}")
 
 
-def rows(*shape: int) -> Tensor:
+def make_rows(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(*shape, IN, generator=generator).bfloat16()
 
 
-def twins() -> tuple[Model, Model]:
-    """One as it is and one packed."""
+def make_model_pair() -> tuple[Model, Model]:
+    """Return a dense model and a packed copy."""
     plain = Model()
     packed = copy.deepcopy(plain)
     assert kvant.pack(packed).layers == ("up", "down")
@@ -57,49 +57,52 @@ def twins() -> tuple[Model, Model]:
 
 
 def is_packed(model: Model) -> bool:
-    return all(isinstance(one.weight, weights.PackedWeight) for one in (model.up, model.down))
+    return all(isinstance(layer.weight, weights.PackedWeight) for layer in (model.up, model.down))
 
 
 INPUTS: dict[str, Tensor] = {
-    "one row": rows(1, 1),
-    "no batch": rows(),
-    "no row": rows(2, 0),
-    "16 rows": rows(16),
-    "500 rows": rows(1, 500),
-    "four dimensions": rows(2, 3, 4),
-    "every second row": rows(2, 8)[:, ::2],
-    "the first row of each": rows(3, 8)[:, :1],
-    "a part of a row": rows(2, 3, 2)[:, :, 0],
-    "turned": rows(4, 5).transpose(0, 1),
-    "one row for all": rows(1, 1).expand(2, 7, IN),
+    "one row": make_rows(1, 1),
+    "no batch": make_rows(),
+    "no row": make_rows(2, 0),
+    "16 rows": make_rows(16),
+    "500 rows": make_rows(1, 500),
+    "four dimensions": make_rows(2, 3, 4),
+    "every second row": make_rows(2, 8)[:, ::2],
+    "the first row of each": make_rows(3, 8)[:, :1],
+    "a part of a row": make_rows(2, 3, 2)[:, :, 0],
+    "turned": make_rows(4, 5).transpose(0, 1),
+    "one row for all": make_rows(1, 1).expand(2, 7, IN),
 }
 
 
 @pytest.mark.parametrize("name", INPUTS)
 @torch.no_grad()
-def test_outputs_are_the_same_to_the_bit(name: str) -> None:
-    plain, packed = twins()
+def test_outputs_are_bit_identical(name: str) -> None:
+    plain, packed = make_model_pair()
     assert torch.equal(packed(INPUTS[name]), plain(INPUTS[name]))
 
 
-def test_linear_layers_read_packed_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, packed = twins()
-    made: list[Any] = []
-    monkeypatch.setattr(weights, "_make_dense", made.append)
+def test_linear_layers_hold_packed_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, packed = make_model_pair()
+    buffers: list[Any] = []
+    monkeypatch.setattr(weights, "_make_dense", buffers.append)
     with torch.no_grad():
-        assert torch.equal(packed(rows(3)), plain(rows(3)))
-    assert not made
+        assert torch.equal(packed(make_rows(3)), plain(make_rows(3)))
+    assert not buffers
 
 
-def test_a_model_has_its_own_parameters_back_after_unpacking() -> None:
+def test_unpacking_restores_the_model_s_parameters() -> None:
     model = Model()
     before = dict(model.named_parameters())
-    bits = {name: one.detach().clone() for name, one in before.items()}
+    bits = {name: parameter.detach().clone() for name, parameter in before.items()}
     kvant.pack(model)
     assert before["up.weight"].untyped_storage().nbytes() == 0
     assert kvant.unpack(model) == 2
     after = dict(model.named_parameters())
-    assert all(after[name] is one and torch.equal(one, bits[name]) for name, one in before.items())
+    assert all(
+        after[name] is parameter and torch.equal(parameter, bits[name])
+        for name, parameter in before.items()
+    )
     assert kvant.unpack(model) == 0
     assert set(vars(model.up)) == set(vars(Model().up))
 
@@ -107,44 +110,48 @@ def test_a_model_has_its_own_parameters_back_after_unpacking() -> None:
 def test_packing_twice_is_packing_once() -> None:
     model = Model()
     first = kvant.pack(model)
-    held = model.up.weight
+    weight = model.up.weight
     assert kvant.pack(model) == first
-    assert model.up.weight is held
+    assert model.up.weight is weight
     assert str(first) == "2 linear layers packed, 48 KiB" and first.left == {}
 
 
-def test_names_shapes_and_values_are_those_of_before() -> None:
-    plain, packed = twins()
-    given = packed.state_dict()
-    assert list(given) == list(plain.state_dict())
-    assert all(torch.equal(given[name], one) for name, one in plain.state_dict().items())
-    assert all(type(one) is Tensor for one in given.values())
-    for one, other in zip(plain.parameters(), packed.parameters(), strict=True):
-        assert isinstance(other, nn.Parameter) and torch.equal(one, other)
-        assert (one.shape, one.dtype, one.nbytes) == (other.shape, other.dtype, other.nbytes)
-        assert one.requires_grad == other.requires_grad
+def test_names_shapes_and_values_are_unchanged() -> None:
+    plain, packed = make_model_pair()
+    state_dict = packed.state_dict()
+    assert list(state_dict) == list(plain.state_dict())
+    assert all(torch.equal(state_dict[name], first) for name, first in plain.state_dict().items())
+    assert all(type(first) is Tensor for first in state_dict.values())
+    for first, second in zip(plain.parameters(), packed.parameters(), strict=True):
+        assert isinstance(second, nn.Parameter) and torch.equal(first, second)
+        assert (first.shape, first.dtype, first.nbytes) == (
+            second.shape,
+            second.dtype,
+            second.nbytes,
+        )
+        assert first.requires_grad == second.requires_grad
 
 
-def test_another_state_is_loaded_into_packed_layers() -> None:
-    other, (_, packed) = Model(), twins()
+def test_state_dict_loads_into_packed_layers() -> None:
+    other, (_, packed) = Model(), make_model_pair()
     packed.load_state_dict(other.state_dict())
     assert is_packed(packed)
     with torch.no_grad():
-        assert torch.equal(packed(rows(3)), other(rows(3)))
+        assert torch.equal(packed(make_rows(3)), other(make_rows(3)))
     kvant.unpack(packed)
     assert torch.equal(packed.up.weight, other.up.weight)
 
 
-def test_a_state_is_written_to_files(tmp_path: Path) -> None:
-    plain, packed = twins()
+def test_state_dict_is_written_to_files(tmp_path: Path) -> None:
+    plain, packed = make_model_pair()
     save_file(packed.state_dict(), tmp_path / "one.safetensors")
     torch.save(packed.state_dict(), tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt")
-    assert torch.equal(found["up.weight"], plain.up.weight)
+    loaded = torch.load(tmp_path / "one.pt")
+    assert torch.equal(loaded["up.weight"], plain.up.weight)
 
 
 def test_a_copy_is_packed_and_independent() -> None:
-    plain, packed = twins()
+    plain, packed = make_model_pair()
     copied = copy.deepcopy(packed)
     assert is_packed(copied)
     copied.load_state_dict(Model().state_dict())
@@ -155,15 +162,17 @@ def test_a_copy_is_packed_and_independent() -> None:
 
 
 def test_a_pickled_model_is_dense() -> None:
-    plain, packed = twins()
-    again = pickle.loads(pickle.dumps(packed))
-    assert type(again.up.weight) is nn.Parameter
-    assert torch.equal(again.up.weight, plain.up.weight)
+    plain, packed = make_model_pair()
+    reloaded = pickle.loads(pickle.dumps(packed))
+    assert type(reloaded.up.weight) is nn.Parameter
+    assert torch.equal(reloaded.up.weight, plain.up.weight)
 
 
-@pytest.mark.parametrize("convert", [nn.Module.float, nn.Module.half, lambda one: one.to("meta")])
-def test_a_conversion_unpacks(convert: Callable[[nn.Module], nn.Module]) -> None:
-    plain, packed = twins()
+@pytest.mark.parametrize(
+    "convert", [nn.Module.float, nn.Module.half, lambda model_: model_.to("meta")]
+)
+def test_dtype_conversion_unpacks(convert: Callable[[nn.Module], nn.Module]) -> None:
+    plain, packed = make_model_pair()
     convert(packed)
     convert(plain)
     assert (
@@ -172,8 +181,8 @@ def test_a_conversion_unpacks(convert: Callable[[nn.Module], nn.Module]) -> None
     assert packed.up.weight.is_meta or torch.equal(packed.up.weight, plain.up.weight)
 
 
-def test_a_conversion_to_what_it_is_leaves_it_packed() -> None:
-    _, packed = twins()
+def test_conversion_to_the_same_dtype_keeps_it_packed() -> None:
+    _, packed = make_model_pair()
     assert is_packed(packed.bfloat16().cpu().to("cpu", torch.bfloat16).eval())
 
 
@@ -192,36 +201,36 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 @pytest.mark.parametrize("name", WRITES)
 @torch.no_grad()
 def test_writing_to_a_packed_weight_is_refused(name: str) -> None:
-    plain, packed = twins()
+    plain, packed = make_model_pair()
     with pytest.raises(CacheError, match=r"kvant\.unpack\(model\) first"):
         WRITES[name](packed.up.weight)
-    assert torch.equal(packed(rows(2)), plain(rows(2)))
+    assert torch.equal(packed(make_rows(2)), plain(make_rows(2)))
 
 
 @torch.no_grad()
-def test_a_packed_weight_is_written_into_others() -> None:
-    plain, packed = twins()
+def test_packed_weight_can_be_copied_into_others() -> None:
+    plain, packed = make_model_pair()
     mean = torch.zeros(OUT, IN, dtype=torch.bfloat16)
     mean.add_(packed.up.weight).mul_(packed.up.weight)
     assert torch.equal(mean, plain.up.weight * plain.up.weight)
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gradients_are_those_of_dense_weights(training: bool) -> None:
-    found = []
-    for model in twins():
-        x = rows(3).requires_grad_()
+def test_gradients_equal_those_of_dense_weights(training: bool) -> None:
+    grads = []
+    for model in make_model_pair():
+        x = make_rows(3).requires_grad_()
         model.train(training)(x).square().sum().backward()
         kvant.unpack(model)
-        found.append([x.grad, *(one.grad for one in model.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert one is not None and torch.equal(one, other)
+        grads.append([x.grad, *(first.grad for first in model.parameters())])
+    for first, second in zip(*grads, strict=True):
+        assert first is not None and torch.equal(first, second)
 
 
-def test_an_optimizer_from_before_trains_the_unpacked_model() -> None:
+def test_optimizer_created_before_trains_the_unpacked_model() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model(rows(3)).sum().backward()
+    model(make_rows(3)).sum().backward()
     kvant.pack(model)
     kvant.unpack(model)
     before = model.up.weight.detach().clone()
@@ -229,8 +238,8 @@ def test_an_optimizer_from_before_trains_the_unpacked_model() -> None:
     assert not torch.equal(model.up.weight, before)
 
 
-class Tied(nn.Module):
-    """Words, and a layer that says how likely each is, by one weight."""
+class TiedModel(nn.Module):
+    """An embedding and an output layer that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,17 +255,17 @@ class Tied(nn.Module):
 TOKENS = torch.arange(7)
 
 
-def tied_twins() -> tuple[Tied, Tied]:
-    plain = Tied()
+def make_tied_pair() -> tuple[TiedModel, TiedModel]:
+    plain = TiedModel()
     packed = copy.deepcopy(plain)
-    told = kvant.pack(packed, tied=True)
-    assert str(told) == "1 linear layer packed, 24 KiB, 24 KiB of it beside an embedding"
+    packing = kvant.pack(packed, tied=True)
+    assert str(packing) == "1 linear layer packed, 24 KiB, 24 KiB of it beside an embedding"
     return plain, packed
 
 
 @torch.no_grad()
-def test_a_tied_weight_is_packed_beside_its_embedding() -> None:
-    plain, packed = tied_twins()
+def test_tied_weight_is_packed_next_to_its_embedding() -> None:
+    plain, packed = make_tied_pair()
     assert isinstance(packed.head.weight, weights.PackedWeight)
     assert torch.equal(packed(TOKENS), plain(TOKENS))
     words = packed.words.weight
@@ -266,8 +275,8 @@ def test_a_tied_weight_is_packed_beside_its_embedding() -> None:
 
 
 @torch.no_grad()
-def test_what_is_written_to_the_embedding_is_what_the_layer_reads() -> None:
-    plain, packed = tied_twins()
+def test_writes_to_the_embedding_reach_the_layer() -> None:
+    plain, packed = make_tied_pair()
     for model in (plain, packed):
         model.words.weight[3] = 2.0
     assert torch.equal(packed(TOKENS), plain(TOKENS))
@@ -286,65 +295,65 @@ def test_what_is_written_to_the_embedding_is_what_the_layer_reads() -> None:
 
 
 @torch.no_grad()
-def test_another_state_is_loaded_into_a_tied_weight() -> None:
-    other, (_, packed) = Tied(), tied_twins()
+def test_state_dict_loads_into_a_tied_weight() -> None:
+    other, (_, packed) = TiedModel(), make_tied_pair()
     packed.load_state_dict(other.state_dict())
     assert torch.equal(packed(TOKENS), other(TOKENS))
     assert isinstance(packed.head.weight, weights.PackedWeight) and packed.head.weight.is_current
     assert torch.equal(packed.words.weight, other.words.weight)
 
 
-def test_a_tied_weight_is_one_weight_to_those_who_name_it() -> None:
-    plain, packed = tied_twins()
-    named = [[name for name, _ in weights.named_weights(one)] for one in (plain, packed)]
+def test_tied_weight_is_listed_once() -> None:
+    plain, packed = make_tied_pair()
+    named = [[name for name, _ in weights.named_weights(model)] for model in (plain, packed)]
     assert named == [["words.weight"], ["words.weight"]]
-    stored = [one.untyped_storage().data_ptr() for one in packed.state_dict().values()]
+    stored = [model.untyped_storage().data_ptr() for model in packed.state_dict().values()]
     assert len(stored) == 2 and len(set(stored)) == 1
 
 
 @torch.no_grad()
-def test_a_pickled_tied_weight_is_still_one() -> None:
-    plain, packed = tied_twins()
-    again = pickle.loads(pickle.dumps(packed))
-    assert again.head.weight is again.words.weight
-    assert torch.equal(again(TOKENS), plain(TOKENS))
+def test_pickled_tied_weight_stays_tied() -> None:
+    plain, packed = make_tied_pair()
+    reloaded = pickle.loads(pickle.dumps(packed))
+    assert reloaded.head.weight is reloaded.words.weight
+    assert torch.equal(reloaded(TOKENS), plain(TOKENS))
 
 
-class Scaled(nn.Embedding):
-    """As those of some families."""
+class ScaledEmbedding(nn.Embedding):
+    """An embedding with a scale, as in some families."""
 
 
-def test_a_tied_weight_may_be_of_several_embeddings_of_any_class() -> None:
-    model = Tied()
-    model.others = Scaled(OUT, IN, _weight=model.words.weight)
+def test_tied_weight_may_belong_to_several_embeddings_of_any_class() -> None:
+    model = TiedModel()
+    model.others = ScaledEmbedding(OUT, IN, _weight=model.words.weight)
     model.others.weight = model.words.weight
     assert kvant.pack(model, tied=True).layers == ("head",)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_were_made_in_inference_mode(tied: bool) -> None:
+def test_weights_created_in_inference_mode_pack(tied: bool) -> None:
     with torch.inference_mode():
-        model: Any = Tied() if tied else Model()
-        expected = model(TOKENS if tied else rows(2))
-    told = kvant.pack(model, tied=tied)
-    assert told.left == ({"head": "tied"} if tied else {})
+        model: Any = TiedModel() if tied else Model()
+        expected = model(TOKENS if tied else make_rows(2))
+    packing = kvant.pack(model, tied=tied)
+    assert packing.left == ({"head": "tied"} if tied else {})
     with torch.no_grad():
-        assert torch.equal(model(TOKENS if tied else rows(2)), expected)
+        assert torch.equal(model(TOKENS if tied else make_rows(2)), expected)
 
 
-def test_gradients_of_a_tied_weight_are_those_of_both_its_uses() -> None:
-    found = []
-    for model in tied_twins():
+def test_tied_weight_gradient_sums_both_uses() -> None:
+    grads = []
+    for model in make_tied_pair():
         model(TOKENS).square().sum().backward()
         kvant.unpack(model)
-        found.append(model.words.weight.grad)
-    assert found[0] is not None and found[1] is not None
-    assert torch.allclose(found[0].float(), found[1].float(), rtol=2**-6)
+        grads.append(model.words.weight.grad)
+    assert grads[0] is not None and grads[1] is not None
+    assert torch.allclose(grads[0].float(), grads[1].float(), rtol=2**-6)
 
 
-def test_a_conversion_of_a_tied_weight_is_refused() -> None:
-    plain, packed = tied_twins()
-    with pytest.raises(CacheError, match=r"a conversion of a packed weight: kvant.unpack"):
+def test_conversion_of_a_tied_weight_is_refused() -> None:
+    plain, packed = make_tied_pair()
+    with pytest.raises(CacheError, match=r"a conversion of a packed weight: call kvant.unpack"):
         packed.float()
     kvant.unpack(packed)
     packed.float()
@@ -353,8 +362,8 @@ def test_a_conversion_of_a_tied_weight_is_refused() -> None:
         assert torch.equal(packed(TOKENS), plain.float()(TOKENS))
 
 
-def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One value in some thousand, as another order of sums gives it."""
+def test_weight_is_left_dense_if_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another summation order changes one value in some thousand."""
     times, calls = PackedMatrix.multiply, []
 
     def other(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -365,103 +374,102 @@ def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.Monkey
         return out
 
     monkeypatch.setattr(PackedMatrix, "multiply", other)
-    told = kvant.pack(Model())
-    assert (told.layers, told.left) == (("down",), {"up": "of other bits when packed"})
+    packing = kvant.pack(Model())
+    assert (packing.layers, packing.left) == (("down",), {"up": "of other bits when packed"})
 
 
-def test_tensors_without_an_address_are_passed_over() -> None:
+def test_tensors_without_an_address_are_skipped() -> None:
     model = Model()
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     assert kvant.pack(model).layers == ("up", "down")
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_trial_computes_as_a_forward_without_gradients_does(
+def test_trial_runs_like_a_forward_without_gradients(
     inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With them oneDNN takes other kernels, which may round otherwise."""
-    made, same = [], weights._gives_same_bits
+    """With gradients oneDNN uses other kernels, which may round differently."""
+    calls, same = [], weights._gives_same_bits
 
-    def watched(layer: nn.Linear, matrix: PackedMatrix) -> bool:
-        made.append(torch.is_grad_enabled())
+    def record_trial(layer: nn.Linear, matrix: PackedMatrix) -> bool:
+        calls.append(torch.is_grad_enabled())
         return same(layer, matrix)
 
-    monkeypatch.setattr(weights, "_gives_same_bits", watched)
+    monkeypatch.setattr(weights, "_gives_same_bits", record_trial)
     with torch.inference_mode(inference):
         kvant.pack(Model())
-    assert made == [False, False]
+    assert calls == [False, False]
 
 
 def test_hooks_are_called_and_may_read_the_weight() -> None:
-    plain, packed = twins()
+    plain, packed = make_model_pair()
     for model in (plain, packed):
-        model.up.register_forward_hook(lambda module, given, out: out + module.weight[:, 0])
+        model.up.register_forward_hook(lambda module, args, out: out + module.weight[:, 0])
     with torch.no_grad():
-        assert torch.equal(packed(rows(2)), plain(rows(2)))
+        assert torch.equal(packed(make_rows(2)), plain(make_rows(2)))
 
 
-def test_what_is_packed_in_inference_mode_is_used_and_unpacked_outside() -> None:
+def test_weight_packed_in_inference_mode_works_and_unpacks_outside() -> None:
     plain = Model()
     packed = copy.deepcopy(plain)
     with torch.inference_mode():
         kvant.pack(packed)
-        assert torch.equal(packed(rows(2)), plain(rows(2)))
-    assert torch.equal(packed(rows(2)), plain(rows(2)))
+        assert torch.equal(packed(make_rows(2)), plain(make_rows(2)))
+    assert torch.equal(packed(make_rows(2)), plain(make_rows(2)))
     with torch.inference_mode():
         kvant.unpack(packed)
-    packed(rows(2)).sum().backward()
+    packed(make_rows(2)).sum().backward()
     assert packed.up.weight.grad is not None
 
 
-def test_rows_of_another_dtype_are_refused_as_ever() -> None:
-    plain, packed = twins()
-    said = []
+def test_rows_of_another_dtype_are_refused_as_before() -> None:
+    plain, packed = make_model_pair()
+    messages = []
     for model in (plain, packed):
         with torch.no_grad(), pytest.raises(RuntimeError) as error:
-            model(rows(2).float())
-        said.append(str(error.value))
-    assert "dtype" in said[1]
+            model(make_rows(2).float())
+        messages.append(str(error.value))
+    assert "dtype" in messages[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_autocast_computes_as_with_dense_weights(dtype: torch.dtype) -> None:
-    plain, packed = twins()
+    plain, packed = make_model_pair()
     with torch.autocast("cpu", dtype=dtype):
-        for x in (rows(2), rows(2).float()):
+        for x in (make_rows(2), make_rows(2).float()):
             out = packed(x)
             assert out.dtype == dtype and torch.equal(out, plain(x))
 
 
 @torch.no_grad()
 def test_a_transform_computes_with_dense_weights() -> None:
-    plain, packed = twins()
-    assert torch.equal(torch.vmap(packed)(rows(3, 2)), torch.vmap(plain)(rows(3, 2)))
+    plain, packed = make_model_pair()
+    assert torch.equal(torch.vmap(packed)(make_rows(3, 2)), torch.vmap(plain)(make_rows(3, 2)))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated"
-)  # of what torch makes it with
+# torch uses it internally
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @torch.no_grad()
-def test_tangents_are_those_of_dense_weights() -> None:
-    found = []
-    for model in twins():
+def test_tangents_equal_those_of_dense_weights() -> None:
+    tangents = []
+    for model in make_model_pair():
         with forward_ad.dual_level():
-            out = model(forward_ad.make_dual(rows(2), torch.ones(2, IN).bfloat16()))
-            found.append(forward_ad.unpack_dual(out).tangent)
-    assert torch.equal(*found)
+            out = model(forward_ad.make_dual(make_rows(2), torch.ones(2, IN).bfloat16()))
+            tangents.append(forward_ad.unpack_dual(out).tangent)
+    assert torch.equal(*tangents)
 
 
 @torch.no_grad()
 def test_a_bias_of_another_class_is_not_read_by_address() -> None:
     class Bias(nn.Parameter):
-        """Nobody knows where its numbers lie."""
+        """A bias whose numbers have no known address."""
 
-    plain, packed = twins()
+    plain, packed = make_model_pair()
     bias = Bias(plain.up.bias.detach())
     plain.up.bias = packed.up.bias = bias
-    assert not packed.up.weight.matrix.find_kernel_k_block(rows(1), bias)  # type: ignore[union-attr]
-    assert torch.equal(packed(rows(1)), plain(rows(1)))
+    assert not packed.up.weight.matrix.find_kernel_k_block(make_rows(1), bias)  # type: ignore[union-attr]
+    assert torch.equal(packed(make_rows(1)), plain(make_rows(1)))
 
 
 BIASES: dict[str, Tensor] = {
@@ -483,11 +491,11 @@ BIASES: dict[str, Tensor] = {
 
 @pytest.mark.parametrize("name", BIASES)
 @torch.no_grad()
-def test_another_bias_behind_a_pack_is_added_or_refused_as_torch_does(name: str) -> None:
-    """oneDNN reads as many numbers as there are outputs, one behind the other, whatever it gets."""
-    plain, packed = twins()
+def test_bias_replaced_after_packing_is_added_or_refused_like_torch(name: str) -> None:
+    """oneDNN reads as many adjacent numbers as there are outputs, whatever the bias is."""
+    plain, packed = make_model_pair()
     plain.up.bias = packed.up.bias = nn.Parameter(BIASES[name], requires_grad=False)
-    for x in (rows(3), rows(2, 3), rows(0)):
+    for x in (make_rows(3), make_rows(2, 3), make_rows(0)):
         try:
             expected = plain.up(x)
         except RuntimeError as error:
@@ -497,24 +505,24 @@ def test_another_bias_behind_a_pack_is_added_or_refused_as_torch_does(name: str)
             assert torch.equal(packed.up(x), expected)
 
 
-def test_another_default_device_changes_nothing() -> None:
-    plain, x = Model(), rows(1)
+def test_default_device_changes_nothing() -> None:
+    plain, x = Model(), make_rows(1)
     packed = copy.deepcopy(plain)
     with torch.device("meta"):
         assert kvant.pack(packed).layers == ("up", "down")
         assert torch.equal(packed(x), plain(x))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where it resumes
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it when it resumes
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_computes_the_same(backend: str) -> None:
-    """Linear layers are beside what is compiled."""
+    """Linear layers run outside of the compiled graph."""
     torch.compiler.reset()
-    plain, packed = twins()
+    plain, packed = make_model_pair()
     compiled = torch.compile(packed, backend=backend)
     for training in (False, True):
         with torch.set_grad_enabled(training):
-            assert torch.equal(compiled(rows(2)), plain(rows(2)))
+            assert torch.equal(compiled(make_rows(2)), plain(make_rows(2)))
 
 
 SCRIPT = """
@@ -532,20 +540,21 @@ def layer():
 kvant.pack(layer())  # what the first takes for good
 model = nn.Sequential(*(layer() for _ in range(LAYERS)))
 before = reset_resident_peak()
-told = kvant.pack(model)
+packing = kvant.pack(model)
 peak = read_resident_nbytes("VmHWM") - before
 ctypes.CDLL(None).malloc_trim(0)
 rest = read_resident_nbytes("VmRSS") - before
-print(json.dumps({"layers": len(told.layers), "nbytes": told.nbytes, "peak": peak, "rest": rest}))
+report = {"layers": len(packing.layers), "nbytes": packing.nbytes, "peak": peak, "rest": rest}
+print(json.dumps(report))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no mark to set back")
-def test_no_second_copy_is_made_of_the_model() -> None:
-    done = subprocess.run(
+def test_packing_makes_no_second_copy_of_the_model() -> None:
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout)
-    assert told["nbytes"] == told["layers"] * 2048 * 2048 * 2 == 16 * 8 * 2**20
-    assert told["rest"] < told["nbytes"] / 32, told
-    assert told["peak"] < told["nbytes"] / 2, told  # a few layers: what was freed lies in pieces
+    report = json.loads(process.stdout)
+    assert report["nbytes"] == report["layers"] * 2048 * 2048 * 2 == 16 * 8 * 2**20
+    assert report["rest"] < report["nbytes"] / 32, report
+    assert report["peak"] < report["nbytes"] / 2, report  # a few layers: freed memory is fragmented

@@ -1,4 +1,4 @@
-"""Products of features: by default every value is tried once, `make laws` tries them all."""
+"""Products of features: by default every value is tested once, `make laws` tests them all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 
-def once(rows: Iterable[Sequence[Hashable]], keys: Any = tuple) -> list[Any]:
-    """The rows as parameters; `laws` marks those without which every value is there already.
+def thin_rows(rows: Iterable[Sequence[Hashable]], keys: Any = tuple) -> list[Any]:
+    """Return the rows as parameters; `laws` marks those that add no new value.
 
-    `keys` gives the values that a row has, by their place. Where one of them is in many rows, as
-    every family of models is, the others take turns.
+    `keys` returns the values of a row by position. Values in many rows, such as model families,
+    rotate through the others.
     """
     rows = list(rows)
     values = [set(enumerate(keys(row))) for row in rows]

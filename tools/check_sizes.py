@@ -1,4 +1,4 @@
-"""Prints how long the files of src/kvant are; fails when a file or a function is too long."""
+"""Print the sizes of files in src/kvant; fail if a file or a function is too long."""
 
 import ast
 import sys
@@ -7,12 +7,12 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
-MAX_FILE = 500  # what one reads in a sitting
-MAX_FUNCTION = 80  # a long screen
+MAX_FILE = 500  # lines
+MAX_FUNCTION = 80
 
 # "cache/layer.py" or "cache/layer.py:Class.method" -> why it may be longer.
 ALLOWED: dict[str, str] = {
-    "cache/cache.py": "one class: all verbs of a cache, of a few lines each",
+    "cache/cache.py": "one class with all operations of a cache, a few lines each",
 }
 
 
@@ -22,18 +22,18 @@ class CodeSize(NamedTuple):
 
 
 def list_functions(tree: ast.AST, prefix: str) -> list[CodeSize]:
-    """Every function below `tree`, methods and inner functions included."""
-    found: list[CodeSize] = []
+    """List the functions in `tree`, methods and inner functions included."""
+    functions: list[CodeSize] = []
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found += list_functions(node, prefix)
+            functions += list_functions(node, prefix)
             continue
         name = prefix + node.name
         if not isinstance(node, ast.ClassDef):
             assert node.end_lineno is not None
-            found.append(CodeSize(name, node.end_lineno - node.lineno + 1))
-        found += list_functions(node, name + ".")
-    return found
+            functions.append(CodeSize(name, node.end_lineno - node.lineno + 1))
+        functions += list_functions(node, name + ".")
+    return functions
 
 
 def compute_p90(lines: list[int]) -> int:
@@ -48,25 +48,25 @@ def format_summary(title: str, sizes: list[CodeSize], limit: int) -> str:
 
 def main() -> int:
     files: list[CodeSize] = []
-    every: list[CodeSize] = []
+    all_functions: list[CodeSize] = []
     print(f"{'lines':>6}{'longest function':>18}  file")
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         source = path.read_text(encoding="utf-8")
-        own = list_functions(ast.parse(source, name), f"{name}:")
+        functions = list_functions(ast.parse(source, name), f"{name}:")
         files.append(CodeSize(name, len(source.splitlines())))
-        every += own
-        print(f"{files[-1].lines:>6}{max((f.lines for f in own), default=0):>18}  {name}")
+        all_functions += functions
+        print(f"{files[-1].lines:>6}{max((f.lines for f in functions), default=0):>18}  {name}")
     if not files:
         print(f"no files in {ROOT}", file=sys.stderr)
         return 1
 
     print(f"\n{'':10}{'count':>6}{'median':>9}{'p90':>6}{'max':>6}{'limit':>8}")
     print(format_summary("files", files, MAX_FILE))
-    if every:
-        print(format_summary("functions", every, MAX_FUNCTION))
+    if all_functions:
+        print(format_summary("functions", all_functions, MAX_FUNCTION))
 
-    limits = [(size, MAX_FILE) for size in files] + [(size, MAX_FUNCTION) for size in every]
+    limits = [(size, MAX_FILE) for size in files] + [(size, MAX_FUNCTION) for size in all_functions]
     long = {size.name: (size.lines, limit) for size, limit in limits if size.lines > limit}
     errors = [f"{n}: {long[n][0]} lines, at most {long[n][1]}" for n in long if n not in ALLOWED]
     errors += [f"{name}: allowed to be longer, but is not" for name in ALLOWED if name not in long]

@@ -1,7 +1,7 @@
-"""Runs every family with every format in every way, and writes docs/compatibility.md.
+"""Compare every model family in every format and mode, and write docs/compatibility.md.
 
-A few minutes: `python tools/compatibility.py`. If anything is not as it must be, it says so, exits
-with 1 and leaves the page as it was.
+`python tools/compatibility.py` takes a few minutes. A problem is printed, the exit code is 1, and
+the page does not change.
 """
 
 from __future__ import annotations
@@ -19,116 +19,112 @@ from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: there may be no GPU
+os.environ["TRITON_INTERPRET"] = "1"  # must precede any import of triton: there may be no GPU
 
 import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
-# The families, what they are compared with and how is what the tests run, pairwise; here it runs
-# whole. Tests are no package, so that pytest may import each file by itself.
+# The tests run a pairwise part of this product; this tool runs all of it. tests/ is no package, so
+# that pytest can import each file by itself.
 sys.path.insert(0, str(ROOT / "tests"))
 
-from hf.expected import problems, reading  # noqa: E402
-from hf.graphs import traced  # noqa: E402
-from hf.modes import MODES, played  # noqa: E402
-from hf.parity import TOLERANCE, Cell, compared, every_cell  # noqa: E402
-from hf.zoo import FAMILIES, NAMES, build, worded  # noqa: E402
+from hf.expected import expect_reading, list_problems  # noqa: E402
+from hf.graphs import trace_forward  # noqa: E402
+from hf.modes import MODES, play_mode  # noqa: E402
+from hf.parity import TOLERANCE, Cell, compare_cell, iterate_cells  # noqa: E402
+from hf.zoo import FAMILIES, NAMES, build, valid_spec  # noqa: E402
 from kvant.generation import TransformersDecoder  # noqa: E402
 
 DOC_PAGE = ROOT / "docs" / "compatibility.md"
-FAMILIES_HEADING = "## Every causal language model"  # from here on: tools/families.py
+FAMILIES_HEADING = "## Every causal language model"  # tools/families.py writes from here on
 INTRO = """# What works with transformers
 
-Two commands make this page. `python tools/compatibility.py` makes what stands before "Every causal
-language model" (transformers {transformers}, torch {torch}), `python tools/families.py` the rest.
-`make laws` runs a part of the former, chosen so that every two values meet, `make test` each family
-once. Each family is a tiny random model in float32 (`tests/hf/zoo.py`). So nothing here says how
-good a format is, only that a model computes with it what it should.
+Look up your model family: every mode of `generate` that works with transformers' own cache works
+with kvant's. The models are tiny and random, in float32 (`tests/hf/zoo.py`), so nothing here says
+how good a format is. `python tools/compatibility.py` (transformers {transformers}, torch {torch})
+writes this part, `python tools/families.py` the rest.
 
-* **raw**: the largest difference of logits from those of eager attention over the host's own
-  DynamicCache, in units of their standard deviation. Over {{one sequence, two of which one is
-  left-padded}} x {{prompt at once, in two chunks}} x {{stock model, attached}}.
-* **compressed**: the same for affine8, affine4 and turbo4v4, from eager attention over the rows
-  that each query sees by the rule in architecture.md, dense or decoded. The error of the format
-  lies on both sides, so what is left is rounding.
-* **stock** and **attached**: how a decoded token reads its past. *fused*: from the stored pages.
-  *materialized*: rows are made dense for the operation named in the last column.
-  *nothing*: no layer of keys and values is stored by kvant.
-* **on a GPU**: *replayed*, where `kvant.generate` captures the forward of one token as a CUDA
-  graph, or what keeps it from that. Found without a GPU, by tracing the forward to operators.
-* **modes**: in how many ways of generating the tokens are those that the host's cache gives. The
-  other ones do not work with that cache either: the table at the end has the reasons.
+* **raw**: the largest difference of logits from eager attention over DynamicCache, in standard
+  deviations. It covers one sequence and a left-padded pair, prompts at once and in two chunks, and
+  stock and attached models.
+* **compressed**: the same for affine8, affine4 and turbo4v4. The reference is eager attention over
+  the decoded rows that each query sees, so only rounding is left.
+* **stock**, **attached**: how a decoded token reads its past. *fused* reads the stored pages,
+  *materialized* makes rows dense for the operation in brackets, *nothing* means that kvant stores
+  no keys and values of this model.
+* **CUDA graph**: whether `kvant.generate` captures a token as a graph, or what prevents it. Found
+  by tracing the forward, without a GPU.
+* **modes**: those with the tokens of transformers' cache. The others fail with that cache as well.
 """
 
 
 @dataclass
 class FamilyReport:
-    """What was found out about a family."""
+    """The results of one family."""
 
     name: str
     error: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    reading_counts: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # cells, by way and reading
+    # cells by (stock or attached, fused or materialized or nothing)
+    reading_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     reasons: set[str] = field(default_factory=set)
     graph_result: str = ""
-    refusals: dict[str, str] = field(default_factory=dict)  # by mode: why, in the host's words
+    refusals: dict[str, str] = field(default_factory=dict)  # by mode: the error of transformers
     problems: list[str] = field(default_factory=list)
 
     def describe_reading(self, way: str) -> str:
-        return ", ".join(sorted(what for one, what in self.reading_counts if one == way))
+        return ", ".join(sorted(result for key, result in self.reading_counts if key == way))
 
 
 def examine_family(name: str) -> FamilyReport:
-    """One family, in a process of its own."""
+    """Examine one family, in a worker process."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     row = FamilyReport(name)
-    for cell in (cell for cell in every_cell() if cell.family == name):
+    for cell in (cell for cell in iterate_cells() if cell.family == name):
         _compare(row, cell)
     for mode in MODES:
         _play_mode(row, mode)
-    if FAMILIES[name].kind != "encoder-decoder":  # which the loop does not continue
+    if FAMILIES[name].kind != "encoder-decoder":  # `kvant.generate` does not run these
         row.graph_result = _find_graph_refusal(name)
     return row
 
 
 def _compare(row: FamilyReport, cell: Cell) -> None:
     try:
-        result = compared(cell)
+        result = compare_cell(cell)
     except Exception as error:
         row.problems.append(f"{cell}: {type(error).__name__}: {error}")
         return
     kind = "raw" if cell.raw else "compressed"
     row.error[kind] = max(row.error[kind], result.error)
-    row.reading_counts[cell.way, reading(cell)] += 1
+    row.reading_counts[cell.way, expect_reading(cell)] += 1
     row.reasons |= result.reasons
-    row.problems += [f"{cell}: {problem}" for problem in problems(cell, result)]
+    row.problems += [f"{cell}: {problem}" for problem in list_problems(cell, result)]
     if not result.error < TOLERANCE:
         row.problems.append(f"{cell}: an error of {result.error:.1e}")
 
 
 def _play_mode(row: FamilyReport, mode: str) -> None:
-    """Tokens must be the host's; where the host's cache fails, ours need not do better."""
+    """Compare tokens with transformers' cache; record the error where that cache fails too."""
     try:
-        expected = played(mode, row.name, "host")
+        expected = play_mode(mode, row.name, "host")
     except Exception as error:
         row.refusals[mode] = f"{type(error).__name__}: {error}"
         return
     for owner in ("stock", "attached"):
         try:
-            if not torch.equal(played(mode, row.name, owner), expected):
+            if not torch.equal(play_mode(mode, row.name, owner), expected):
                 row.problems.append(f"{row.name}, {mode}, {owner}: other tokens")
         except Exception as error:
             row.problems.append(f"{row.name}, {mode}, {owner}: {type(error).__name__}: {error}")
 
 
 def _find_graph_refusal(name: str) -> str:
-    """Why single tokens do not come from a graph, or that they do."""
-    decoder = TransformersDecoder(build(name), capture=traced)
-    cache = decoder.make_cache(worded(name, "raw,capacity=8"))
-    with patch("kvant.cache.storage.select_tiles", lambda device: None):  # pages as on a GPU
+    """Return the reason why tokens are not replayed from a graph, or "replayed"."""
+    decoder = TransformersDecoder(build(name), capture=trace_forward)
+    cache = decoder.make_cache(valid_spec(name, "raw,capacity=8"))
+    with patch("kvant.cache.storage.select_tiles", lambda device: None):  # page layout of a GPU
         for tokens in ([3, 4, 5], [6], [7], [8]):
             decoder.compute_logits(tokens, cache)
     why = cache.context.replay_stats.refusal
@@ -138,18 +134,22 @@ def _find_graph_refusal(name: str) -> str:
 
 
 def make_page(rows: list[FamilyReport]) -> Iterator[str]:
-    """The lines of docs/compatibility.md."""
+    """Yield the lines of docs/compatibility.md, one table line for equal results."""
     yield INTRO.format(transformers=transformers.__version__, torch=torch.__version__)
     yield from _format_counts(rows)
-    head = "raw | compressed | stock | attached | on a GPU | modes | dense rows are made for"
-    yield f"\n| family | {head} |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "\n| families | raw | compressed | stock | attached | CUDA graph | modes |"
+    yield "|---|---|---|---|---|---|---|"
+    groups: dict[tuple[str, ...], list[FamilyReport]] = defaultdict(list)
     for row in rows:
-        errors = (_format_error(row.error[kind]) for kind in ("raw", "compressed"))
-        reads = (row.describe_reading(way) for way in ("stock", "attached"))
-        modes = f"{len(MODES) - len(row.refusals)} of {len(MODES)}"
         reasons = ", ".join(f"`{reason}`" for reason in sorted(row.reasons))
-        yield format_line(row.name, *errors, *reads, row.graph_result, modes, reasons)
+        reads = [row.describe_reading(way) for way in ("stock", "attached")]
+        reads = [f"{text} ({reasons})" if text == "materialized" else text for text in reads]
+        modes = f"{len(MODES) - len(row.refusals)} of {len(MODES)}"
+        groups[*reads, row.graph_result, modes].append(row)
+    for results, members in groups.items():
+        errors = (max(row.error[kind] for row in members) for kind in ("raw", "compressed"))
+        names = ", ".join(row.name for row in members)
+        yield format_line(names, *map(_format_error, errors), *results)
     yield "\n## What does not work with DynamicCache either\n"
     yield "| modes | families | the error |"
     yield "|---|---|---|"
@@ -159,9 +159,9 @@ def make_page(rows: list[FamilyReport]) -> Iterator[str]:
 def _format_counts(rows: list[FamilyReport]) -> Iterator[str]:
     cells = sum((row.reading_counts for row in rows), Counter())
     for way in ("stock", "attached"):
-        found = {what: count for (one, what), count in sorted(cells.items()) if one == way}
-        told = ", ".join(f"{count} {what}" for what, count in found.items())
-        yield f"* cells of {way} models: {told}"
+        counts = {result: count for (key, result), count in sorted(cells.items()) if key == way}
+        text = ", ".join(f"{count} {result}" for result, count in counts.items())
+        yield f"* cells of {way} models: {text}"
     yield f"* modes: {', '.join(MODES)}"
     missing: dict[str, list[str]] = defaultdict(list)
     for row in rows:
@@ -169,30 +169,30 @@ def _format_counts(rows: list[FamilyReport]) -> Iterator[str]:
         if why is not None:
             missing[why].append(row.name)
     for why, names in missing.items():
-        yield f"* not among them, chunks of a padded batch of {', '.join(names)}: {why}"
+        yield f"* left out, chunks of a padded batch of {', '.join(names)}: {why}"
 
 
 def _format_refusals(rows: Iterable[FamilyReport]) -> Iterator[str]:
-    """By reason, as most families of a kind share theirs."""
-    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    """Yield one line for each error, with the modes and families that share it."""
+    groups: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for row in rows:
         for mode, why in row.refusals.items():
-            told = _shorten_error(why.replace(FAMILIES[row.name].model, "this one"))
-            modes, names = found.setdefault(told, ({}, {}))
+            text = _shorten_error(why.replace(FAMILIES[row.name].model, "this one"))
+            modes, names = groups.setdefault(text, ({}, {}))
             modes[mode] = names[row.name] = None
-    for why, (modes, names) in found.items():
+    for why, (modes, names) in groups.items():
         yield format_line(", ".join(modes), ", ".join(names), why)
 
 
 def _shorten_error(text: str) -> str:
-    """The last line of an error: some begin with a whole model."""
+    """Return the last line of an error, as some begin with the text of a whole model."""
     kind = text.partition(":")[0]
     last = text.splitlines()[-1].removeprefix(f"{kind}: ")
-    return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:110]}".replace("|", "/")
+    return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:80]}".replace("|", "/")
 
 
 def read_other_part(*, families: bool) -> str:
-    """Return what the page has of the other command: the table of families, or all before it."""
+    """Return the other command's part of the page: from the heading on, or all before it."""
     before, heading, after = DOC_PAGE.read_text(encoding="utf-8").partition(FAMILIES_HEADING)
     if not families:
         return before.rstrip() + "\n\n"
@@ -209,24 +209,26 @@ def format_line(*cells: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", default=NAMES, help="only these, and no file")
+    parser.add_argument(
+        "families", nargs="*", default=NAMES, help="run only these, and write no file"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    told = parser.parse_args()
+    args = parser.parse_args()
     began, rows = time.monotonic(), {}
-    with ProcessPoolExecutor(told.workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(examine_family, name) for name in told.families]
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+        jobs = [pool.submit(examine_family, name) for name in args.families]
         for job in as_completed(jobs):
             row = job.result()
             rows[row.name] = row
             spent = time.monotonic() - began
             done = f"{len(rows)} of {len(jobs)} families, {spent:.0f} s: {row.name}"
             print(done, file=sys.stderr, flush=True)
-    ordered = [rows[name] for name in told.families]
+    ordered = [rows[name] for name in args.families]
     text = "\n".join(make_page(ordered)) + "\n"
-    if told.families == NAMES and not any(row.wrong for row in ordered):
+    if args.families == NAMES and not any(row.problems for row in ordered):
         DOC_PAGE.write_text(text + read_other_part(families=True), encoding="utf-8")
-    print("\n".join(_format_counts(ordered)) if told.families == NAMES else text)
-    wrong = [problem for row in ordered for problem in row.wrong]
+    print("\n".join(_format_counts(ordered)) if args.families == NAMES else text)
+    wrong = [problem for row in ordered for problem in row.problems]
     for problem in wrong:
         print(problem, file=sys.stderr)
     return 1 if wrong else 0

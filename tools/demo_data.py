@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvant.demo import is_held_out, library_files
+from kvant.demo import is_held_out, list_library_files
 
 END = "<|endoftext|>"
 MARKER = "\n# recall: "
@@ -24,7 +24,7 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of the two splits; ``held`` keeps its files apart."""
+    """Token ids of the two splits; `held_out` is one array per file."""
 
     train: np.ndarray
     held_out: list[np.ndarray]
@@ -54,17 +54,17 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 
 def load_corpus(folder: Path, vocab: int) -> tuple[Tokenizer, Corpus]:
-    """Read the library, training the tokenizer in ``folder`` if there is none."""
-    files = library_files()
+    """Read the library; train a tokenizer in `folder` if there is none."""
+    files = list_library_files()
     train = [text for name, text in files if not is_held_out(name)]
-    held = [text for name, text in files if is_held_out(name)]
-    saved = folder / "tokenizer.json"
-    if saved.exists():
-        tokenizer = Tokenizer.from_file(str(saved))
+    held_out = [text for name, text in files if is_held_out(name)]
+    tokenizer_file = folder / "tokenizer.json"
+    if tokenizer_file.exists():
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
     else:
         tokenizer = train_tokenizer(train, vocab)
-        tokenizer.save(str(saved))
-    return tokenizer, Corpus(np.concatenate(encode(tokenizer, train)), encode(tokenizer, held))
+        tokenizer.save(str(tokenizer_file))
+    return tokenizer, Corpus(np.concatenate(encode(tokenizer, train)), encode(tokenizer, held_out))
 
 
 def draw_random_text(rng: random.Random) -> str:
@@ -129,9 +129,9 @@ class TrainingSampler:
         tokens: np.ndarray,
         ignored: np.ndarray,
         repeated: np.ndarray,
-        place: tuple[int, int, int],
+        passage_range: tuple[int, int, int],
     ) -> None:
-        early, late, size = place
+        early, late, size = passage_range
         passage = self.draw_noise(size)
         head = 0
         if self.rng.random() < 0.5:
@@ -139,12 +139,12 @@ class TrainingSampler:
             passage[:head] = self.marker[:head]
         tokens[early : early + size] = passage
         tokens[late : late + size] = passage
-        # What cannot be known is no lesson: the first occurrence and the choice of which to repeat.
+        # The first occurrence and the choice of the passage cannot be predicted: no loss there.
         ignored[early + head : early + size] = True
         ignored[late : late + head + 1] = True
         repeated[late + head + 1 : late + size] = True
 
     def draw_batch(self, rows: int, length: int, copies: float) -> tuple[np.ndarray, ...]:
         """Return stacked tokens, targets and repeat masks."""
-        drawn = [self.draw_sequence(length, copies) for _ in range(rows)]
-        return tuple(np.stack(column) for column in zip(*drawn, strict=True))
+        sequences = [self.draw_sequence(length, copies) for _ in range(rows)]
+        return tuple(np.stack(column) for column in zip(*sequences, strict=True))

@@ -1,7 +1,7 @@
 """Measure how much the demo model needs its cache, and export it with a card.
 
-Three questions, all on held-out files: what a short attention window costs, whether a random string
-is copied from a thousand tokens back, and how the loss compares with a 5-gram model.
+Three measurements on held-out files: the cost of a short attention window, whether a random string
+is copied from a thousand tokens back, and the loss compared with a 5-gram model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class NGram:
         self.grams, self.contexts = [], []
         for order in range(1, NGRAM_ORDER + 1):
             grams, counts = np.unique(self._keys(stream, order), return_counts=True)
-            contexts, first, kinds = np.unique(
+            contexts, first, num_types = np.unique(
                 grams >> TOKEN_BITS, return_index=True, return_counts=True
             )
             self.grams.append((grams, counts))
-            self.contexts.append((contexts, np.add.reduceat(counts, first), kinds))
+            self.contexts.append((contexts, np.add.reduceat(counts, first), num_types))
 
     @staticmethod
     def _keys(tokens: np.ndarray, order: int) -> np.ndarray:
@@ -49,22 +49,22 @@ class NGram:
         return keys
 
     def compute_probabilities(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the probability of every token from the fifth on, given the four before it."""
+        """Return the probability of each token from the fifth on, given the four before it."""
         result = np.full(len(tokens) - NGRAM_ORDER + 1, 1.0 / self.vocab)
         for order, (grams, contexts) in enumerate(zip(self.grams, self.contexts, strict=True), 1):
             keys = self._keys(tokens, order)[NGRAM_ORDER - order :]
             hits = _look_up(keys, *grams)[0]
-            totals, kinds = _look_up(keys >> TOKEN_BITS, *contexts)
-            seen = totals > 0
-            mixed = (hits + kinds * result) / np.where(seen, totals + kinds, 1)
-            result = np.where(seen, mixed, result)
+            totals, num_types = _look_up(keys >> TOKEN_BITS, *contexts)
+            is_known = totals > 0
+            interpolated = (hits + num_types * result) / np.where(is_known, totals + num_types, 1)
+            result = np.where(is_known, interpolated, result)
         return result
 
 
 def _look_up(keys: np.ndarray, table: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
     """Return the columns at the keys, zero where the table lacks a key."""
-    places = np.minimum(np.searchsorted(table, keys), len(table) - 1)
-    return [np.where(table[places] == keys, column[places], 0) for column in columns]
+    indices = np.minimum(np.searchsorted(table, keys), len(table) - 1)
+    return [np.where(table[indices] == keys, column[indices], 0) for column in columns]
 
 
 def cut_held_out_blocks(corpus: Corpus) -> np.ndarray:
@@ -97,7 +97,7 @@ def compute_mean_loss(model: PreTrainedModel, blocks: np.ndarray, window: int) -
 
 
 def compute_ngram_loss(corpus: Corpus, vocab: int, blocks: np.ndarray) -> float:
-    """Return the loss of the 5-gram model on the tokens that ``mean_loss`` scores."""
+    """Return the loss of the 5-gram model on the tokens that `compute_mean_loss` scores."""
     ngram = NGram(corpus.train, vocab)
     start = SKIPPED_POSITIONS + 1 - (NGRAM_ORDER - 1)
     return float(np.mean([-np.log(ngram.compute_probabilities(block[start:])) for block in blocks]))
@@ -113,7 +113,7 @@ def draw_random_string(tokenizer: Tokenizer, rng: random.Random, characters: boo
 @torch.no_grad()
 def continues_exactly(model: PreTrainedModel, prompt: list[int], rest: list[int]) -> bool:
     """Return whether greedy decoding continues the prompt with exactly the given tokens."""
-    made = model.generate(
+    output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=len(rest),
@@ -122,22 +122,23 @@ def continues_exactly(model: PreTrainedModel, prompt: list[int], rest: list[int]
         use_cache=True,
         pad_token_id=0,
     )
-    return made[0, len(prompt) :].tolist() == rest
+    return output[0, len(prompt) :].tolist() == rest
 
 
 def measure_copy_rate(
     model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus, distance: int, characters: bool
 ) -> float:
-    """Return how often a random string is recalled over ``distance`` tokens of held-out text."""
+    """Return how often a random string is recalled over `distance` tokens of held-out text."""
     rng = random.Random(distance)
     marker = tokenizer.encode(MARKER).ids
     texts = [d.tolist() for d in corpus.held_out if len(d) > distance + 200]
     successes = 0
     for _ in range(TRIALS):
         text = rng.choice(texts)
-        at = rng.randrange(len(text) - distance - 199)
+        start = rng.randrange(len(text) - distance - 199)
         passage = draw_random_string(tokenizer, rng, characters)
-        prompt = text[at : at + 200] + marker + passage + text[at + 200 : at + 200 + distance]
+        end = start + 200
+        prompt = text[start:end] + marker + passage + text[end : end + distance]
         successes += continues_exactly(
             model, prompt + marker + passage[:CUE_TOKENS], passage[CUE_TOKENS:]
         )
@@ -172,8 +173,8 @@ def read_curve(folder: Path, points: int = 24) -> list[dict[str, float]]:
     """Return evenly spaced entries of the training log that have a held-out loss."""
     lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [entry for entry in map(json.loads, lines) if "held_out" in entry]
-    chosen = np.linspace(0, len(entries) - 1, min(points, len(entries))).round().astype(int)
-    return [entries[place] for place in chosen]
+    indices = np.linspace(0, len(entries) - 1, min(points, len(entries))).round().astype(int)
+    return [entries[index] for index in indices]
 
 
 def format_curve_table(entries: list[dict[str, float]]) -> str:
@@ -189,12 +190,12 @@ def format_curve_table(entries: list[dict[str, float]]) -> str:
 
 def format_measurement_table(measurements: dict[str, float]) -> str:
     """Return the measurements as a Markdown table."""
-    copied = [
-        f"| random {kind} copied from {distance} tokens back | {share:.0%} | {aim} |"
+    copy_rows = [
+        f"| random {string_kind} copied from {distance} tokens back | {rate:.0%} | {target} |"
         for distance in DISTANCES
-        for kind in ("tokens", "characters")
-        for share in [measurements[f"copy_{kind}_{distance}"]]
-        for aim in ["at least 50%" if distance == 1000 else ""]
+        for string_kind in ("tokens", "characters")
+        for rate in [measurements[f"copy_{string_kind}_{distance}"]]
+        for target in ["at least 50%" if distance == 1000 else ""]
     ]
     rows = [
         "| measurement | value | aim |",
@@ -202,7 +203,7 @@ def format_measurement_table(measurements: dict[str, float]) -> str:
         f"| perplexity, full attention | {measurements['perplexity']:.2f} | |",
         f"| perplexity, window of {WINDOW} | {measurements['window_perplexity']:.2f} | |",
         f"| cost of the window | {measurements['window_cost']:+.1%} | at least +10% |",
-        *copied,
+        *copy_rows,
         f"| loss per token | {measurements['loss']:.3f} | below the 5-gram's |",
         f"| loss per token, 5-gram | {measurements['ngram_loss']:.3f} | |",
     ]
@@ -213,34 +214,34 @@ def export(folder: Path, target: Path) -> dict[str, float]:
     """Write the bfloat16 model, its tokenizer, its curve and its card; return the measurements."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(target)
-    # It is written readable for its owner only, which would follow it into a package.
+    # save_pretrained makes it readable by its owner only, and a package keeps the mode.
     (target / "model.safetensors").chmod(0o644)
     (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    named |= {"clean_up_tokenization_spaces": False, "model_max_length": CONTEXT}
-    (target / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
-    found = evaluate(target)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    config |= {"clean_up_tokenization_spaces": False, "model_max_length": CONTEXT}
+    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    measurements = evaluate(target)
     entries = read_curve(folder)
     (target / "card_curve.json").write_text(
-        json.dumps({"measurements": found, "curve": entries}, indent=1) + "\n"
+        json.dumps({"measurements": measurements, "curve": entries}, indent=1) + "\n"
     )
     last = json.loads((folder / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     size = (target / "model.safetensors").stat().st_size / 2**20
     card = CARD.format(
-        count=found["parameters"] / 1e6,
+        count=measurements["parameters"] / 1e6,
         size=size,
         python=platform.python_version(),
         tokens=last["tokens"] / 1e6,
         minutes=last["seconds"] / 60,
         steps=last["step"],
-        held=found["held_out_tokens"],
+        held=measurements["held_out_tokens"],
         skip=SKIPPED_POSITIONS,
         trials=TRIALS,
-        measurements=format_measurement_table(found),
+        measurements=format_measurement_table(measurements),
         curve=format_curve_table(entries),
     )
     (target / "card.md").write_text(card, encoding="utf-8")
-    return found
+    return measurements
 
 
 CARD = """\

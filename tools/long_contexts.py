@@ -1,8 +1,8 @@
-"""Measures what the model inside finds again where its tokens read some of the pages.
+"""Measure what the built-in model recalls if decoded tokens read only some of the pages.
 
-Three minutes: `python tools/long_contexts.py`. Texts of 2,048 tokens, which the model was not
-trained on, with things planted in them are read whole; then it is asked for each by itself, and all
-tokens of questions and answers read by the spec.
+`python tools/long_contexts.py` takes three minutes. Texts of 2,048 tokens, which the model was not
+trained on, have planted items. A text is read with full attention; then each question is asked on
+a fork, and the tokens of questions and answers read by the spec.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ CONTEXT, NUM_EXAMS = 2048, 24
 def main() -> None:
     model, tokenizer = load(None)
     text = split_text(tokenizer, None, CONTEXT, NUM_EXAMS * CONTEXT)
-    asked = make_exams(tokenizer, text.full_pieces, NUM_EXAMS, seed=0)
+    exams = make_exams(tokenizer, text.full_pieces, NUM_EXAMS, seed=0)
     show_progress(f"{NUM_EXAMS} texts are read")
-    recall = RecallTest.from_exams(model, asked)
+    recall = RecallTest.from_exams(model, exams)
     rows = []
     for name in FORMATS:
         show_progress(name)
         shares = recall.measure_shares(name)
         rows.append({"format": name} | {kind: fmean(shares[kind].values()) for kind in PLANT_KINDS})
     show_progress("")
-    print_report(
-        "recall of what was read whole", rows, {"exams": NUM_EXAMS, "context": CONTEXT}, quiet=False
-    )
+    facts = {"exams": NUM_EXAMS, "context": CONTEXT}
+    print_report("recall after a full prefill", rows, facts, quiet=False)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Caches of transformers that quantize, measured as ours are: divergence, bytes, and time a token.
+"""Quantized caches of transformers, measured as kvant's formats: divergence, bytes, token times.
 
-They read a prompt dense and all of it opened at once afterwards, so tokens are fed one by one: what
-decoding sees. A text of 1,024 tokens twice is enough for that, and ours are measured on it again.
-What is opened and quantized anew is their own affair; so are scales in the model's dtype.
+During prefill they attend to the uncompressed prompt, so tokens are fed one by one to measure what
+decoding sees. Two texts of 1,024 tokens are enough; kvant's formats are measured on them, too. The
+caches requantize rows and choose the dtype of scales by themselves.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvant.probing import measure_divergence
 from kvant.probing.divergence import measure_cache_divergence
 
 NUM_PIECES, CONTEXT, SEED = 2, 1024, 0
-TIMED_LENGTH, REPEATS = 1536, 31  # tokens that are there when one more is timed
-BASELINE = "transformers"  # its own cache, which quantizes nothing
+TIMED_LENGTH, REPEATS = 1536, 31  # tokens in the cache, and timed tokens
+BASELINE = "transformers"  # its DynamicCache, without quantization
 PEER_CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "quanto, 4 bits": ("quanto", {"nbits": 4}),
     "quanto, 2 bits": ("quanto", {"nbits": 2}),
@@ -41,7 +41,7 @@ FORMATS = (*PEER_CACHES, *KVANT_FORMATS)
 
 
 class QuantizerUnavailable(Exception):
-    """Why one is left out."""
+    """Reason why a peer is skipped."""
 
 
 def make_cache_factory(model: Any, name: str) -> Callable[[], Any]:
@@ -52,16 +52,17 @@ def make_cache_factory(model: Any, name: str) -> Callable[[], Any]:
 
 
 def measure_quality(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]:
-    some = [piece[:, :CONTEXT] for piece in pieces[:NUM_PIECES]]
+    short_pieces = [piece[:, :CONTEXT] for piece in pieces[:NUM_PIECES]]
     if name in PEER_CACHES:
         return summarize_quality(
-            measure_cache_divergence(model, some, make_cache_factory(model, name), chunk=1), SEED
+            measure_cache_divergence(model, short_pieces, make_cache_factory(model, name), chunk=1),
+            SEED,
         )
-    return summarize_quality(measure_divergence(model, some, name), SEED)
+    return summarize_quality(measure_divergence(model, short_pieces, name), SEED)
 
 
 def measure_steps(tokenizer: Any) -> list[dict[str, Any]]:
-    """Milliseconds for one more token and bytes of the cache, all in turn, in bf16."""
+    """Return milliseconds per token and bytes of each cache, measured in turn, in bf16."""
     model, _ = load(None, device="cpu")
     makes: dict[str, MakeCandidate] = {BASELINE: make_dynamic(model)}
     for name in PEER_CACHES:
@@ -70,11 +71,13 @@ def measure_steps(tokenizer: Any) -> list[dict[str, Any]]:
         except QuantizerUnavailable as error:
             print(f"skipped: {error}")
     makes |= make_candidates(model, ("raw", *KVANT_FORMATS))
-    held: dict[str, Any] = {}
-    kept = {name: _record_candidate(held, name, make) for name, make in makes.items()}
+    candidates: dict[str, Any] = {}
+    recording_makes = {
+        name: _record_candidate(candidates, name, make) for name, make in makes.items()
+    }
     text = split_text(tokenizer, None, TIMED_LENGTH, TIMED_LENGTH).pieces[0][0].tolist()
-    found = measure_latencies(kept, text, [TIMED_LENGTH], REPEATS)
-    return [row | {"nbytes": held[row["cache"]].nbytes} for row in found]
+    rows = measure_latencies(recording_makes, text, [TIMED_LENGTH], REPEATS)
+    return [row | {"nbytes": candidates[row["cache"]].nbytes} for row in rows]
 
 
 def _make_candidate(model: Any, make: Callable[[], Any]) -> MakeCandidate:
@@ -82,15 +85,15 @@ def _make_candidate(model: Any, make: Callable[[], Any]) -> MakeCandidate:
 
 
 def _record_candidate(candidates: dict[str, Any], name: str, make: MakeCandidate) -> MakeCandidate:
-    def made() -> Any:
+    def make_and_record() -> Any:
         candidates[name] = make()
         return candidates[name]
 
-    return made
+    return make_and_record
 
 
 def _measure_nbytes(cache: Any) -> int:
-    """Every tensor that the layers hold, inside of tuples, dicts and tensor subclasses too."""
+    """Return the bytes of all tensors of the layers, nested ones included."""
     return sum(_measure_value(value) for layer in cache.layers for value in vars(layer).values())
 
 
@@ -101,9 +104,9 @@ def _measure_value(value: Any) -> int:
         return sum(map(_measure_value, value))
     if not isinstance(value, Tensor):
         return 0
-    parts = getattr(value, "__tensor_flatten__", None)
+    flatten = getattr(value, "__tensor_flatten__", None)
     return (
         value.nbytes
-        if parts is None
-        else sum(_measure_value(getattr(value, n)) for n in parts()[0])
+        if flatten is None
+        else sum(_measure_value(getattr(value, name)) for name in flatten()[0])
     )

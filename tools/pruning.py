@@ -1,11 +1,11 @@
-"""Measures what stays of the model inside where rows of a prompt are pruned, beside kvpress.
+"""Measure what the built-in model recalls after its prompt was pruned, by kvant and by kvpress.
 
-`python tools/pruning.py`, some minutes; what kvpress does is measured where it can be imported
-(0.5.5 beside transformers 5 needs `pip install --no-deps kvpress cachetools`, and `datasets`).
-Texts of 2,048 tokens, which the model was not trained on, have things planted in them. They are
-read and pruned, before or after the first tokens of an answer are shown (the question), and the
-model is asked for the rest. Perplexity is of the second half of a text, whose first half was
-pruned. Rows are not quantized: so both libraries store the same.
+`python tools/pruning.py` takes some minutes; `--kvpress` measures kvpress, too (0.5.5 with
+transformers 5 needs `pip install --no-deps kvpress cachetools`, and `datasets`). Texts of 2,048
+tokens, which the model was not trained on, have planted items. A text is read and pruned, before or
+after the question, and the model continues with the answer. Perplexity is measured on the second
+half of a text whose first half was pruned. Rows are not quantized, so both libraries store the
+same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvant.eval.evaluation import split_text
 from kvant.probing.recall import PLANT_KINDS, RecallExam, make_exams
 
 CONTEXT = 2048
-# A spec of ours, and what makes the same of kvpress: its own name, and what wraps it.
+# A score of kvant's spec language: kvpress's press, and a press that wraps it.
 KVPRESS_SCORES = {
     "snapkv": ("SnapKVPress", None),
     "snapkv:adaptive": ("SnapKVPress", "AdaKVPress"),
@@ -37,64 +37,64 @@ KVPRESS_SCORES = {
     "tova": ("TOVAPress", None),
     "random": ("RandomPress", None),
 }
-PrefillFunction = Callable[[Tensor], Any]  # tokens [1, T] -> a cache that was pruned
+PrefillFunction = Callable[[Tensor], Any]  # tokens [1, T] -> a pruned cache
 
 
 @dataclass(frozen=True)
 class PruningMethod:
-    """One way to read a prompt, and to go on from it."""
+    """A method to read and prune a prompt, and to continue it."""
 
     name: str
     prefill: PrefillFunction
-    copy: Callable[[Any], Any]  # a cache for one of several continuations
-    one_by_one: bool = False  # are tokens to be read one by one?
+    copy: Callable[[Any], Any]  # copies a cache, for one of several continuations
+    one_by_one: bool = False  # whether tokens must be decoded one by one
 
 
 def make_kvant_method(model: Any, spec: str) -> PruningMethod:
-    def read(ids: Tensor) -> Any:
+    def prefill(ids: Tensor) -> Any:
         cache = kvant.cache_for(model, spec)
         model(ids, past_key_values=cache)
         cache.prune()
         return cache
 
-    return PruningMethod(f"kvant {spec}", read, lambda cache: cache.fork())
+    return PruningMethod(f"kvant {spec}", prefill, lambda cache: cache.fork())
 
 
 def make_kvpress_method(model: Any, score: str, keep: float) -> PruningMethod:
     import kvpress
 
-    own, wrapped = KVPRESS_SCORES[score]
-    press = getattr(kvpress, own)(compression_ratio=1 - keep)
-    if wrapped is not None:
-        press = getattr(kvpress, wrapped)(press)
+    press_name, wrapper_name = KVPRESS_SCORES[score]
+    press = getattr(kvpress, press_name)(compression_ratio=1 - keep)
+    if wrapper_name is not None:
+        press = getattr(kvpress, wrapper_name)(press)
 
-    def read(ids: Tensor) -> Any:
+    def prefill(ids: Tensor) -> Any:
         cache = DynamicCache(config=model.config)
         with press(model):
             model.model(ids, past_key_values=cache, cache_position=torch.arange(ids.shape[1]))
         return cache
 
-    def copied(cache: Any) -> Any:
-        twin = DynamicCache(config=model.config)
+    def copy_cache(cache: Any) -> Any:
+        copy = DynamicCache(config=model.config)
         for index, layer in enumerate(cache.layers):
-            twin.update(layer.keys.clone(), layer.values.clone(), index)
-        return twin
+            copy.update(layer.keys.clone(), layer.values.clone(), index)
+        return copy
 
-    # It hides the rows of a head by a key that no query asks for, which many together have not.
-    name = f"kvpress {own}{f' in {wrapped}' if wrapped else ''}"
-    return PruningMethod(name, read, copied, one_by_one=wrapped is not None)
+    # It masks rows of a head by a key that no query matches, which works for one query only.
+    name = f"kvpress {press_name}{f' in {wrapper_name}' if wrapper_name else ''}"
+    return PruningMethod(name, prefill, copy_cache, one_by_one=wrapper_name is not None)
 
 
 def compute_logits(
     model: Any, method: PruningMethod, ids: Tensor, start: int, cache: Any
 ) -> Tensor:
-    """Of tokens behind so many, by their positions: a cache that was pruned may have fewer."""
+    """Return logits of tokens at positions from `start`: a pruned cache may be shorter."""
     count = ids.shape[1]
     parts = []
-    for first, stop in [(i, i + 1) for i in range(count)] if method.one_by_one else [(0, count)]:
-        places = torch.arange(start + first, start + stop)[None]
-        found = model(ids[:, first:stop], past_key_values=cache, position_ids=places)
-        parts.append(found.logits[0].float())
+    for begin, stop in [(i, i + 1) for i in range(count)] if method.one_by_one else [(0, count)]:
+        positions = torch.arange(start + begin, start + stop)[None]
+        output = model(ids[:, begin:stop], past_key_values=cache, position_ids=positions)
+        parts.append(output.logits[0].float())
     return torch.cat(parts)
 
 
@@ -102,70 +102,76 @@ def measure_perplexity(model: Any, method: PruningMethod, pieces: list[Tensor]) 
     losses = []
     for piece in pieces:
         half = piece.shape[1] // 2
-        found = compute_logits(
+        logits = compute_logits(
             model, method, piece[:, half:-1], half, method.prefill(piece[:, :half])
         )
-        losses.append(torch.nn.functional.cross_entropy(found, piece[0, half + 1 :]).item())
+        losses.append(torch.nn.functional.cross_entropy(logits, piece[0, half + 1 :]).item())
     return float(torch.tensor(losses).mean().exp())
 
 
 def measure_recall(
     model: Any, method: PruningMethod, all_exams: list[RecallExam], *, question_known: bool
 ) -> dict[str, float]:
-    """The share of answers that greedy decoding gives, by kind; is the question known before?"""
-    right: dict[str, list[bool]] = {kind: [] for kind in PLANT_KINDS}
+    """Return the share of answers that greedy decoding gives, by kind.
+
+    With `question_known` the question is read before the prune, without its last token.
+    """
+    results: dict[str, list[bool]] = {kind: [] for kind in PLANT_KINDS}
     for exam in all_exams:
-        whole = None if question_known else method.prefill(torch.tensor([exam.prompt]))
-        for one in exam.planted:
-            told = torch.tensor(one.answer)
+        pruned_cache = None if question_known else method.prefill(torch.tensor([exam.prompt]))
+        for item in exam.planted:
+            answer = torch.tensor(item.answer)
             if question_known:
-                cache = method.prefill(torch.tensor([exam.prompt + one.question[:-1]]))
+                cache = method.prefill(torch.tensor([exam.prompt + item.question[:-1]]))
             else:
-                cache = method.copy(whole)
-            behind = len(exam.prompt) + (len(one.question) - 1 if question_known else 0)
-            rest = one.question[-1:] if question_known else one.question
-            found = compute_logits(
-                model, method, torch.tensor([rest + one.answer[:-1]]), behind, cache
+                cache = method.copy(pruned_cache)
+            start = len(exam.prompt) + (len(item.question) - 1 if question_known else 0)
+            question = item.question[-1:] if question_known else item.question
+            logits = compute_logits(
+                model, method, torch.tensor([question + item.answer[:-1]]), start, cache
             )
-            right[one.kind].append(bool((found[-len(told) :].argmax(-1) == told).all()))
-    return {kind: fmean(found) for kind, found in right.items()}
+            results[item.kind].append(bool((logits[-len(answer) :].argmax(-1) == answer).all()))
+    return {kind: fmean(correct) for kind, correct in results.items()}
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--keep", type=int, default=25, help="percent of the rows")
-    parser.add_argument("--exams", type=int, default=8)
-    parser.add_argument("--kvpress", action="store_true", help="measure it, too")
+    parser.add_argument("--keep", type=int, default=25, help="Percent of the rows to keep")
+    parser.add_argument("--exams", type=int, default=8, help="Texts with planted items")
+    parser.add_argument("--kvpress", action="store_true", help="Measure kvpress, too")
     parser.add_argument("--scores", default=",".join(KVPRESS_SCORES))
-    given = parser.parse_args()
+    options = parser.parse_args()
     model, tokenizer = load(None)
-    text = split_text(tokenizer, None, CONTEXT, given.exams * CONTEXT)
-    asked = make_exams(tokenizer, text.full_pieces, given.exams, seed=0)
-    ways = [
+    text = split_text(tokenizer, None, CONTEXT, options.exams * CONTEXT)
+    exams = make_exams(tokenizer, text.full_pieces, options.exams, seed=0)
+    methods = [
         make_kvant_method(model, "raw"),
-        make_kvant_method(model, f"raw,window={CONTEXT * given.keep // 100},sinks=4"),
+        make_kvant_method(model, f"raw,window={CONTEXT * options.keep // 100},sinks=4"),
     ]
-    for score in given.scores.split(","):
+    for score in options.scores.split(","):
         name, _, adaptive = score.partition(":")
-        spec = f"raw,prune={name}:{given.keep}%" + (f":{adaptive}" if adaptive else "")
-        ways.append(make_kvant_method(model, spec))
-        if given.kvpress:
-            ways.append(make_kvpress_method(model, score, given.keep / 100))
+        spec = f"raw,prune={name}:{options.keep}%" + (f":{adaptive}" if adaptive else "")
+        methods.append(make_kvant_method(model, spec))
+        if options.kvpress:
+            methods.append(make_kvpress_method(model, score, options.keep / 100))
     rows = []
-    for way in ways:
-        show_progress(way.name)
+    for method in methods:
+        show_progress(method.name)
         row: dict[str, Any] = {
-            "read": way.name,
-            "perplexity": measure_perplexity(model, way, text.full_pieces),
+            "read": method.name,
+            "perplexity": measure_perplexity(model, method, text.full_pieces),
         }
-        for known in (False, True):
-            shares = measure_recall(model, way, asked, question_known=known)
-            row |= {f"{kind}{', asked' if known else ''}": shares[kind] for kind in PLANT_KINDS}
+        for question_known in (False, True):
+            shares = measure_recall(model, method, exams, question_known=question_known)
+            shares_by_name = {
+                f"{k}{', asked' if question_known else ''}": shares[k] for k in shares
+            }
+            row |= shares_by_name
         rows.append(row)
     show_progress("")
-    about = {"exams": given.exams, "context": CONTEXT, "keep": f"{given.keep}%"}
-    print_report("what stays of a prompt that is pruned", rows, about, quiet=False)
+    facts = {"exams": options.exams, "context": CONTEXT, "keep": f"{options.keep}%"}
+    print_report("recall after a prune", rows, facts, quiet=False)
 
 
 if __name__ == "__main__":

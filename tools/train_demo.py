@@ -4,7 +4,7 @@
     python tools/train_demo.py --evaluate build/demo
     python tools/train_demo.py --export build/demo src/kvant/demo
 
-The learning rate and the sequence length follow the elapsed time, so a run always ends cooled down.
+The learning rate and the sequence length follow the elapsed time, so a run always ends annealed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from demo_eval import evaluate, export, format_measurement_table
 
 VOCAB = 4096
 SEED = 1
-# From this fraction of the run on: sequence length, rows, share of sequences with repeats.
+# From this fraction of the run: sequence length, rows, share of sequences with repeats.
 STAGES = ((0.0, 256, 16, 0.6), (0.14, 512, 8, 0.5), (0.34, 1024, 6, 0.4), (0.60, 2048, 4, 0.35))
 WARM_UP_SHARE, COOL_DOWN_FROM = 0.01, 0.5
 MATRIX_RATE, VECTOR_RATE = 4e-3, 3e-3
@@ -56,8 +56,8 @@ def build_model() -> Qwen3ForCausalLM:
 def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers and AdamW for everything else."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    matrix_ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in matrix_ids]
     return [
         torch.optim.Muon(
             matrices, lr=MATRIX_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
@@ -111,8 +111,8 @@ def train_step(
     """Take one step; return the loss on text and on repeated random strings."""
     tokens, targets, repeated = (torch.from_numpy(part) for part in batch)
     losses = compute_token_losses(model, tokens, targets)
-    kept = targets != IGNORED_TARGET
-    (losses.sum() / kept.sum()).backward()
+    is_scored = targets != IGNORED_TARGET
+    (losses.sum() / is_scored.sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -120,12 +120,12 @@ def train_step(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     losses = losses.detach()
-    return float(losses[kept & ~repeated].mean()), float(losses[repeated].mean())
+    return float(losses[is_scored & ~repeated].mean()), float(losses[repeated].mean())
 
 
 @dataclass
 class TrainingLog:
-    """What happened so far, and the log it goes to."""
+    """Losses since the last entry of the log file, and counts."""
 
     path: Path
     step: int = 0
@@ -149,7 +149,7 @@ class TrainingLog:
 
 
 def train(out: Path, minutes: float) -> None:
-    """Train for a number of minutes, logging to ``out`` and saving there."""
+    """Train for a number of minutes; log and save to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, corpus = load_corpus(out, VOCAB)
     sampler = TrainingSampler(tokenizer, corpus.train, SEED)
@@ -158,30 +158,32 @@ def train(out: Path, minutes: float) -> None:
     compiled = torch.compile(model, dynamic=False)
     progress = TrainingLog(out / "log.jsonl")
     progress.path.write_text("")
-    begun = saved = time.monotonic()
-    while (done := (time.monotonic() - begun) / (60 * minutes)) < 1.0:
-        length, rows, copies = find_stage(done)
+    start = last_save = time.monotonic()
+    while (share := (time.monotonic() - start) / (60 * minutes)) < 1.0:
+        length, rows, copies = find_stage(share)
         batch = sampler.draw_batch(rows, length, copies)
         progress.add_step(
-            rows * length, train_step(compiled, optimizers, batch, compute_rate_factor(done))
+            rows * length, train_step(compiled, optimizers, batch, compute_rate_factor(share))
         )
         if progress.step % LOG_EVERY == 0:
-            held = progress.step % (4 * LOG_EVERY) == 0
-            more = (
-                {"held_out": round(compute_held_out_loss(model, corpus, length), 4)} if held else {}
+            with_held_out = progress.step % (4 * LOG_EVERY) == 0
+            extra = (
+                {"held_out": round(compute_held_out_loss(model, corpus, length), 4)}
+                if with_held_out
+                else {}
             )
-            progress.write_entry(time.monotonic() - begun, length, **more)
-        if time.monotonic() - saved > SAVE_SECONDS:
+            progress.write_entry(time.monotonic() - start, length, **extra)
+        if time.monotonic() - last_save > SAVE_SECONDS:
             model.save_pretrained(out)
-            saved = time.monotonic()
+            last_save = time.monotonic()
     if progress.recent:
-        last = round(compute_held_out_loss(model, corpus, length), 4)
-        progress.write_entry(time.monotonic() - begun, length, held_out=last)
+        held_out_loss = round(compute_held_out_loss(model, corpus, length), 4)
+        progress.write_entry(time.monotonic() - start, length, held_out=held_out_loss)
     model.save_pretrained(out)
 
 
 def main() -> None:
-    """Read the command line."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=110)
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
@@ -191,9 +193,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.evaluate or options.export:
-        found = evaluate(options.evaluate) if options.evaluate else export(*options.export)
-        print(format_measurement_table(found))
-        print(json.dumps(found))
+        measurements = evaluate(options.evaluate) if options.evaluate else export(*options.export)
+        print(format_measurement_table(measurements))
+        print(json.dumps(measurements))
     else:
         train(options.out, options.minutes)
 

@@ -46,14 +46,14 @@ def word_set(text: str) -> frozenset[str]:
 
 
 BOUNDS = {
-    "told": Bounds(20, 5, 100),
-    "nobody": Bounds(10, 5, 20),
+    "told": Bounds(5, 5, 10),
+    "nobody": Bounds(5, 5, 15),
     "somebody": Bounds(5, 5, 10),
-    "whoever": Bounds(5, 5, 10),
-    "so many": Bounds(15, 5, 20),
-    "beside": Bounds(30, 30, 30),
-    "behind": Bounds(60, 30, 60),
-    "who": Bounds(10, 20, 30),
+    "whoever": Bounds(5, 5, 5),
+    "so many": Bounds(5, 5, 5),
+    "beside": Bounds(10, 10, 10),
+    "behind": Bounds(10, 10, 10),
+    "who": Bounds(5, 5, 10),
 }
 PREPOSITIONS = word_set(
     """

@@ -104,7 +104,7 @@ __all__ = [
 ]
 
 
-_NAMES = {  # of each module, what `kvant.` has of it
+_NAMES = {  # the public names of each module
     "kvant.attention": "attend",
     "kvant.cache": "Cache merge",
     "kvant.cache.files": "save",
@@ -125,7 +125,7 @@ _NAMES = {  # of each module, what `kvant.` has of it
     "kvant.spec": "parse",
     "kvant.weights": "Packing pack unpack",
 }
-LATER = {name: module for module, names in _NAMES.items() for name in names.split()}
+MODULES_BY_NAME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 @overload
@@ -143,7 +143,7 @@ def load(
     device: str | Device | None = None,
     tiles: Tiles | None = None,
 ) -> Any:
-    """The cache in a file, in memory of its own; with a model, as `cache_for` gives it.
+    """Load a cache from a file; with a model, as the cache that `cache_for` returns.
 
     >>> rows = torch.randn(1, 2, 10, 64)
     >>> cache = kvant.Cache(num_layers=1)
@@ -157,17 +157,19 @@ def load(
 
         return files.load(path, device=device or "cpu", tiles=tiles)
     if tiles is not None:
-        raise ValueError("tiles beside a model: its cache lies as the model's backends like it")
+        raise ValueError(
+            "tiles with a model: the backends of the model choose the tiles; leave tiles out"
+        )
     from kvant.hf import load_cache
 
     return load_cache(path, model, device)
 
 
 def explain(what: Any) -> Any:
-    """Which backend reads a view, a cache, a session or a model, and why the others do not.
+    """Explain which backend reads a view, a cache, a session or a model, and why others do not.
 
-    A cache is explained layer by layer, a session by its cache. Of a model it is said how the cache
-    that it is attached with would be read, or a raw one.
+    A cache is explained layer by layer, a session by its cache, and a model by the cache that it
+    is attached with, or by a raw one.
 
     >>> view = kvant.Cache(1, backend="reference")[0].append(*torch.randn(2, 1, 2, 10, 64))
     >>> print(kvant.explain(view))
@@ -190,13 +192,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if not TYPE_CHECKING:  # or any name would be a good one
-    _import_name = lazy_names(__name__, LATER)
+if not TYPE_CHECKING:  # a type checker would accept any name
+    _import_name = lazy_names(__name__, MODULES_BY_NAME)
 
     def __getattr__(name: str) -> Any:
-        """Import a name of LATER, or a module of the package."""
-        is_new = name not in LATER and name.isidentifier()  # a dot would import a parent
+        """Import a name of MODULES_BY_NAME, or a module of the package."""
+        is_new = name not in MODULES_BY_NAME and name.isidentifier()  # a dot would import a parent
         if is_new and find_spec(f"kvant.{name}") is not None:
             return import_module(f"kvant.{name}")
-        globals()[name] = found = _import_name(name)  # the next use is that of any global
-        return found
+        globals()[name] = value = _import_name(name)  # later uses skip this function
+        return value

@@ -1,24 +1,24 @@
-"""The nouns of kvant: read this first.
+"""The protocols and plain values that all of kvant shares: read this first.
 
 Three sentences carry the design.
 
 1. The tokens of a sequence live in pages of P positions. The newest pages are open: dense, and
-   written to. Older ones are sealed: encoded once and never changed again. Each lies in a slot.
-2. A codec seals a page; a retention rule says which rows may go. Neither knows the other.
-3. An extent says, in integers alone, how far each sequence is and in which slots its pages lie
-   (extent.py). Attention reads through it, and derives every mask from positions.
+   written to. Older pages are sealed: encoded once and never changed. Each page lies in a slot.
+2. A codec seals a page; a retention rule decides which rows are retained. Neither knows the other.
+3. A page table holds, in integers alone, the length of each sequence and the slots of its pages
+   (page_table.py). Attention reads through it, and derives every mask from positions.
 
-A row is one head's key or value for one token. Rows come as [B, H, T, D]. A position is the index
-of a token in its sequence; a column is its index in a batch whose sequences all end together, so
-column and position differ by the padding, which is not stored.
+A row is the key or value of one head for one token. Rows have the shape [B, H, T, D]. A position
+is the index of a token in its sequence. A column is its index in a batch whose sequences all end
+together. They differ by the left padding, which is not stored.
 
-One step: `cache[layer].append(k, v)` frames and stores the rows and returns a view; then
-`attend(q, view)` picks a Backend and hands it a Request; once every layer has its rows, the cache
-adopts the next extents. Query heads come in groups: `group` of them share one key head. The seam of
-a query is the position from which on it reads dense rows, and below which sealed ones.
+One step: `cache[layer].append(k, v)` transforms and stores the rows and returns a view. Then
+`attend(q, view)` selects a Backend and passes it an AttentionRequest. Once every layer has its
+rows, the cache commits the next page tables. Query heads form groups: the `group` heads of one
+share a key head. Each query has a position `dense_from`: it reads rows before it sealed, rows from
+it on dense.
 
-This module holds protocols and plain values; recipes.py says how a cache is described. It knows
-no codec, no layer, no backend.
+This module knows no codec, no layer and no backend. recipes.py describes a cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-if TYPE_CHECKING:  # specs are read, and commands are explained, without torch
+if TYPE_CHECKING:  # parsing a spec and --help work without importing torch
     import torch
     from torch import Tensor
 
@@ -41,34 +41,35 @@ Order = Literal["BHTD", "BTHD"]
 
 
 class Frame(Protocol):
-    """The invertible map A, over the last dimension, that rows are stored under.
+    """The invertible linear map A, over the last dimension, applied to rows before storage.
 
-    `rows(k) . queries(q) == k . q`, and `outputs(rows(v)) == v`: kernels never see a frame.
+    The score of `transform_rows(k)` and `transform_queries(q)` is that of `k` and `q`, and
+    `restore_outputs(transform_rows(v)) == v`. So kernels never apply a frame.
     """
 
     @property
     def is_identity(self) -> bool:
-        """A is 1: everything stays as it comes."""
+        """Whether A is 1, so that rows, queries and outputs are unchanged."""
         return False
 
     def transform_rows(self, x: Tensor) -> Tensor:
-        """A x, for keys and values [..., H, T, D] on their way in."""
+        """Return A x of keys or values [..., H, T, D], before they are stored."""
 
     def transform_queries(self, q: Tensor) -> Tensor:
-        """A^-T q, for queries [..., H * group, T, D]; in float32 or wider, unless A is 1.
+        """Return A^-T q of queries [..., H * group, T, D], in float32 or wider unless A is 1.
 
-        It may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
+        The result may exceed the range of 16-bit floats, and rounding it would cost precision.
         """
 
     def restore_outputs(self, x: Tensor) -> Tensor:
-        """A^-1 x, for whatever leaves: attention outputs, and rows that are read back."""
+        """Return A^-1 x of attention outputs and of rows that are read back."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One named part of a sealed page: `width` values a row, or once a page."""
+    """One named tensor of a sealed page: `width` values per row, or per page."""
 
-    dtype: torch.dtype | None  # None: whatever the rows come in
+    dtype: torch.dtype | None  # None: the dtype of the rows
     width: int
     per_page: bool = False
 
@@ -78,71 +79,71 @@ class Field:
 
 @dataclass(frozen=True)
 class Form:
-    """What the bytes of a sealed row mean: all that a kernel knows of a codec."""
+    """The encoding of a sealed row, as kernels need to know it."""
 
     kind: Literal["raw", "affine", "codebook", "float"]
     bits: int = 0
-    group: int = 0  # values that a scale covers; 0: the row
-    corrected: bool = False  # is a scale fitted to the codes that were found?
+    group: int = 0  # values per scale; 0: the whole row
+    corrected: bool = False  # the scale is refitted to the chosen codes
 
 
 class Codec(Protocol):
-    """Seals pages of dense rows into named fields and opens them again; a frozen dataclass.
+    """A frozen dataclass that encodes pages of dense rows into named fields, and decodes them.
 
-    Rows arrive framed. `seal` is deterministic and page by page: leading dimensions are
-    independent, so any pages may be sealed in any order and together.
+    Rows arrive framed. `seal` is deterministic and handles each page on its own: leading dimensions
+    are independent, so pages may be sealed in any order and together.
     """
 
     @property
     def frame(self) -> Frame: ...
     @property
     def exact(self) -> bool:
-        """Sealing changes no byte: then pages need not be sealed at all."""
+        """Whether decoded rows equal the originals; then pages need not be sealed."""
         return False
 
     @property
     def limit(self) -> float:
-        """The largest magnitude it stores: finite values beyond become that."""
+        """The largest magnitude it stores; larger finite values are clamped to it."""
         return math.inf
 
     @property
     def tail(self) -> int:
-        """How many of the last rows are seen dense unless the spec says otherwise."""
+        """Default number of newest rows that are read dense."""
         return 0
 
     @property
     def form(self) -> Form | None:
-        """What kernels read it as; None: they do not know it."""
+        """The encoding as kernels read it; None: kernels do not support it."""
         return None
 
     def fields(self, dim: int) -> Mapping[str, Field]:
-        """What a page of rows of `dim` values becomes. Refuses a `dim` it cannot store."""
+        """Return the tensors of a page of rows of `dim` values, or refuse `dim`."""
 
     def seal(self, rows: Tensor) -> Fields:
-        """[..., P, dim] -> {name: [..., P or 1, width]}."""
+        """Encode rows [..., P, dim] as {name: [..., P or 1, width]}."""
 
     def open(self, fields: Fields) -> Tensor:
-        """The rows again, [..., P, dim], in float32 (raw rows: as they are)."""
+        """Decode a page to rows [..., P, dim] in float32; raw rows stay as stored."""
 
 
 class Retention(Protocol):
-    """Says, from integers alone, which rows must stay."""
+    """The rule, on integers alone, that decides which rows are retained."""
 
     @property
     def window(self) -> int | None:
-        """How many of the last rows a query sees; None: all."""
+        """The newest rows that a query sees; None: all."""
 
     @property
     def sinks(self) -> int:
-        """How many of the first rows of a sequence always stay, dense."""
+        """The first rows of a sequence that are always retained, dense."""
 
     def find_first_retained(self, length: int) -> int:
-        """The first row, sinks aside, that must stay once `length` tokens were seen."""
+        """Return the first row, sinks aside, to retain in a sequence of `length` tokens."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, as a rule over positions.
+    """The keys that a query may attend to, as a rule on positions.
 
     >>> rows = torch.randn(1, 2, 10, 64)
     >>> view = kvant.Cache(1)[0].append(rows, rows)
@@ -153,24 +154,24 @@ class Mask:
     causal: bool = True
     window: int | None = None
     sinks: int = 0
-    chunk: int | None = None  # a query sees its own block of `chunk` positions only
+    chunk: int | None = None  # a query sees only its own block of `chunk` positions
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("sinks", 0), ("chunk", 1)):
+        for name, minimum in (("window", 1), ("sinks", 0), ("chunk", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} of a mask: {least} or more is needed")
+            if value is not None and value < minimum:
+                raise ValueError(f"{name}={value} of a mask: {minimum} or more is needed")
 
 
 @dataclass(frozen=True)
 class PageSelection:
-    """How many of the sealed pages a query reads: the best by the bounds of their keys.
+    """The number of sealed pages that a query reads: those whose key bounds score best.
 
-    The first page of a sequence is read in any case, and does not count.
+    The first page of a sequence is always read, and not counted.
     """
 
-    pages: int = 0  # at least so many
-    percent: float = 0.0  # and at least this share of those that there are
+    pages: int = 0  # minimum
+    percent: float = 0.0  # minimum, as a share of the sealed pages
 
     def __post_init__(self) -> None:
         if not (self.pages >= 0 and 0 <= self.percent <= 100 and self.pages + self.percent > 0):
@@ -180,7 +181,7 @@ class PageSelection:
             )
 
     def count_selected(self, num_pages: Ints) -> Ints:
-        """Of so many pages, so many are read."""
+        """Return how many of `num_pages` pages are read."""
         import numpy as np
 
         share = np.ceil(num_pages * self.percent / 100).astype(np.int64)
@@ -189,70 +190,70 @@ class PageSelection:
 
 
 class ScoreInput(NamedTuple):
-    """The rows that a prune chooses among, of N key heads: those of a sequence are neighbours.
+    """The rows that a prune scores, of N key heads; the heads of a sequence are adjacent.
 
-    They end side by side at the newest token, and are in no frame, in float32.
+    Rows are aligned at the newest token, without a frame, in float32.
     """
 
     keys: Tensor  # [N, n, D]
     values: Tensor  # [N, n, Dv]
-    valid: Tensor  # [N, n]: booleans; a head may have fewer rows than others
-    queries: Tensor | None  # [N, group, m, D]: the newest that a score asked for
-    query_rows: Tensor | None  # [N, m]: the row of each of them; below zero: it is padding
-    scale: float  # of the scores of queries and keys
-    heads_per_sequence: int  # of a sequence
+    valid: Tensor  # [N, n], boolean: heads may have different numbers of rows
+    queries: Tensor | None  # [N, group, m, D]: the newest, if the score needs any
+    query_rows: Tensor | None  # [N, m]: the row of each query; below zero: padding
+    scale: float  # of attention scores
+    heads_per_sequence: int
 
 
 class Score(Protocol):
-    """Says which rows of a key head matter most for the tokens to come; a frozen dataclass."""
+    """A frozen dataclass that ranks the rows of a key head by their value for later tokens."""
 
     @property
     def name(self) -> str:
-        """In specs and files."""
+        """The name in specs and files."""
 
     @property
     def num_queries(self) -> int:
-        """How many of the newest queries it asks for."""
+        """The number of newest queries that it needs."""
         return 0
 
     @property
     def prunes_during_decode(self) -> bool:
-        """May it prune while tokens are decoded, or only behind a prompt?"""
+        """Whether it prunes during decoding as well, not only after a prompt."""
         return False
 
     def score_rows(self, rows: ScoreInput) -> Tensor:
-        """[N, n]: the larger, the sooner a row is kept."""
+        """Return scores [N, n]; rows with the largest are retained."""
 
 
 @dataclass(frozen=True)
 class Pruning:
-    """How many rows each key head keeps behind a prompt, and by which score."""
+    """The number of rows that a key head retains after a prompt, and their score."""
 
     score: Score
-    rows: int = 0  # so many,
-    percent: float = 0.0  # or this share of the tokens that were seen
-    adaptive: bool = False  # do the heads of a layer share what they may keep?
+    rows: int = 0  # a number of rows,
+    percent: float = 0.0  # or a share of the tokens
+    adaptive: bool = False  # the heads of a layer share one budget
 
     def __post_init__(self) -> None:
-        one = (self.rows > 0) != (self.percent > 0)
-        if not (one and self.rows >= 0 and 0 <= self.percent <= 100):
+        single_budget = (self.rows > 0) != (self.percent > 0)
+        if not (single_budget and self.rows >= 0 and 0 <= self.percent <= 100):
             raise ValueError(
                 f"a prune that keeps {self.rows} rows and {self.percent}%: one row or more, "
                 "or a share up to 100% is needed"
             )
 
     def compute_budget(self, length: int) -> int:
-        """Rows that stay of so many tokens."""
+        """Return the rows that a head retains of `length` tokens."""
         return self.rows or math.ceil(length * self.percent / 100)
 
 
 class Tiles(Protocol):
-    """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""
+    """The byte order inside a sealed page in memory, known only to a storage and a backend."""
 
     def pack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
-        """[..., rows, width] in canonical order -> the same shape and bytes, rearranged.
+        """Rearrange [..., rows, width] from canonical order; shape and bytes stay the same.
 
-        The name says the side too, as in "keys.codes". With `into` they are put there.
+        `name` includes the side, as in "keys.codes". The result is written to `into`, if given.
         """
 
     def unpack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor: ...
@@ -260,52 +261,48 @@ class Tiles(Protocol):
 
 @dataclass
 class LayerStats:
-    """What happened to one layer, for `stats()`."""
+    """Event counters of one layer, for `stats()`."""
 
     appends: int = 0
     rewinds_exact: int = 0
     rewinds_decoded: int = 0
     attend_calls: Counter[str] = field(default_factory=Counter)  # backend -> calls
     sealed_pages: Counter[str] = field(default_factory=Counter)  # backend -> pages
-    clamped_values: int | Tensor = (
-        0  # values beyond the limit of their codec, where they were counted
-    )
-    warned: set[str] = field(default_factory=set)  # what was warned of; one set for a whole cache
+    clamped_values: int | Tensor = 0  # values that exceeded the limit of their codec
+    warned: set[str] = field(default_factory=set)  # issued warnings; layers of a cache share it
 
     def add(self, other: LayerStats) -> None:
         self.appends += other.appends
         self.rewinds_exact += other.rewinds_exact
         self.rewinds_decoded += other.rewinds_decoded
-        self.attend_calls.update(dict(other.attend_calls))  # a copy: other threads may be counting
+        self.attend_calls.update(dict(other.attend_calls))  # a copy: other threads may update it
         self.sealed_pages.update(dict(other.sealed_pages))
         self.clamped_values += int(other.clamped_values)
 
 
 @dataclass(frozen=True, eq=False)
 class PageSummary:
-    """Two bounds of each channel of the keys of each sealed page, by slot.
+    """Per-channel bounds of the keys of each sealed page, by slot.
 
-    They follow from the pages, so they are worked out when first asked for, and never stored: the
-    bounds are written, then `of`; who copies both goes the other way.
+    Bounds follow from pages, so they are computed on first use and never stored in files. A writer
+    writes `bounds`, then `slot_versions`; a reader copies them in the opposite order.
     """
 
-    bounds: Tensor  # [slots, H, 2, D]: the upper ones, then the lower ones
-    slot_versions: (
-        Ints  # [slots]: how often a slot had been taken when they were worked out; 0: never
-    )
+    bounds: Tensor  # [slots, H, 2, D]: upper bounds, then lower ones
+    slot_versions: Ints  # [slots]: the version of the slot that the bounds are of; 0: none
 
 
 class AttentionRequest(NamedTuple):
-    """What is asked of a backend; queries are already in the frame of the keys."""
+    """One attention call for a backend; queries are already in the frame of the keys."""
 
     q: Tensor  # [B, H * group, T, D], of any float dtype: the last T columns of the view
     scale: float
     mask: Mask | Tensor
     softcap: float | None = None
-    sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
-    return_lse: bool = True  # is log-sum-exp asked for?
+    sink_logits: Tensor | None = None  # [H * group]: learned logits without a value row
+    return_lse: bool = True
     output_dtype: torch.dtype | None = None  # None: float32, see `out_dtype`
-    # Of sealed pages, read these only: [B, H, T, n] numbers in order, then -1. None: read all.
+    # The sealed pages to read: [B, H, T, n] ascending numbers, then -1. None: all.
     selected_pages: Tensor | None = None
 
     @property
@@ -313,7 +310,7 @@ class AttentionRequest(NamedTuple):
         """The dtype that outputs may be rounded to."""
         if self.output_dtype is not None:
             return self.output_dtype
-        import torch  # words are read without it
+        import torch  # parsing a spec does not need it
 
         return torch.float32
 
@@ -326,8 +323,8 @@ class PagedTensors:
     open: Tensor  # [slots, H, P, D]
     sealed: Fields  # {field: [slots, H, P or 1, width]}
     tiles: Tiles | None
-    summary: PageSummary | None = None  # of keys of which pages are selected
-    derived: dict[Any, Any] = field(default_factory=dict)  # what backends worked out of it
+    summary: PageSummary | None = None  # of keys, if queries select pages
+    derived: dict[Any, Any] = field(default_factory=dict)  # values that backends cache
 
     @cached_property
     def heads(self) -> int:
@@ -340,39 +337,40 @@ class PagedTensors:
 
 
 class ViewSelection(NamedTuple):
-    """How a view selects pages, and what tells whether a summary is of what lies in a slot."""
+    """The page selection of a view, with the slot versions that validate a summary."""
 
     rule: PageSelection
-    slot_versions: Ints  # [slots]: how often each was taken
+    slot_versions: Ints  # [slots]: how often each was allocated
 
 
 class View(NamedTuple):
-    """What attention may read of one layer, until its next append: B sequences of B lengths.
+    """The readable state of one layer of B sequences, valid until its next append.
 
-    It holds tensors and no slots: keep its cache as long as it is read. The pages of a cache that
-    is gone are given to others, who write to them.
+    A view refers to tensors without holding slots: keep its cache alive while reading it. The pages
+    of a deleted cache are reused by other caches.
 
-    The columns of a query are counted back from the newest one: the last of T is at position
-    `length - 1` of its sequence. Rows that came with the forward itself are read from `own`, where
-    there are any: column t of it is position `length - T + t`, and padding where that is below
-    zero. Other rows are read through the tables of the extent: positions below `sinks` from open
-    pages and nowhere else, those below the seam of the query from sealed pages, the others from
-    open ones. Values may lie inside the keys: then `values is keys`.
+    Query columns count back from the newest: the last of T is at position `length - 1` of its
+    sequence. The rows of the forward itself may be in `new_rows`. Then column t is position
+    `length - T + t`, or padding if that is below zero. All other rows are read through the page
+    table:
+
+        position   0      sinks        dense_from of the query        length - T       length
+                   | open   | sealed pages     | open pages                | new_rows      |
+
+    Values may lie inside the keys: then `values is keys`.
     """
 
     keys: PagedTensors
     values: PagedTensors
     new_rows: Fields | None  # {side: [B, H, T, D]}
     page_table: PageTable
-    new_rows_dense: bool  # are rows of `own` dense to all queries, whatever falls due?
+    new_rows_dense: bool  # all queries read `new_rows` dense, even rows of due pages
     mask: Mask
     value_dim: int  # output channels
     stats: LayerStats
-    backend: str | None = None  # the one that is to read it; None: the first that does
-    selection: ViewSelection | None = None  # None: queries read all pages that they see
-    query_listener: Callable[[Tensor, float], None] | None = (
-        None  # who wants to see queries and their scale
-    )
+    backend: str | None = None  # a required backend; None: the first that supports the view
+    selection: ViewSelection | None = None  # None: queries read all visible pages
+    query_listener: Callable[[Tensor, float], None] | None = None  # gets queries and their scale
 
     @property
     def batch(self) -> int:
@@ -385,46 +383,46 @@ class View(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """The columns of `own`."""
+        """The columns of `new_rows`."""
         return 0 if self.new_rows is None else self.new_rows["keys"].shape[2]
 
 
 class Backend(Protocol):
-    """One way to store rows in pages, and to compute attention over a view."""
+    """One way to store rows in pages and to compute attention over a view."""
 
     @property
     def name(self) -> str: ...
     @property
     def fast_prefill(self) -> bool:
-        """Does it read the rows of a prompt sooner than PyTorch does?"""
+        """Whether it computes attention over the rows of a prompt faster than PyTorch."""
 
     def supports(self, view: View, request: AttentionRequest | None = None) -> str | None:
-        """None, or the reason why this view (and this request) is not read here."""
+        """Return None, or the reason why this backend cannot serve the view or the request."""
 
     def select_pages(self, request: AttentionRequest, view: View) -> Tensor | None:
-        """The sealed pages that queries read (`Request.chosen`) where a view selects."""
+        """Return the sealed pages that queries read (`AttentionRequest.selected_pages`)."""
 
     def attend(self, request: AttentionRequest, view: View) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, H * group, T, D] in the frame of the values; log-sum-exp, without D."""
+        """Return outputs [B, H * group, T, D] in the frame of the values, and log-sum-exp."""
 
     def store(self, plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
-        """Do what a change says of the rows {side: [B, H, T, D]} that came; False: not here."""
+        """Apply `plan` to `rows`, {side: [B, H, T, D]}; return False if it cannot store them."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a layer or a cache remembers, as tensors (canonical rows) and integers."""
+    """The complete state of a layer or a cache: tensors (canonical rows) and integers."""
 
     tensors: Fields
     numbers: Mapping[str, int]
 
     def copy(self) -> Snapshot:
-        """The same in memory of its own."""
+        """Return a copy with memory of its own."""
         return Snapshot({name: t.clone() for name, t in self.tensors.items()}, self.numbers)
 
 
 class ExternalState(Protocol):
-    """The state of a layer that a host changes in place, so that nobody appends to it."""
+    """The state of a layer that the model library updates in place, without `append`."""
 
     @property
     def spec(self) -> Any: ...
@@ -440,26 +438,26 @@ class ExternalState(Protocol):
     def nbytes_used(self) -> int: ...
     def nbytes_after(self, coming: int, recipe: Any) -> int: ...
     def advance_to(self, length: int) -> None:
-        """The others have come so far: the state is the one of that length."""
+        """Record that the forward has stored `length` tokens in the other layers."""
 
     def invalidate(self) -> None:
-        """A forward died: the state is of no length any more, until it goes back or is reset."""
+        """Mark the state as undefined after an incomplete forward, until a rewind or reset."""
 
     def reachable(self, to: int) -> int:
-        """The longest length <= `to` that `going_back` can serve."""
+        """Return the longest length <= `to` that `prepare_rewind` can serve."""
 
     def prepare_rewind(self, to: int) -> Callable[[], None]:
-        """What takes the state back to a length; from now on until then it is of none."""
+        """Return a function that rewinds the state to `to`; it is undefined until then."""
 
     def checkpoint(self) -> None: ...
     def shared_snapshot(self) -> Snapshot: ...
     def parse_snapshot(self, snapshot: Snapshot) -> Any:
-        """What `becoming` takes; an error where it does not fit."""
+        """Return the argument of `prepare_restore`, or raise if `snapshot` does not fit."""
 
     def get_history(self) -> Any:
-        """The state and its checkpoints between two forwards: one under way has died."""
+        """Return the state and its checkpoints; call it between forwards only."""
 
     def prepare_restore(self, history: Any) -> Callable[[], None]:
-        """What makes the state this one; from now on until then it is of no length."""
+        """Return a function that sets the state to `history`; it is undefined until then."""
 
     def fork(self) -> ExternalState: ...

@@ -1,4 +1,4 @@
-"""Devices and dtypes by the names that people type, which there are, and which are slow there."""
+"""Parse names of devices and dtypes, check that they are available, and warn of slow ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # a name is checked without torch
     from torch import nn
 
 KNOWN_DEVICES = "cpu, cuda, cuda:N, mps"
-AUTO_DTYPE = "auto"  # the dtype that a checkpoint says
-# The operators of torch, by dtype, that say whether oneDNN multiplies it on this processor.
+AUTO_DTYPE = "auto"  # the dtype of the checkpoint
+# By dtype: the torch operator that tells whether oneDNN has kernels for it on this processor.
 SUPPORT_OPERATORS = {
     "bfloat16": "_is_mkldnn_bf16_supported",
     "float16": "_is_mkldnn_fp16_supported",
@@ -27,7 +27,7 @@ _warned_models: WeakSet[nn.Module] = WeakSet()
 
 
 def check_device(name: str | None) -> None:
-    """Refuse a device that is not there; torch is imported for a known name besides the CPU's."""
+    """Raise ValueError for an unknown or missing device; imports torch unless it is the CPU."""
     if name is not None:
         _check_name(name)
     if name not in (None, "cpu"):
@@ -35,7 +35,7 @@ def check_device(name: str | None) -> None:
 
 
 def parse_device(name: str | None = None) -> torch.device:
-    """The device of that name, if it is there; unnamed, a GPU of CUDA where there is one."""
+    """Return the device of a name if it exists; by default a CUDA GPU if there is one."""
     import torch
 
     if name is None:
@@ -58,13 +58,13 @@ def _check_name(name: str) -> None:
 
 
 def check_dtype(name: str) -> None:
-    """Refuse the name of a dtype that no model is loaded in."""
+    """Raise ValueError unless models can be loaded in this dtype."""
     if name not in (AUTO_DTYPE, *DTYPE_NAMES):
         raise ValueError(f"--dtype {name}: known are {', '.join((AUTO_DTYPE, *DTYPE_NAMES))}")
 
 
 def parse_dtype(name: str = AUTO_DTYPE) -> torch.dtype | str:
-    """The dtype of that name, as loading a checkpoint takes it."""
+    """Return the dtype of a name, or "auto", as model loaders accept it."""
     from kvant.dtypes import DTYPES
 
     check_dtype(name)
@@ -72,18 +72,18 @@ def parse_dtype(name: str = AUTO_DTYPE) -> torch.dtype | str:
 
 
 def describe_processor() -> str:
-    """The name of this machine's processor."""
+    """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of many rows take longer in this dtype than in float32.
+    """Tell whether products of many rows take longer in this dtype than in float32.
 
-    They do on a CPU where oneDNN has no kernel for the dtype: bfloat16 without AVX-512 (or
-    AVX-NE-CONVERT), float16 without AVX-512 FP16. Where torch cannot tell, the answer is False.
+    They do on a CPU if oneDNN has no kernel for the dtype: bfloat16 without AVX-512 (or
+    AVX-NE-CONVERT), float16 without AVX-512 FP16. Unknown counts as False.
     """
     import torch
 
@@ -104,7 +104,7 @@ def list_slow_dtypes() -> list[str]:
 
 
 def describe_slow_weights(model: nn.Module) -> str | None:
-    """Describe what the dtype of a model's weights costs here, in a line; None if nothing."""
+    """Describe the slow dtype of a model's weights in one line; None if no dtype is slow."""
     weights = list(model.parameters())
     slow = [weight for weight in weights if is_slow(weight.dtype, weight.device)]
     if not slow:
@@ -113,14 +113,14 @@ def describe_slow_weights(model: nn.Module) -> str | None:
     wide = now + sum(weight.numel() * (4 - weight.itemsize) for weight in slow)
     return (
         f"this processor multiplies {str(slow[0].dtype).removeprefix('torch.')} slowly, so prompts "
-        "take longer than in float32: write --dtype float32, or dtype=torch.float32 where Python "
-        f"loads the model; weights then take {format_size(wide)} in place of {format_size(now)} "
-        "(kvant bench prefill --dtype float32 measures what that gives)"
+        "take longer than in float32: use --dtype float32, or dtype=torch.float32 when loading the "
+        f"model in Python; weights then take {format_size(wide)} instead of {format_size(now)} "
+        "(kvant bench prefill --dtype float32 measures the speed)"
     )
 
 
 def warn_of_slow_weights(model: nn.Module, warn: Callable[[str], None]) -> None:
-    """Pass the line of `describe_slow_weights` to `warn`, once a model."""
+    """Pass the line of `describe_slow_weights` to `warn`, once per model."""
     if model not in _warned_models and (line := describe_slow_weights(model)) is not None:
         _warned_models.add(model)
         warn(line)

@@ -1,4 +1,4 @@
-"""The dtypes that dense rows may have, by name."""
+"""Dtypes of dense rows, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree, and what a `Cache` refuses: value, limit and way out in every message."""
+"""The exceptions of kvant. Each message names the value, the limit and the way out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 
 class CacheError(Exception):
-    """Anything kvant refuses to do. What it was asked of is left unchanged.
+    """The base of all errors of kvant. An operation that raises one has changed nothing.
 
     >>> try:
     ...     kvant.Cache(num_layers=1, spec="affine9")
-    ... except kvant.CacheError as error:  # of whatever kind
+    ... except kvant.CacheError as error:
     ...     print(type(error).__name__)
     SpecError
     """
 
 
 class SpecError(CacheError, ValueError):
-    """A spec that cannot be read, or that contradicts itself.
+    """A spec that cannot be parsed, or that contradicts itself.
 
     >>> kvant.parse("affine9", num_layers=32)
     Traceback (most recent call last):
@@ -30,7 +30,7 @@ class SpecError(CacheError, ValueError):
 
 
 class PromptError(CacheError, ValueError):
-    """A message that a model cannot be shown: by its template, or by the tokens it comes to.
+    """A prompt that the chat template or the model cannot take.
 
     >>> kvant.generate(model, tokenizer, [])
     Traceback (most recent call last):
@@ -40,17 +40,17 @@ class PromptError(CacheError, ValueError):
 
 
 class GrammarError(CacheError, ValueError):
-    """A grammar that cannot be read, or followed.
+    """A grammar that cannot be compiled, or that allows no next token.
 
     >>> kvant.generate(model, tokenizer, "size = ", grammar=kvant.Grammar.regex("[0-9"))
     Traceback (most recent call last):
     ...
-    kvant.errors.GrammarError: a grammar that cannot be followed: ...
+    kvant.errors.GrammarError: a grammar that cannot be compiled: ...
     """
 
 
 class CapacityError(CacheError):
-    """More tokens than a fixed capacity has room for.
+    """More tokens than a fixed capacity.
 
     >>> kvant.Cache(1, "raw,capacity=8")[0].append(*torch.randn(2, 1, 2, 9, 64))
     Traceback (most recent call last):
@@ -60,7 +60,7 @@ class CapacityError(CacheError):
 
 
 class ContextError(CapacityError):
-    """A prompt too long for the context, or for the memory, that it would have.
+    """A prompt that is too long for the context or for the memory limit.
 
     >>> kvant.generate(model, tokenizer, [1] * 5000)
     Traceback (most recent call last):
@@ -70,29 +70,29 @@ class ContextError(CapacityError):
 
 
 class UnknownSequence(CacheError, LookupError):
-    """An id that no sequence has: it never was, was removed, or was evicted.
+    """An id without a sequence: never created, removed, or evicted.
 
     >>> kvant.Sequences(num_layers=1).get("chat-1", 0, 0, 10)
     Traceback (most recent call last):
     ...
-    kvant.errors.UnknownSequence: sequence 'chat-1' is not there: ...
+    kvant.errors.UnknownSequence: unknown sequence 'chat-1': ...
     """
 
 
 class RewindError(CacheError):
-    """A length that a layer cannot go back to.
+    """A length to which a layer cannot rewind.
 
     >>> cache, rows = kvant.Cache(1, "raw,window=4,slack=0"), torch.zeros(1, 2, 99, 64)
     >>> view = cache[0].append(rows, rows)
     >>> cache.rewind(50)
     Traceback (most recent call last):
     ...
-    kvant.errors.RewindError: layer 0: length 50 cannot be reached from 99: ...
+    kvant.errors.RewindError: layer 0: cannot rewind from 99 to 50: ...
     """
 
 
 class SnapshotMismatch(CacheError, ValueError):
-    """A snapshot of another cache, or one whose parts do not fit together.
+    """A snapshot of a different cache, or one whose parts are inconsistent.
 
     >>> cache = kvant.Cache(1, "raw")
     >>> view = cache[0].append(*torch.randn(2, 1, 2, 10, 64))
@@ -104,27 +104,27 @@ class SnapshotMismatch(CacheError, ValueError):
 
 
 class CacheFileError(CacheError, ValueError):
-    """A file that is not a kvant cache, is damaged, or is of another version.
+    """A file that is no kvant cache, is corrupt, or has another format version.
 
     >>> from pathlib import Path
     >>> size = Path("notes.txt").write_text("not a cache")
     >>> kvant.load("notes.txt")
     Traceback (most recent call last):
     ...
-    kvant.errors.CacheFileError: notes.txt: not a kvant cache, or cut short in its header
+    kvant.errors.CacheFileError: notes.txt: not a kvant cache, or truncated in its header
     """
 
 
 class StoreError(CacheError):
-    """A store that cannot be had, or has no room."""
+    """A store that cannot be opened, or has no space."""
 
 
 class BlobError(CacheError, ValueError):
-    """Bytes of a store that are not what was written, or not by somebody who may."""
+    """A blob of a store that is corrupt, or not signed with the secret."""
 
 
 class UnsupportedView(CacheError):
-    """A view that the backend asked for by name does not read.
+    """A view that the requested backend does not support.
 
     >>> view = kvant.Cache(1)[0].append(*torch.randn(2, 1, 2, 10, 64))
     >>> kvant.attend(torch.randn(1, 8, 1, 64, dtype=torch.float64), view, backend="native")
@@ -135,7 +135,7 @@ class UnsupportedView(CacheError):
 
 
 class EngineError(CacheError):
-    """The engine that served a request ended by an error which is not of that request.
+    """The engine ended with an error that this request did not cause.
 
     >>> import sys
     >>> with kvant.Engine(model, tokenizer) as engine:  # sys.exit ends its thread
@@ -148,7 +148,7 @@ class EngineError(CacheError):
 
 @contextmanager
 def name_path(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let errors of the system within name `path`, and not a temporary file or no file at all."""
+    """Make an `OSError` raised within name `path` in place of a temporary file or no file."""
     try:
         yield
     except OSError as error:
@@ -158,7 +158,7 @@ def name_path(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class UsageHints:
-    """Says in one line what to write instead."""
+    """Error messages that name the call to use instead."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -166,7 +166,7 @@ class UsageHints:
             "one, cache.fork() is a copy"
         )
 
-    if not TYPE_CHECKING:  # or any name would be a good one
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(

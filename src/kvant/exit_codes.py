@@ -1,8 +1,7 @@
-"""How a command ends, whether it is one of `kvant` or `python -m kvant.bench.NAME`.
+"""Exit codes of `kvant` commands and of `python -m kvant.bench.NAME`.
 
-What the user typed or pointed at is wrong: one line on standard error, exit code 2. Anything else
-that the system refuses is one line too, exit code 1. Ctrl-C ends tidily. An error of our own keeps
-its traceback.
+Wrong options or files print one line on standard error and exit with 2. Errors of the system print
+one line and exit with 1. Ctrl-C exits with 130. A bug in kvant keeps its traceback.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ INTERRUPTED_CODE = 130
 
 
 def run_app(app: typer.Typer) -> NoReturn:
-    """Run a command as it was typed, to its end."""
+    """Run a command and exit with its code."""
     with handle_errors():
         code = app(standalone_mode=False)
-        if code == INTERRUPTED_CODE:  # what Typer makes of Ctrl-C, without a word
+        if code == INTERRUPTED_CODE:  # Typer turns Ctrl-C into this code
             raise KeyboardInterrupt
         raise SystemExit(code)
 
 
 @contextmanager
 def handle_errors() -> Iterator[None]:
-    """Turn what ends a command into its exit code."""
+    """Turn exceptions into exit codes."""
     try:
         yield
     except TyperException as error:
@@ -46,7 +45,7 @@ def handle_errors() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """One line, or none where help was shown in its place."""
+    """Print the first line of a message; none if the command showed its help."""
     for line in message.strip().splitlines()[:1]:
         print(f"error: {line}", file=sys.stderr)
 

@@ -1,13 +1,13 @@
 """A cache as a value: plain functions over a state that never changes.
 
-How far a layer is, is the shape of its rows: there is no counter beside them that could disagree,
-and torch.compile and the transforms of torch.func see tensors alone. No tensor of a state is ever
-written to, or handed out: what goes in or comes out is a copy.
+The length of a layer is the shape of its rows, so no counter can disagree with them, and
+torch.compile and the transforms of torch.func see tensors only. No tensor of a state is ever
+written to or returned: inputs and outputs are copies.
 
-The price: an update copies the rows of its layer, old and new, once into the next state and once
-more into what it returns; `cached_attention` only the former. States that are kept share the
-layers that did not change. Memory grows with the rows; `max_seq_len` is a limit. This module knows
-no format, no retention and no frame: `kvant.Cache` does, in place and for a token at a time.
+The cost: an update copies all rows of its layer, once into the next state and once into its
+result; `cached_attention` makes only the first copy. States share the layers that did not change.
+Memory grows with the rows, up to `max_seq_len`. This module has no codecs, retention or frames:
+use `kvant.Cache`, which changes in place, for those and for decoding token by token.
 
 >>> from kvant import functional
 >>> state = functional.init(batch_size=1, num_layers=1, num_heads=2, head_dim=64)
@@ -30,15 +30,13 @@ from kvant.errors import CapacityError
 
 __all__ = ["State", "cached_attention", "get", "init", "reset", "seq_length", "update"]
 
-LayerRows = tuple[
-    Tensor, ...
-]  # of each layer: [B, H, length, D], with more in front where it is mapped
+LayerRows = tuple[Tensor, ...]  # by layer: [B, H, length, D], after any dimensions of vmap
 AttendFunction = Callable[[Tensor, Tensor, Tensor, "State"], tuple[Tensor, "State"]]
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The rows of every layer so far. Not to be written to; a pytree of its tensors."""
+    """The rows of every layer: an immutable pytree of tensors."""
 
     keys: LayerRows
     values: LayerRows
@@ -72,7 +70,7 @@ def init(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> State:
-    """A state without tokens; `num_heads` are those of keys and values."""
+    """Make a state without tokens; `num_heads` counts key heads."""
     sizes = {"batch_size": batch_size, "num_layers": num_layers, "num_heads": num_heads}
     sizes |= {"head_dim": head_dim, "max_seq_len": max_seq_len}
     for name, size in sizes.items():
@@ -89,19 +87,19 @@ def init(
 
 
 def update(state: State, layer: int, k: Tensor, v: Tensor) -> tuple[State, Tensor, Tensor]:
-    """The state with rows `k` and `v` [B, H, T, D] added, and that layer's rows, [B, H, n, D]."""
+    """Append rows `k` and `v` [B, H, T, D]; return the new state and the layer's rows."""
     after = _append_rows(state, layer, k, v)
     return after, after.keys[layer].clone(), after.values[layer].clone()
 
 
 def get(state: State, layer: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of a layer, [B, H, n, D]."""
+    """Return copies of the keys and values of a layer, [B, H, n, D]."""
     _check_layer(state, layer)
     return state.keys[layer].clone(), state.values[layer].clone()
 
 
 def seq_length(state: State, layer: int | None = None) -> int:
-    """Tokens of a layer; without one, those that every layer has."""
+    """Return the tokens of a layer, or the fewest of any layer."""
     if layer is None:
         return min(keys.shape[-2] for keys in state.keys)
     _check_layer(state, layer)
@@ -109,7 +107,7 @@ def seq_length(state: State, layer: int | None = None) -> int:
 
 
 def reset(state: State) -> State:
-    """The state without its tokens."""
+    """Return a state of the same layers without tokens."""
     keys, values = (
         tuple(rows[..., :0, :].clone() for rows in side) for side in (state.keys, state.values)
     )
@@ -117,11 +115,11 @@ def reset(state: State) -> State:
 
 
 def cached_attention(*, num_heads: int, head_dim: int, layer: int) -> AttendFunction:
-    """A function of (q, k, v, state): add the rows, attend causally to all of that layer's.
+    """Return a function of (q, k, v, state) that appends rows and attends causally to the layer.
 
-    `num_heads` query heads [B, heads, T, D] share the heads of the state, so they are a multiple of
-    those. Outputs are [B, heads, T, D], in the dtype of the queries. Computed in float32, or in
-    float64 for such rows; the scores of a prompt are in memory at once.
+    `num_heads` query heads share the key heads of the state, so they are a multiple of them.
+    Outputs are [B, heads, T, D] in the dtype of the queries. Computed in float32, or in float64
+    for float64 rows; the scores of a prompt are in memory at once.
     """
     if num_heads < 1 or head_dim < 1:
         raise ValueError(f"{num_heads} heads of {head_dim} channels: at least 1 is needed")
@@ -137,15 +135,15 @@ def cached_attention(*, num_heads: int, head_dim: int, layer: int) -> AttendFunc
 
 def _append_rows(state: State, layer: int, k: Tensor, v: Tensor) -> State:
     _check_layer(state, layer)
-    for name, rows, held in (("k", k, state.keys[layer]), ("v", v, state.values[layer])):
-        _check_rows(name, rows, held)
+    for name, rows, cached in (("k", k, state.keys[layer]), ("v", v, state.values[layer])):
+        _check_rows(name, rows, cached)
     if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k of {k.shape[2]} tokens and v of {v.shape[2]}: as many are needed")
+        raise ValueError(f"k of {k.shape[2]} tokens and v of {v.shape[2]}: equal counts are needed")
     length = state.keys[layer].shape[-2] + k.shape[2]
     if length > state.max_seq_len:
         raise CapacityError(
-            f"{length} tokens in layer {layer} for a max_seq_len of {state.max_seq_len}: reset, or "
-            f"init with max_seq_len={length}"
+            f"{length} tokens in layer {layer} for a max_seq_len of {state.max_seq_len}: reset the "
+            f"state, or init with max_seq_len={length}"
         )
     return State(
         _append_to_layer(state.keys, layer, k),
@@ -156,11 +154,11 @@ def _append_rows(state: State, layer: int, k: Tensor, v: Tensor) -> State:
 
 def _append_to_layer(side: LayerRows, layer: int, rows: Tensor) -> LayerRows:
     longer = torch.cat([side[layer], rows], dim=2)
-    return tuple(longer if index == layer else held for index, held in enumerate(side))
+    return tuple(longer if index == layer else cached for index, cached in enumerate(side))
 
 
 def _compute_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention of the newest T tokens; the queries of a key head are one matrix."""
+    """Compute causal attention of the newest T tokens; queries of a key head form one matrix."""
     batch, all_heads, count, dim = q.shape
     heads = keys.shape[1]
     group = all_heads // heads
@@ -168,28 +166,28 @@ def _compute_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     keys, values = keys.to(wide), values.to(wide)
     grouped = (q.to(wide) * dim**-0.5).reshape(batch, heads, group * count, dim)
     scores = grouped @ keys.transpose(-1, -2)
-    alone = count == 1  # the newest token sees everything
-    out = torch.softmax(scores, -1) @ values if alone else _compute_causal(scores, values, group)
+    single = count == 1  # the newest token sees every row
+    out = torch.softmax(scores, -1) @ values if single else _compute_causal(scores, values, group)
     return out.reshape(q.shape).to(q.dtype)
 
 
 def _compute_causal(scores: Tensor, values: Tensor, group: int) -> Tensor:
-    """Values weighed by scores [B, H, group * T, n], where a query sees what is not after it.
+    """Return the causal softmax of scores [B, H, group * T, n] times the values.
 
-    Zero times NaN is NaN: a hidden row must not spoil the queries before it.
+    Zero times NaN is NaN: a masked row must not turn earlier queries' outputs into NaN.
     """
     length, count = values.shape[2], scores.shape[2] // group
-    seen = torch.ones(count, length, dtype=torch.bool, device=values.device).tril(length - count)
-    weights = torch.softmax(scores.masked_fill(~seen.repeat(group, 1), float("-inf")), -1)
-    odd = ~torch.isfinite(values)
-    stain = odd.long().cumsum(2)[:, :, length - count :] > 0
-    out = weights @ values.masked_fill(odd, 0.0)
-    return out.masked_fill(stain.repeat(1, 1, group, 1), float("nan"))
+    visible = torch.ones(count, length, dtype=torch.bool, device=values.device).tril(length - count)
+    weights = torch.softmax(scores.masked_fill(~visible.repeat(group, 1), float("-inf")), -1)
+    nonfinite = ~torch.isfinite(values)
+    spoiled = nonfinite.long().cumsum(2)[:, :, length - count :] > 0
+    out = weights @ values.masked_fill(nonfinite, 0.0)
+    return out.masked_fill(spoiled.repeat(1, 1, group, 1), float("nan"))
 
 
 def _check_layer(state: State, layer: int) -> None:
     if not 0 <= layer < len(state.keys):
-        raise ValueError(f"layer {layer} of a state of {len(state.keys)}: count from 0")
+        raise ValueError(f"layer {layer} of a state with {len(state.keys)} layers, counted from 0")
 
 
 def _check_rows(name: str, rows: Tensor, cached: Tensor) -> None:
@@ -211,11 +209,11 @@ def _check_rows(name: str, rows: Tensor, cached: Tensor) -> None:
 
 
 def _check_queries(q: Tensor, k: Tensor, num_heads: int, head_dim: int) -> None:
-    """Against the new keys, which are then held against the state."""
+    """Raise ValueError unless queries fit the new keys, which are checked against the state."""
     shape = [k.shape[0], num_heads, k.shape[2], head_dim] if k.ndim == 4 else []
     if list(q.shape) != shape or k.shape[3] != head_dim or num_heads % max(k.shape[1], 1):
         raise ValueError(
-            f"q of shape {list(q.shape)} beside k of {list(k.shape)}: [B, {num_heads}, T, "
+            f"q of shape {list(q.shape)} with k of {list(k.shape)}: [B, {num_heads}, T, "
             f"{head_dim}] and [B, H, T, {head_dim}] are needed, {num_heads} a multiple of H"
         )
     if (q.dtype, q.device) != (k.dtype, k.device):

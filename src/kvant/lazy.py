@@ -1,4 +1,4 @@
-"""Names that are imported when they are first used, so that importing kvant imports little."""
+"""Import names on first use, so that importing kvant imports little."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 class LazyModule:
-    """A module that is imported at its first attribute: type hints that name it resolve."""
+    """A module that is imported on its first attribute access, so that type hints resolve."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,31 +32,31 @@ class LazyModule:
 
 
 class Registry(MutableMapping[str, T]):
-    """Objects by name. Those of `places` ("module:object") are imported at their first lookup."""
+    """Objects by name; those of `places` ("module:object") are imported on first lookup."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self._places = dict(places)
-        self._found: dict[str, T] = {}
+        self._objects: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._found:
-            self._found[name] = resolve_name(self._places[name])
-        return self._found[name]
+        if name not in self._objects:
+            self._objects[name] = resolve_name(self._places[name])
+        return self._objects[name]
 
     def __setitem__(self, name: str, value: T) -> None:
-        self._found[name] = value
+        self._objects[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name not in self:
             raise KeyError(name)
-        self._found.pop(name, None)
+        self._objects.pop(name, None)
         self._places.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._places, **self._found})
+        return iter({**self._places, **self._objects})
 
     def __len__(self) -> int:
-        return len({**self._places, **self._found})
+        return len({**self._places, **self._objects})
 
     def __contains__(self, name: object) -> bool:  # the mixin would import it
-        return name in self._places or name in self._found
+        return name in self._places or name in self._objects

@@ -1,13 +1,13 @@
-"""What the C library does with memory that is freed: in a process of our own, it keeps it.
+"""Tune glibc's allocator for kvant's own processes: retain freed memory, and limit the heaps.
 
-A forward takes and frees tensors of megabytes. In a thread that is not the first, glibc may give
-them back to the system at once, however soon they are asked for again; then each page is new, and
-zeroed when it is first written to: 5,000 pages for a token of 16 sequences. Commands and servers
-keep what they had at their peak; a program that imports the library decides by itself.
+A forward allocates and frees tensors of megabytes. Outside the main thread, glibc may return them
+to the system at once. The next allocation then gets new pages, which the kernel zeroes on first
+write: 5,000 pages for a token of 16 sequences. Commands and servers retain the memory of their
+peak; a program that imports kvant decides for itself.
 
-glibc also gives threads heaps of their own, up to eight a processor. Each keeps its own peak, and
-blocks that live long are spread over all of them, so a server grows for as long as new threads
-start. Two heaps are enough: Python's lock lets one thread allocate at a time.
+glibc also creates heaps per thread, up to eight per processor. Each retains its own peak, and
+long-lived blocks are spread over all of them, so a server grows as long as new threads start. Two
+heaps are enough, since Python's lock lets one thread allocate at a time.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from __future__ import annotations
 import sys
 from ctypes import CDLL
 
-# Of <malloc.h>. A heap of a thread has 64 MiB, and goes where less than a pad is left without it.
+# Constants of <malloc.h>. A thread's heap has 64 MiB; it is unmapped if the rest exceeds TOP_PAD.
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
 MALLOC_OPTIONS = {TRIM_THRESHOLD: 1 << 30, TOP_PAD: 1 << 26, MMAP_THRESHOLD: 1 << 26, ARENA_MAX: 2}
 
 
 def keep_freed_memory() -> None:
-    """Keep memory that is freed, from now on; another C library than glibc does as it did."""
+    """Make glibc retain freed memory from now on; no effect with other C libraries."""
     if (glibc := _load_glibc()) is not None:
         for name, value in MALLOC_OPTIONS.items():
             glibc.mallopt(name, value)
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system: after work that took far more than a forward does."""
+    """Return freed memory to the system, after work that needed far more than a forward."""
     if (glibc := _load_glibc()) is not None:
         glibc.malloc_trim(0)
 

@@ -1,8 +1,8 @@
-"""Norms by the root of the mean of squares, fused: computed in one pass on a CPU.
+"""Fuse RMSNorm modules of a model: compute each in one pass on a CPU.
 
-A model computes one in eight operators, most of which read or write all rows: for one token,
-calling them takes longer than computing. What is given here is the same to the bit, which a trial
-shows; a norm of another formula is left as it is.
+A model computes an RMSNorm in eight operators, most of which read or write all rows. For one token
+the calls take longer than the arithmetic. A fused norm gives the same bits, which a trial checks;
+norms with another formula are left as they are.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from kvant.native import DTYPE_CODES, NORM_DIMS, get_library, norm_rows
 from kvant.torch_modes import is_tracing
 
-EPS_NAMES = ("variance_epsilon", "eps")  # what models call it
+EPS_NAMES = ("variance_epsilon", "eps")  # attributes of models
 WEIGHT_NAME, FORWARD_NAME = "weight", "forward"
 SCALAR_TYPES = (bool, int, float, str)
-TRIAL_INPUTS = ((1, 1.0), (1, 1e-3), (64, 30.0), (65, 1.0), (1, 0.0))  # rows, and their size
-TrialResults = dict[Any, bool]
+TRIAL_INPUTS = ((1, 1.0), (1, 1e-3), (64, 30.0), (65, 1.0), (1, 0.0))  # rows, magnitude
+TrialResults = dict[tuple[object, ...], bool]
 
 
 class FusedNorm:
-    """Stands before the forward of a norm, which computes the rest: under autograd, say."""
+    """Replaces a norm's forward; calls the original one where it cannot fuse, as under autograd."""
 
     def __init__(self, module: nn.Module, eps_name: str, weight: Tensor) -> None:
         self.module = module
         self.eps_name = eps_name
-        self.shape, self.dtype = weight.shape, weight.dtype  # that were tried
+        self.shape, self.dtype = weight.shape, weight.dtype  # of the trial
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weight = self.module._parameters.get(WEIGHT_NAME)
@@ -42,10 +42,10 @@ class FusedNorm:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _can_fuse(self, x: Tensor, weight: Tensor) -> bool:
-        """Rows and a weight that lie in memory as the kernel reads them, and no gradient wanted?"""
-        wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        """Tell whether the kernel can read rows and weight, and no gradient is needed."""
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return (
-            not (wanted or is_tracing())
+            not (needs_grad or is_tracing())
             and x.dtype is self.dtype
             and weight.dtype is self.dtype
             and (x.is_cpu and weight.is_cpu)
@@ -60,7 +60,7 @@ class FusedNorm:
         return other
 
     def __reduce__(self) -> Any:
-        """What is written to a file is the model's own."""
+        """Pickle the original forward."""
         return partial, (type(self.module).forward, self.module)
 
 
@@ -69,30 +69,33 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def fuse_norm(module: nn.Module, trials: TrialResults) -> bool:
-    """Let a norm compute in one pass where that gives its bits; one of each kind is tried."""
+    """Fuse a norm if that gives its bits; return whether it is fused.
+
+    Norms of the same class, settings and weight shape share one trial.
+    """
     if is_fused(module):
         return True
     weight = module._parameters.get(WEIGHT_NAME)
     eps = next((name for name in EPS_NAMES if isinstance(vars(module).get(name), float)), None)
     if weight is None or eps is None or not _is_candidate(module, weight):
         return False
-    told = tuple(item for item in vars(module).items() if isinstance(item[1], SCALAR_TYPES))
-    kind = type(module), weight.shape, weight.dtype, told
-    if kind not in trials:
-        trials[kind] = _gives_same_bits(module, eps, weight)
-    if trials[kind]:
+    settings = tuple(item for item in vars(module).items() if isinstance(item[1], SCALAR_TYPES))
+    key = type(module), weight.shape, weight.dtype, settings
+    if key not in trials:
+        trials[key] = _gives_same_bits(module, eps, weight)
+    if trials[key]:
         module.__dict__[FORWARD_NAME] = FusedNorm(module, eps, weight)
-    return trials[kind]
+    return trials[key]
 
 
 def unfuse_norm(module: nn.Module) -> None:
-    """Let a norm compute as it did before."""
+    """Restore the original forward of a norm."""
     if is_fused(module):
         del module.__dict__[FORWARD_NAME]
 
 
 def _is_candidate(module: nn.Module, weight: Tensor) -> bool:
-    """Has it a weight of 16 bits on a CPU, and nothing else, and the forward of its class?"""
+    """Tell whether a module has a 16-bit weight on a CPU as its only state, and a plain forward."""
     return (
         get_library().functions is not None
         and list(module._parameters) == [WEIGHT_NAME]
@@ -109,37 +112,33 @@ def _is_candidate(module: nn.Module, weight: Tensor) -> bool:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """That of its class: one that was fused, and came from a file, is as well."""
-    found, own = vars(module).get(FORWARD_NAME), type(module).forward
-    if isinstance(found, partial):
-        return found.func is own and found.args == (module,) and not found.keywords
-    return found is None
+    """Tell whether a module uses its class's forward, or the partial of it that pickling left."""
+    override, forward = vars(module).get(FORWARD_NAME), type(module).forward
+    if isinstance(override, partial):
+        return override.func is forward and override.args == (module,) and not override.keywords
+    return override is None
 
 
 def _gives_same_bits(module: nn.Module, eps_name: str, weight: Tensor) -> bool:
-    """Are its outputs the same to the bit?
+    """Tell whether the fused norm gives the module's outputs to the bit.
 
-    Tried with a weight that is not all ones, and in float32 as well, which shows the last bit of
-    a sum.
+    The trial uses a random weight, and repeats in float32, which shows the last bit of a sum.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     other = copy.copy(module)
     for dtype in (weight.dtype, torch.float32):
-        own = nn.Parameter(draw(weight.shape).to(dtype), requires_grad=False)
-        other.__dict__["_parameters"] = {WEIGHT_NAME: own}
-        for rows, size in TRIAL_INPUTS:
-            x = (size * draw(1, rows, len(own))).to(dtype)
+        trial_weight = nn.Parameter(draw(weight.shape).to(dtype), requires_grad=False)
+        other.__dict__["_parameters"] = {WEIGHT_NAME: trial_weight}
+        for rows, magnitude in TRIAL_INPUTS:
+            x = (magnitude * draw(1, rows, len(trial_weight))).to(dtype)
             try:
                 with torch.autocast("cpu", enabled=False):
                     plain = type(module).forward(other, x)
-            except Exception:  # it takes something else
+            except Exception:  # a forward with another signature
                 return False
             if type(plain) is not Tensor or plain.dtype != dtype:
                 return False
-            both = (
-                one.view(torch.uint8)
-                for one in (plain, norm_rows(x, own, getattr(other, eps_name)))
-            )
-            if not torch.equal(*both):
+            fused = norm_rows(x, trial_weight, getattr(other, eps_name))
+            if not torch.equal(plain.view(torch.uint8), fused.view(torch.uint8)):
                 return False
     return True

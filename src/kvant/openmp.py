@@ -1,8 +1,8 @@
-"""The threads with which torch computes on a CPU: OpenMP gives every thread that computes its own.
+"""Limit torch's OpenMP threads: every Python thread that computes gets a team of its own.
 
-Where there are more of them than processors, each sleeps at the end of a loop and has to be woken
-for the next one, in place of waiting for it: a token takes a third longer then. So a thread that is
-done gives its own back, and one that works beside another computes without any.
+With more threads than processors, OpenMP threads sleep after each loop and must be woken for the
+next one, instead of spinning: a token takes a third longer. So a thread releases its team when it
+is done, and a thread that works concurrently with another uses one thread.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from functools import cache
 import torch
 
 IMPORT_PID = os.getpid()
-OMP_PAUSE_SOFT = 1  # of OpenMP: what a program set stays as it is
+OMP_PAUSE_SOFT = 1  # omp_pause_soft: retains the settings of the program
 
 
 def release_threads() -> None:
-    """Give back the threads that the calling thread computes with, until it computes again."""
+    """Release the OpenMP team of the calling thread, until it computes again."""
     runtime = _load_runtime()
-    if runtime is not None and os.getpid() == IMPORT_PID:  # a fork has none of them to wait for
+    if runtime is not None and os.getpid() == IMPORT_PID:  # a forked process has no such threads
         runtime.omp_pause_resource_all(OMP_PAUSE_SOFT)
 
 
 def use_one_thread() -> None:
-    """Let the calling thread compute without others from now on; they compute as before."""
+    """Make the calling thread compute single-threaded; other threads are unaffected."""
     runtime = _load_runtime()
     if runtime is not None:
-        torch.get_num_threads()  # the first time, torch sets what a thread begins with
+        torch.get_num_threads()  # torch sets a thread's default on the first call
         runtime.omp_set_num_threads(1)
 
 
 @cache
 def _load_runtime() -> CDLL | None:
-    """The OpenMP that torch computes with; None where we do not know it."""
-    found = CDLL(None) if sys.platform == "linux" else None  # torch loads it for everybody
-    return found if hasattr(found, "omp_pause_resource_all") else None
+    """Return the OpenMP runtime of torch; None if it is unknown."""
+    process = CDLL(None) if sys.platform == "linux" else None  # torch loads OpenMP globally
+    return process if hasattr(process, "omp_pause_resource_all") else None

@@ -1,8 +1,23 @@
-"""How far sequences are and where their pages lie: integers, the same for all layers of a kind.
+"""Lengths and page slots of sequences: integers, shared by all layers of a group.
 
-An `Extent` is an immutable value. Tables are indexed by page number, so a page keeps its place in
-them whatever came or went before it. Entries behind the pages that an extent has are nobody's: the
-next extent may write them in place, and no older one looks at them.
+A `PageTable` is an immutable value. A page is a run of `page` positions; a slot is a place for one
+page in the tensors of a layer. Tables are indexed by page number, so an entry never moves. One
+sequence of 300 tokens, with pages of 64 rows, `tail=128`, `slack=16` and `sinks=4`:
+
+    page number        0       1       2       3       4      (unused)
+    positions         0..    64..   128..   192..   256..299
+                  +-------+-------+-------+-------+-------+-------+---
+    sealed_table  |   7   |   2   |       |       |       |       |     slots of encoded pages
+                  +-------+-------+-------+-------+-------+-------+---
+    open_table    |   5   |       |   9   |   3   |   8   |       |     slots of dense pages
+                  +-------+-------+-------+-------+-------+-------+---
+                    sinks         ^                  44 rows
+    FIRST_SEALED = 0              |
+    STOP_SEALED = FIRST_OPEN = 2 -+                         stop_open = 5, LENGTH = 300
+
+A page can be in both tables: page 0 holds sinks, and a page sealed within the last `slack` tokens
+stays open for an exact rewind. Unused entries may be written in place by the next table, because
+no earlier table reads them.
 """
 
 from __future__ import annotations
@@ -10,37 +25,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from kvant.contracts import Pruning
+
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 NO_PAIRS, NO_SEALS, NO_WRITES = (np.zeros((0, width), np.int64) for width in (2, 4, 5))
-NO_SLOTS = np.zeros(0, np.int64), np.zeros(0, np.int64)
+NO_SLOTS = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of open and of sealed pages
 
-# The numbers of a sequence, in the order in which kernels read them.
+# Columns of `AppendPlan.copies` and `reopens`, of `writes`, and of `seals`.
+PAIR_SOURCE, PAIR_TARGET = range(2)  # slots
+WRITE_TABLE, WRITE_SLOT, WRITE_ROW, WRITE_COUNT, WRITE_COLUMN = range(5)
+SEAL_TABLE, SEAL_SLOT, SEAL_SOURCE, SEAL_COLUMN = range(4)
+
+# Columns of `PageTable.numbers`, in the order in which kernels read them.
 LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, FIRST_VISIBLE, PRUNED_AT = range(7)
 NUM_SEQUENCE_NUMBERS = 7
 
 
 @dataclass(frozen=True)
 class Paging:
-    """When a page is seen sealed: a page falls due once `tail` rows behind it were seen."""
+    """The rule that seals pages: a page is due once `tail` rows after it were stored."""
 
     page: int
-    tail: int | None  # None: never, all rows stay dense
-    dense_until: int = 0  # nor before so many tokens were seen
+    tail: int | None  # None: no page is sealed
+    dense_until: int = 0  # shorter sequences have no sealed pages
 
     def count_due_pages(self, length: int) -> int:
-        """How many pages the newest of `length` tokens sees sealed."""
+        """Return how many pages the newest of `length` tokens reads sealed."""
         if self.tail is None or length < self.dense_until:
             return 0
         return max(0, length - self.tail) // self.page
 
     def count_due_pages_each(self, lengths: Ints) -> Ints:
-        """The same of many lengths."""
+        """Return `count_due_pages` of each length."""
         if self.tail is None:
             return np.zeros_like(lengths)
         due = np.maximum(lengths - self.tail, 0) // self.page
@@ -49,18 +72,17 @@ class Paging:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """What layers have in common whose integers are the same."""
+    """The parameters of layers that share one page table."""
 
     paging: Paging
     window: int | None = None
     sinks: int = 0
-    slack: int = 0  # how far back a rewind is exact
-    step: int = 0  # rows by which memory grows; 0: by pages
-    capacity: int | None = None  # rows of a sequence whose memory is taken at once
-    pruning: Any = None  # the rule by which rows go behind a prompt: a value that tells kinds apart
-    per_head_layer: int | None = (
-        None  # the one layer of this kind, of which each key head has a table
-    )
+    slack: int = 0  # tokens by which a rewind is exact
+    step: int = 0  # rows by which memory grows; 0: one page
+    capacity: int | None = None  # rows per sequence that are allocated at once
+    pruning: Pruning | None = None  # the rule that drops rows after a prompt
+    # The only layer of this group, if each of its key heads has a table; it makes the group unique.
+    per_head_layer: int | None = None
 
     @property
     def page(self) -> int:
@@ -72,72 +94,76 @@ class LayerGroup:
 
     @property
     def num_sink_pages(self) -> int:
-        """Pages that stay open as they hold rows that are seen dense for ever."""
+        """Pages that stay open because they hold sinks, which are always read dense."""
         return -(-self.sinks // self.page)
 
     def find_first_retained(self, lengths: Ints) -> Ints:
-        """The first positions (sinks aside) that must stay, a rewind of `slack` included."""
+        """Return the first position, sinks aside, that a rewind of `slack` needs."""
         if self.window is None:
             return np.zeros_like(lengths)
         return np.maximum(lengths - (self.slack + self.window), 0)
 
     def find_first_sealed(self, lengths: Ints) -> Ints:
-        """The first pages that must stay sealed."""
+        """Return the first sealed page of each sequence that must be retained."""
         return self.find_first_retained(lengths) // self.page
 
     def find_first_open(self, lengths: Ints) -> Ints:
-        """The first pages, sinks aside, that must stay open, so that a rewind of slack is exact."""
-        kept = self.find_first_retained(lengths) // self.page
+        """Return the first page, sinks aside, that stays open for an exact rewind of `slack`."""
+        retained = self.find_first_retained(lengths) // self.page
         return (
-            np.maximum(self.paging.count_due_pages_each(lengths - self.slack), kept)
+            np.maximum(self.paging.count_due_pages_each(lengths - self.slack), retained)
             if self.seals
-            else kept
+            else retained
         )
 
     @cached_property
     def event_offsets(self) -> tuple[int, ...]:
-        """A length n changes more than a row where (n - event) % page is 0 for one of these."""
-        found = {1}  # the first row of a page
+        """Offsets of lengths at which a token changes more than lengths.
+
+        The token that makes a sequence `n` long allocates, seals or releases a page only if
+        `(n - offset) % page == 0` for one of these offsets.
+        """
+        offsets = {1}  # the first row of a page
         if self.window is not None:
-            found.add(self.window + self.slack)
+            offsets.add(self.window + self.slack)
         if self.paging.tail is not None:
-            found |= {self.paging.tail, self.paging.tail + self.slack}
-        return tuple(found)
+            offsets |= {self.paging.tail, self.paging.tail + self.slack}
+        return tuple(offsets)
 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """How far each of B sequences is, and where its pages lie.
+    """The length of each of B sequences and the slots of its pages.
 
-    A sequence has one table of pages, or one for each of its key heads, which are neighbours then:
-    they are equally far, but need not keep the same rows.
+    A sequence has one table, or one table per key head. The tables of a sequence are adjacent rows;
+    they agree on the length, but may retain different rows.
     """
 
     layer_group: LayerGroup
-    numbers: Ints  # [tables, 7]: see LENGTH and the others
+    numbers: Ints  # [tables, 7]: columns LENGTH to PRUNED_AT
     sealed_table: Ints  # [tables, n]: the slots of sealed pages, by page number
-    open_table: Ints  # [tables, n]: of open pages
-    tables_per_sequence: int = 1  # tables of a sequence
-    steady_tokens: int = 0  # so many tokens change nothing but the lengths
-    leading_rows_masked: bool = False  # are rows before `begins` there, and only hidden?
-    last_writes: Ints | None = (
-        None  # the writes of the token that came last; the next goes behind it
-    )
-    derived: dict[Any, Any] = field(default_factory=dict)  # what readers worked out of it
-    derived_from_tables: dict[Any, Any] = field(
-        default_factory=dict
-    )  # the same of the tables alone
+    open_table: Ints  # [tables, n]: the slots of open pages, by page number
+    tables_per_sequence: int = 1
+    steady_tokens: int = 0  # the next tokens, one at a time, that change only lengths
+    leading_rows_masked: bool = False  # rows before `first_visible` exist, but are masked
+    last_writes: Ints | None = None  # `writes` of the newest token, if it was a steady one
+    derived: dict[Any, Any] = field(default_factory=dict)  # values that readers cache
+    # Values that depend on the tables and not on lengths: steady tokens share them.
+    derived_from_tables: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def make_empty(
         cls, layer_group: LayerGroup, padding: Sequence[int], tables_per_sequence: int = 1
     ) -> PageTable:
-        """Sequences without rows; a negative length counts the columns of padding to come."""
+        """Return a table of empty sequences with `padding` columns of left padding each.
+
+        A negative length counts the padding columns that are still to be appended.
+        """
         numbers = np.zeros((len(padding) * tables_per_sequence, NUM_SEQUENCE_NUMBERS), np.int64)
         numbers[:, PADDING] = np.repeat(padding, tables_per_sequence)
         numbers[:, LENGTH] = -numbers[:, PADDING]
-        none = np.zeros((len(numbers), 0), np.int64)
-        return cls(layer_group, numbers, none, none, tables_per_sequence)
+        no_pages = np.zeros((len(numbers), 0), np.int64)
+        return cls(layer_group, numbers, no_pages, no_pages, tables_per_sequence)
 
     @property
     def num_tables(self) -> int:
@@ -145,15 +171,15 @@ class PageTable:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return len(self.numbers) // self.tables_per_sequence
 
     def reduce_to_sequences(self, numbers: Ints) -> Ints:
-        """One of the numbers of each sequence, in which its tables agree."""
+        """Return the values of sequences from those of tables, which agree within a sequence."""
         return numbers[:: self.tables_per_sequence]
 
     def expand_to_tables(self, sequences: Ints) -> Ints:
-        """The tables of these sequences, in their order."""
+        """Return the indices of the tables of `sequences`, in their order."""
         if self.tables_per_sequence == 1:
             return sequences
         return (
@@ -162,17 +188,17 @@ class PageTable:
 
     @cached_property
     def flat_table(self) -> PageTable:
-        """The same, where each table is a sequence."""
+        """The same table with each row as a sequence of its own."""
         return self if self.tables_per_sequence == 1 else replace(self, tables_per_sequence=1)
 
     @property
     def lengths(self) -> Ints:
-        """Positions seen; below zero, columns of padding that are still to come."""
+        """Stored positions; below zero: padding columns that are still to be appended."""
         return self.numbers[:, LENGTH]
 
     @property
     def seq_lens(self) -> Ints:
-        """Positions seen, [B]."""
+        """Stored positions of each table, at least 0."""
         return np.maximum(self.lengths, 0)
 
     @property
@@ -190,27 +216,27 @@ class PageTable:
 
     @property
     def first_open(self) -> Ints:
-        """The first open page; those that hold sinks are open as well."""
+        """The first open page; pages that hold sinks are open as well."""
         return self.numbers[:, FIRST_OPEN]
 
     @property
     def first_visible(self) -> Ints:
-        """Positions before it have no rows, even where their page is there."""
+        """The first position with a row, sinks aside, even if its page begins earlier."""
         return self.numbers[:, FIRST_VISIBLE]
 
     @property
     def pruned_at(self) -> Ints:
-        """The lengths at which rows were pruned, and below which nobody can go back; 0: none."""
+        """The lengths at which rows were pruned, the lower limit of a rewind; 0: never."""
         return self.numbers[:, PRUNED_AT]
 
     @property
     def pruned_before(self) -> Ints:
-        """Positions before it have no row since rows were pruned, and nobody asks for them."""
+        """The position below which rows were pruned; 0: none were."""
         return np.where(self.pruned_at > 0, self.first_visible, 0)
 
     @property
     def first_row(self) -> Ints:
-        """The first position, sinks aside, that there is a row of."""
+        """The first position, sinks aside, that has a row."""
         sealed = self.stop_sealed > self.first_sealed
         first = np.where(sealed, self.first_sealed, self.first_open)
         rows: Ints = first * self.layer_group.page
@@ -218,37 +244,37 @@ class PageTable:
 
     @property
     def stop_open(self) -> Ints:
-        """The page behind the last one that has rows."""
+        """The number of the last page with rows, plus one."""
         return -(-self.seq_lens // self.layer_group.page)
 
     @cached_property
     def num_columns(self) -> int:
-        """Tokens of the longest sequence, its padding included."""
+        """Tokens of the longest sequence, padding included."""
         return int((self.lengths + self.padding).max(initial=0))
 
     @cached_property
     def has_padding(self) -> bool:
-        """Was padding told of any sequence?"""
+        """Whether a sequence has left padding."""
         return bool(self.padding.any())
 
     @cached_property
     def ragged(self) -> bool:
-        """Do sequences of different lengths stand side by side without padding?"""
+        """Whether sequences differ in length beyond their padding, as merged ones do."""
         if len(self.numbers) == 1:
             return False
         columns = self.lengths + self.padding
         return bool((columns != columns[:1]).any())
 
     def mask_leading_rows(self, first: Sequence[int]) -> PageTable:
-        """The same, but of each sequence nobody sees a position before `first`."""
-        key = ("hiding", *first)
-        found: PageTable | None = self.derived.get(key)
-        if found is None:
+        """Return the same table with the rows of each sequence before `first` masked."""
+        key = ("leading_rows_masked", *first)
+        masked: PageTable | None = self.derived.get(key)
+        if masked is None:
             numbers = self.numbers.copy()
             numbers[:, FIRST_VISIBLE] = np.maximum(
                 numbers[:, FIRST_VISIBLE], np.repeat(first, self.tables_per_sequence)
             )
-            found = PageTable(
+            masked = PageTable(
                 self.layer_group,
                 numbers,
                 self.sealed_table,
@@ -256,69 +282,70 @@ class PageTable:
                 self.tables_per_sequence,
                 leading_rows_masked=True,
             )
-            self.derived[key] = found
-        return found
+            self.derived[key] = masked
+        return masked
 
     def list_open_pages(self) -> tuple[Ints, Ints]:
-        """The sequence and the number of each open page, one sequence after the other."""
-        body = expand_ranges(self.first_open, self.stop_open)
+        """Return the table index and the number of each open page, in the order of tables."""
+        other_pages = expand_ranges(self.first_open, self.stop_open)
         if not self.layer_group.sinks:
-            return body
+            return other_pages
         sinks = np.minimum(self.layer_group.num_sink_pages, self.first_open)
         sinks = np.minimum(sinks, self.stop_open)
-        front = expand_ranges(np.zeros_like(sinks), sinks)
-        which = np.concatenate([front[0], body[0]])
-        order = np.argsort(which, kind="stable")
-        return which[order], np.concatenate([front[1], body[1]])[order]
+        sink_pages = expand_ranges(np.zeros_like(sinks), sinks)
+        tables = np.concatenate([sink_pages[0], other_pages[0]])
+        order = np.argsort(tables, kind="stable")
+        return tables[order], np.concatenate([sink_pages[1], other_pages[1]])[order]
 
     def list_sealed_pages(self) -> tuple[Ints, Ints]:
-        """The sequence and the number of each sealed page."""
+        """Return the table index and the number of each sealed page."""
         return expand_ranges(self.first_sealed, self.stop_sealed)
 
     def list_open_slots(self) -> Ints:
+        """Return the slots of open pages, in the order of `list_open_pages`."""
         return self.open_table[self.list_open_pages()]
 
     def list_sealed_slots(self) -> Ints:
+        """Return the slots of sealed pages, in the order of `list_sealed_pages`."""
         return self.sealed_table[self.list_sealed_pages()]
 
 
 def expand_ranges(first: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Every number of each [first[i], stop[i]), behind the i that it belongs to."""
+    """Return the numbers of all ranges [first[i], stop[i]), preceded by the `i` of each."""
     count = np.maximum(stop - first, 0)
-    which = np.repeat(np.arange(len(count)), count)
+    range_indices = np.repeat(np.arange(len(count)), count)
     ends = np.cumsum(count)
-    return which, np.arange(len(which)) - (ends - count)[which] + first[which]
+    return range_indices, np.arange(len(range_indices)) - (ends - count)[range_indices] + first[
+        range_indices
+    ]
 
 
 @dataclass(frozen=True, eq=False)
 class AppendPlan:
-    """What becomes of an extent, and what every layer of the kind does to its rows for it.
+    """The effect of a forward on a page table and on the tensors of each layer of its group.
 
-    `during` is what the queries of a forward see: pages that it lets go are still there. A layer
-    first makes `copies`, then writes and seals.
+    A layer applies `copies`, then `writes`, then `seals`. Queries of the forward read through
+    `read_table`, in which the pages that the forward releases are still present.
     """
 
     old_table: PageTable
     read_table: PageTable
     new_table: PageTable
-    num_new: int  # columns that came
-    new_rows_dense: bool = False  # are they dense to each other's queries, whatever falls due?
-    copies: Ints = field(default_factory=lambda: NO_PAIRS)  # open slots, from and to
-    writes: Ints = field(default_factory=lambda: NO_WRITES)  # sequence, slot, row, rows, column
-    seals: Ints = field(default_factory=lambda: NO_SEALS)  # sequence, slot, open slot (or -1: the
-    # rows came just now), column of the first row where they did
-    reopens: Ints = field(
-        default_factory=lambda: NO_PAIRS
-    )  # sealed slot to open slot: decoded rows
-    allocated_slots: tuple[Ints, Ints] = NO_SLOTS  # open, sealed
+    num_new: int  # columns of the forward
+    new_rows_dense: bool = False  # queries of the forward read all its rows dense
+    copies: Ints = field(default_factory=lambda: NO_PAIRS)  # open slot to open slot
+    writes: Ints = field(default_factory=lambda: NO_WRITES)  # [n, 5]: columns WRITE_TABLE and on
+    # [n, 4]: columns SEAL_TABLE and on. SEAL_SOURCE is the slot of the open page, or -1: then the
+    # page is sealed from the new rows, from column SEAL_COLUMN on.
+    seals: Ints = field(default_factory=lambda: NO_SEALS)
+    reopens: Ints = field(default_factory=lambda: NO_PAIRS)  # sealed slot to open slot, decoded
+    allocated_slots: tuple[Ints, Ints] = NO_SLOTS  # of open and of sealed pages
     freed_slots: tuple[Ints, Ints] = NO_SLOTS
-    reads_new_rows: bool = (
-        False  # are rows that came read where they came, and not from their pages?
-    )
-    pool_sizes: tuple[int, int] | None = None  # slots that there are now; None: as many as before
-    derived: dict[Any, Any] = field(default_factory=dict)  # what writers worked out of it
+    reads_new_rows: bool = False  # attention reads new rows as appended, not from their pages
+    pool_sizes: tuple[int, int] | None = None  # slots after the append; None: unchanged
+    derived: dict[Any, Any] = field(default_factory=dict)  # values that writers cache
 
     @property
     def is_steady(self) -> bool:
-        """Does it write one more row a sequence, and change nothing else but the lengths?"""
+        """Whether the plan writes one row per sequence and changes only lengths."""
         return self.num_new == 1 and self.old_table.steady_tokens > 0

@@ -1,9 +1,9 @@
-"""Bytes before anything is allocated: the same arithmetic that allocates, on shapes alone.
+"""Predict the bytes of a cache from layer shapes, with the arithmetic that allocates them.
 
-A plan is of the layers that a cache would have: a window of the model's own bounds its layer, a
-recurrent state has one size at every length, and what a configuration does not tell is not counted
-but named in `uncounted`. Left out are the checkpoints of recurrent layers, and what holds the rows
-of an encoder.
+A plan covers the layers that the cache would have. A window of the model bounds its layer, and a
+recurrent state has one size at every length. Layers whose state size the configuration does not
+give are listed in `uncounted_layers`. Checkpoints of recurrent layers and the rows of an encoder
+are not counted.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvant.recipes import (
 from kvant.sizes import as_bytes, format_size
 from kvant.spec import as_spec
 
-UNLIMITED_CONTEXT = 1 << 40  # tokens: a context that nothing but memory would end
+UNLIMITED_CONTEXT = 1 << 40  # tokens: more than any memory holds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cache of a model will take.
+    """The bytes that a cache of a model will allocate.
 
     >>> plan = kvant.plan(kvant.Shape(32, 8, 128, 128), "raw", context=8192)
     >>> plan.nbytes, plan.nbytes_per_token
@@ -62,66 +62,73 @@ class Plan:
 
     @cached_property
     def nbytes_kept(self) -> int:
-        """What stays of prompts of `context` tokens: less than `nbytes` where layers prune."""
-        gone = 0
+        """Bytes after prompts of `context` tokens were pruned; `nbytes` if no layer prunes."""
+        released = 0
         for recipe, layer in self._layer_pairs:
-            for one in iterate_attention(recipe):
-                if one.prune is not None and one.capacity is None:
-                    tables = layer.num_heads if has_per_head_tables(one) else 1
-                    geometry = _make_geometry(one, layer)
-                    alone = replace(geometry, heads=geometry.heads // tables)
-                    kept = count_retained_nbytes(
-                        alone, one, make_layer_group(one), self.context, self.sequences * tables
+            for spec in iterate_attention(recipe):
+                if spec.prune is not None and spec.capacity is None:
+                    tables = layer.num_heads if has_per_head_tables(spec) else 1
+                    geometry = _make_geometry(spec, layer)
+                    per_table = replace(geometry, heads=geometry.heads // tables)
+                    retained = count_retained_nbytes(
+                        per_table,
+                        spec,
+                        make_layer_group(spec),
+                        self.context,
+                        self.sequences * tables,
                     )
-                    gone += _count_row_nbytes(one, layer, self.sequences, self.context) - kept
-        return self.nbytes - max(0, gone)
+                    nbytes = _count_row_nbytes(spec, layer, self.sequences, self.context)
+                    released += nbytes - retained
+        return self.nbytes - max(0, released)
 
     @property
     def nbytes_per_token(self) -> float:
-        """What one more token of one sequence costs in the long run: 0 under a window."""
+        """Bytes of each further token of one sequence, in the long run; 0 under a window."""
         return sum(_count_token_nbytes(recipe, layer) for recipe, layer in self._layer_pairs)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What dense rows are in: bfloat16 where neither the spec nor the model says so."""
-        found = ((recipe, layer) for recipe, layer in self._layer_pairs if layer.attends)
-        kinds = (
-            one.dtype or layer.dtype for recipe, layer in found for one in iterate_attention(recipe)
+        """The dtypes of dense rows; bfloat16 if neither the spec nor the model names one."""
+        dtypes = (
+            spec.dtype or layer.dtype
+            for recipe, layer in self._layer_pairs
+            if layer.attends
+            for spec in iterate_attention(recipe)
         )
-        return tuple(dict.fromkeys(kinds))
+        return tuple(dict.fromkeys(dtypes))
 
     @cached_property
     def page_nbytes(self) -> dict[LayerGroup, tuple[int, int]]:
-        """Bytes of an open page and of a sealed one, in all layers of a kind."""
-        found: dict[LayerGroup, tuple[int, int]] = {}
+        """Bytes of an open and of a sealed page, summed over the layers of each group."""
+        nbytes: dict[LayerGroup, tuple[int, int]] = {}
         for recipe, layer in self._layer_pairs:
-            for one in iterate_attention(recipe):
-                geometry, (opened, sealed) = (
-                    _make_geometry(one, layer),
-                    found.get(make_layer_group(one), (0, 0)),
+            for spec in iterate_attention(recipe):
+                group, geometry = make_layer_group(spec), _make_geometry(spec, layer)
+                opened, sealed = nbytes.get(group, (0, 0))
+                nbytes[group] = (
+                    opened + geometry.open_nbytes(spec),
+                    sealed + geometry.sealed_nbytes(spec),
                 )
-                sizes = opened + geometry.open_nbytes(one), sealed + geometry.sealed_nbytes(one)
-                found[make_layer_group(one)] = sizes
-        return found
+        return nbytes
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of the states of one sequence, whatever its length."""
+        """Bytes of the recurrent states of one sequence, at any length."""
         return sum(layer.state_nbytes or 0 for layer in self.layers if layer.recurs)
 
     @property
     def uncounted_layers(self) -> tuple[int, ...]:
-        """The layers whose state is of a size that nobody told."""
+        """Indices of layers whose state size is unknown."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.state_nbytes is None)
 
     uncounted = uncounted_layers  # the public name
 
     def largest_context(self, budget: int | str) -> int | None:
-        """The longest context that takes at most `budget` bytes; None where none takes more."""
-        low, high, most = 0, 1 + _find_max_context(self.spec), as_bytes(budget)
+        """Return the longest context within `budget` bytes; None if the context needs no limit."""
+        low, high, limit = 0, 1 + _find_max_context(self.spec), as_bytes(budget)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._count_nbytes(middle) <= most else (low, middle)
+            low, high = (middle, high) if self._count_nbytes(middle) <= limit else (low, middle)
         return None if low == UNLIMITED_CONTEXT else low
 
     @property
@@ -134,14 +141,12 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        missing, kinds = (
-            self.uncounted_layers,
-            [str(one).removeprefix("torch.") for one in self.dtypes],
-        )
+        missing = self.uncounted_layers
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         return (
             f"{format_size(self.nbytes)} for {self.sequences} x {self.context} tokens, "
             f"{self.nbytes_per_token:.0f} bytes a token"
-            + (f", of rows that come in {' and '.join(kinds)}" if kinds else "")
+            + (f", rows in {' and '.join(dtypes)}" if dtypes else "")
             + (f", {len(missing)} layers not counted" if missing else "")
         )
 
@@ -153,11 +158,11 @@ def plan(
     context: int | None = None,
     sequences: int = 1,
 ) -> Plan:
-    """What a cache will take: of layer shapes, a configuration (object or mapping) or a model.
+    """Predict the bytes of a cache for layer shapes, a configuration or a model.
 
-    A string or a path is a `config.json`, a folder with one, or a name on the hub.
-
-    The context is 8192 tokens, or the spec's capacity where that is less, unless given.
+    A configuration is an object or a mapping. A string or a path names a `config.json`, a folder
+    with one, or a model on the hub. The default context is 8192 tokens, or the spec's capacity if
+    that is less.
 
     >>> config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}
     >>> config |= {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -165,31 +170,33 @@ def plan(
     1073741824
     """
     layers, full = _resolve_layers(model, spec)
-    most = _find_max_context(full)
-    context = min(8192, most) if context is None else context
+    limit = _find_max_context(full)
+    context = min(8192, limit) if context is None else context
     if context < 0 or sequences < 1:
         raise ValueError(f"context {context} and {sequences} sequences: >= 0 and >= 1 are needed")
-    if context > most:
-        raise CapacityError(f"context {context} with capacity={most}: plan for what fits")
+    if context > limit:
+        raise CapacityError(
+            f"context {context} with capacity={limit}: give a context of at most {limit}"
+        )
     pairs = zip(full.layers, layers, strict=True)
-    counted = tuple(
+    layer_nbytes = tuple(
         _count_layer_nbytes(recipe, layer, sequences, context) for recipe, layer in pairs
     )
-    return Plan(layers, full, context, sequences, counted)
+    return Plan(layers, full, context, sequences, layer_nbytes)
 
 
-def _resolve_layers(model: Any, spec: Any) -> tuple[tuple[LayerShape, ...], CacheSpec]:
+def _resolve_layers(model: Any, spec: AnySpec) -> tuple[tuple[LayerShape, ...], CacheSpec]:
     if isinstance(model, str | PathLike):
         model = read_config(model)
-    if isinstance(model, Shape):  # no layer of it wants anything but what the spec says
+    if isinstance(model, Shape):  # its layers add nothing to the spec
         return model.layers, as_spec(spec, model.num_layers)
-    given = isinstance(model, Sequence) and all(isinstance(layer, LayerShape) for layer in model)
-    layers = tuple(model) if given else layer_shapes(model)
+    has_shapes = isinstance(model, Sequence) and all(isinstance(s, LayerShape) for s in model)
+    layers = tuple(model) if has_shapes else layer_shapes(model)
     return layers, fit_spec(layers, spec)
 
 
 def _count_layer_nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> int:
-    """Bytes that one layer has taken once it has seen `context` tokens."""
+    """Return the bytes that one layer allocates for `context` tokens."""
     if context == 0:
         return 0
     if isinstance(recipe, GroupSpec):
@@ -203,15 +210,15 @@ def _count_layer_nbytes(recipe: Recipe, layer: LayerShape, sequences: int, conte
 
 
 def _count_row_nbytes(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
-    """Behind a prompt a layer that prunes has less; what it takes while that is read is all."""
-    geometry, kind = _make_geometry(recipe, layer), make_layer_group(recipe)
+    """Return the bytes of all rows: a layer that prunes holds them until the prompt ends."""
+    geometry, group = _make_geometry(recipe, layer), make_layer_group(recipe)
     tables = layer.num_heads if has_per_head_tables(recipe) else 1
     geometry = replace(geometry, heads=geometry.heads // tables)
-    return pages_nbytes(geometry, recipe, kind, [context] * sequences * tables)
+    return pages_nbytes(geometry, recipe, group, [context] * sequences * tables)
 
 
 def _count_token_nbytes(recipe: Recipe, layer: LayerShape) -> float:
-    """What one more token takes in a layer that keeps them all: sealed, or dense for raw rows."""
+    """Return the bytes of one more token in a layer without a window."""
     if isinstance(recipe, GroupSpec):
         return sum(_count_token_nbytes(part, layer) for _, part in recipe.parts)
     if not isinstance(recipe, LayerSpec) or recipe.retention.window is not None:
@@ -227,7 +234,7 @@ def _check_recurrent(layer: LayerShape) -> None:
 
 
 def _find_max_context(spec: CacheSpec) -> int:
-    """The longest context that no capacity forbids."""
+    """Return the longest context that every capacity allows."""
     limits = (layer.capacity for layer in iterate_attention(*spec.layers))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 
@@ -238,5 +245,4 @@ def _make_geometry(recipe: LayerSpec, layer: LayerShape) -> Geometry:
     if recipe.value_dim is None:
         dims["values"] = layer.value_dim
     dtypes = dict.fromkeys(dims, dtype)
-    nowhere = torch.device("meta")  # shapes without memory
-    return Geometry(layer.num_heads, dims, dtypes, nowhere)
+    return Geometry(layer.num_heads, dims, dtypes, torch.device("meta"))

@@ -1,6 +1,6 @@
-"""How a cache is described: frozen recipes, one a layer. Also the header of a file.
+"""The recipe of a cache: frozen values, one per layer. They are also the header of a file.
 
-A recipe holds what was asked for; what follows from it is a property. It allocates nothing.
+A recipe holds what a user set; derived values are properties. Recipes allocate nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
 
 T = TypeVar("T")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")  # of dense rows
-Prefill = Literal["dense", "stored"]  # are a prompt chunk's own rows seen dense, or by the rule?
+Prefill = Literal["dense", "stored"]  # a prompt chunk reads its own rows dense, or as stored
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,36 @@ class LayerSpec:
     values: Codec
     retention: Retention
     page: int = 64
-    tail: int | None = None  # None: as the codecs ask
-    slack: int = 16  # how far back a rewind is exact
-    dense_until: int = 0  # nothing is seen sealed before this many tokens
+    tail: int | None = None  # newest rows that are read dense; None: the default of the codecs
+    slack: int = 16  # tokens by which a rewind is exact
+    dense_until: int = 0  # shorter sequences have no sealed pages
     prefill: Prefill = "dense"
-    step: int = 1  # rows by which memory grows, in whole pages
-    capacity: int | None = None  # rows allocated at once; more is an error
-    dtype: torch.dtype | None = None  # of dense rows, one of DTYPE_NAMES; None: as they come
-    chunk: int | None = None  # a query sees its own block of so many positions only
+    step: int = 1  # rows by which memory grows, rounded up to pages
+    capacity: int | None = None  # rows allocated with the first token; more raise an error
+    dtype: torch.dtype | None = None  # of dense rows, one of DTYPE_NAMES; None: unchanged
+    chunk: int | None = None  # a query sees only its own block of `chunk` positions
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
-    select: PageSelection | None = None  # None: a token reads all pages that it sees
-    prune: Pruning | None = None  # None: rows stay while a token may see them
+    select: PageSelection | None = None  # None: a token reads all visible pages
+    prune: Pruning | None = None  # None: all visible rows are retained
 
     @cached_property
     def sides(self) -> Mapping[str, Codec]:
-        """The rows a layer stores, by name: values may lie inside the keys."""
+        """The codecs of the stored rows, by name; values may lie inside the keys."""
         if self.value_dim is not None:
             return {"keys": self.keys}
         return {"keys": self.keys, "values": self.values}
 
     @cached_property
     def exact(self) -> bool:
-        """Do all rows read as they came?"""
+        """Whether rows are read exactly as appended."""
         return all(codec.exact for codec in self.sides.values())
 
     @cached_property
     def seals(self) -> bool:
-        """Raw layers stay open for ever: sealed and dense would be the same bytes.
+        """Whether pages are sealed.
 
-        But pages are selected among sealed ones.
+        Raw layers never seal, because the bytes would be the same, unless pages are selected: the
+        selection is among sealed pages.
         """
         return not self.exact or self.select is not None
 
@@ -74,8 +75,8 @@ class LayerSpec:
     def paging(self) -> Paging:
         from kvant.page_table import Paging
 
-        deepest = max(codec.tail for codec in self.sides.values())
-        tail = deepest if self.tail is None else self.tail
+        default_tail = max(codec.tail for codec in self.sides.values())
+        tail = default_tail if self.tail is None else self.tail
         return Paging(self.page, tail if self.seals else None, self.dense_until)
 
     @cached_property
@@ -85,13 +86,13 @@ class LayerSpec:
 
     @cached_property
     def effective_window(self) -> float:
-        """How many of the last rows stay: inf where all do."""
+        """The number of newest rows that are retained; inf: all."""
         window = self.retention.window
         return float("inf") if window is None else window
 
     @cached_property
     def max_held(self) -> int | None:
-        """What the rows that are held never pass; None where only memory is the limit."""
+        """Upper bound of the rows of a sequence that are held; None: unbounded."""
         retention, limits = self.retention, [] if self.capacity is None else [self.capacity]
         if retention.window is not None:
             limits.append(retention.window + retention.sinks)
@@ -100,10 +101,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """The recipe of a layer that remembers fixed-shape tensors.
+    """The recipe of a layer with a recurrent state of fixed shape.
 
     >>> cache = kvant.Cache(spec=kvant.CacheSpec((kvant.RecurrentSpec(max_checkpoints=4),)))
-    >>> cache[0].append(5, {"state": torch.zeros(1, 8, 8)})  # the state behind 5 tokens
+    >>> cache[0].append(5, {"state": torch.zeros(1, 8, 8)})  # the state after 5 tokens
     >>> cache.length
     5
     """
@@ -113,7 +114,7 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The recipe of a layer with several memories, by name (attention beside a recurrence).
+    """The recipe of a layer with several caches, by name, such as attention and a recurrence.
 
     >>> layer = kvant.parse("raw", 1).layers[0]
     >>> group = kvant.GroupSpec((("attention", layer), ("state", kvant.RecurrentSpec())))
@@ -127,7 +128,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """A layer that reads the rows of an earlier one and has none of its own.
+    """The recipe of a layer that reads the rows of an earlier layer.
 
     >>> layer = kvant.parse("raw", 1).layers[0]
     >>> cache = kvant.Cache(spec=kvant.CacheSpec((layer, kvant.SharedSpec(layer=0))))
@@ -140,7 +141,7 @@ class SharedSpec:
 
 @dataclass(frozen=True)
 class EmptySpec:
-    """A layer that remembers nothing here: it has no memory, or its host keeps it.
+    """The recipe of a layer without a cache here: it needs none, or the model library has it.
 
     >>> layer = kvant.parse("raw", 1).layers[0]
     >>> cache = kvant.Cache(spec=kvant.CacheSpec((layer, kvant.EmptySpec())))
@@ -150,7 +151,7 @@ class EmptySpec:
 
 
 Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec | EmptySpec
-RECIPES_BY_KIND: dict[str, type[Recipe]] = {  # by the name that a header has for them
+RECIPES_BY_KIND: dict[str, type[Recipe]] = {  # by the name in file headers
     "attention": LayerSpec,
     "recurrent": RecurrentSpec,
     "group": GroupSpec,
@@ -161,7 +162,7 @@ RECIPES_BY_KIND: dict[str, type[Recipe]] = {  # by the name that a header has fo
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One recipe a layer.
+    """The recipes of all layers.
 
     >>> exact, small = kvant.parse("raw", 1).layers[0], kvant.parse("affine4", 1).layers[0]
     >>> spec = kvant.CacheSpec((exact, small, small))
@@ -172,20 +173,20 @@ class CacheSpec:
     layers: tuple[Recipe, ...]
 
     def with_slack(self, slack: int) -> CacheSpec:
-        """The same, but rewinds of at least `slack` tokens are exact."""
+        """Return the spec with exact rewinds of at least `slack` tokens."""
         return self.map_layers(lambda layer: replace(layer, slack=max(layer.slack, slack)))
 
     def map_layers(self, function: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
-        """The same, with that done to whatever attends, inside of groups too."""
+        """Return the spec with `function` applied to all attention layers, in groups as well."""
         return CacheSpec(tuple(_map_recipe(recipe, LayerSpec, function) for recipe in self.layers))
 
     @property
     def prunes(self) -> bool:
-        """Does some layer let rows go behind a prompt?"""
+        """Whether a layer prunes rows after a prompt."""
         return any(layer.prune is not None for layer in iterate_attention(*self.layers))
 
     def with_checkpoints(self, max_checkpoints: int) -> CacheSpec:
-        """The same, but recurrences keep at most so many checkpoints."""
+        """Return the spec with at most `max_checkpoints` per recurrent layer."""
 
         def set_limit(recipe: RecurrentSpec) -> RecurrentSpec:
             return replace(recipe, max_checkpoints=max_checkpoints)
@@ -195,13 +196,12 @@ class CacheSpec:
         )
 
 
-# What a user may give for a spec: a string of the spec language, one recipe for every layer that
-# attends, or the recipes of all layers.
+# A string of the spec language, one recipe for all attention layers, or the recipes of all layers.
 AnySpec = str | LayerSpec | CacheSpec
 
 
 def iterate_attention(*recipes: Recipe) -> Iterator[LayerSpec]:
-    """Those of these recipes that attend, inside of groups too."""
+    """Yield the attention recipes among `recipes`, in groups as well."""
     for recipe in recipes:
         if isinstance(recipe, GroupSpec):
             yield from iterate_attention(*(part for _, part in recipe.parts))
@@ -210,7 +210,7 @@ def iterate_attention(*recipes: Recipe) -> Iterator[LayerSpec]:
 
 
 def _map_recipe(recipe: Recipe, recipe_type: type[T], function: Callable[[T], T]) -> Any:
-    """The recipe, or its parts, where they are of that kind."""
+    """Apply `function` to a recipe, or to the parts of a group, of type `recipe_type`."""
     if isinstance(recipe, GroupSpec):
         parts = ((name, _map_recipe(part, recipe_type, function)) for name, part in recipe.parts)
         return GroupSpec(tuple(parts))

@@ -1,6 +1,6 @@
 """Old names of public attributes, which work for one release.
 
-A class declares `old = renamed("new")`. Reading `old` warns and returns the attribute `new`.
+A class declares `old = RenamedAttribute("new")`. Reading `old` warns and returns `new`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RenamedAttribute:
         if instance is None:
             return self
         warnings.warn(
-            f"{type(instance).__name__}.{self.old_name} is now {self.new_name}; the old name goes "
-            "in the next release",
+            f"{type(instance).__name__}.{self.old_name} is now {self.new_name}; the next release "
+            "removes the old name",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -1,4 +1,7 @@
-"""Which rows must stay, from lengths alone. A line in RETENTIONS gives a rule its name in files."""
+"""Retention rules: which rows a layer retains, from lengths alone.
+
+RETENTIONS gives each rule its name in files.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import ClassVar
 
 from kvant.contracts import Retention
 
-# Sinks of a window that a spec asks for, unless it gives a number. Many models put most of their
-# attention on the first tokens: a window that drops those spoils every later prediction.
+# The default for windows of the spec language. Many models put most of their attention on the first
+# tokens, so that a window without them degrades all later predictions.
 DEFAULT_WINDOW_SINKS = 4
 
 
 @dataclass(frozen=True)
 class KeepAll:
-    """No window: a query sees every token before it, the first `sinks` of them dense for ever."""
+    """No window: a query sees every token before it, and the first `sinks` are always dense."""
 
     name: ClassVar[str] = "all"
     window: ClassVar[int | None] = None
@@ -22,18 +25,18 @@ class KeepAll:
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}: at least 0 rows can stay, try sinks=0")
+            raise ValueError(f"sinks={self.sinks}: 0 or more rows are needed, such as sinks=0")
 
     def find_first_retained(self, length: int) -> int:
-        """Row 0, whatever `length`."""
+        """Return 0, for any length."""
         return 0
 
 
 @dataclass(frozen=True)
 class Window:
-    """The query at position p sees (p - window, p], itself included, and positions below `sinks`.
+    """A query at position p sees (p - window, p], itself included, and positions below `sinks`.
 
-    Sinks may outnumber the window.
+    There may be more sinks than rows in the window.
     """
 
     name: ClassVar[str] = "window"
@@ -42,12 +45,14 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ValueError(f"window={self.window}: at least 1, every token sees itself")
+            raise ValueError(
+                f"window={self.window}: 1 or more is needed, because a token sees itself"
+            )
         if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}: at least 0 rows can stay, try sinks=0")
+            raise ValueError(f"sinks={self.sinks}: 0 or more rows are needed, such as sinks=0")
 
     def find_first_retained(self, length: int) -> int:
-        """The first row that the last token seen still sees: the next query needs one fewer."""
+        """Return the first row that the newest token sees; the next query needs one row less."""
         return max(0, length - self.window)
 
 

@@ -1,4 +1,4 @@
-"""Amounts in words. Of memory, KB, MB, GB, TB are powers of 1000, KiB to TiB powers of 1024."""
+"""Sizes and counts as text. KB to TB are powers of 1000, KiB to TiB powers of 1024."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE_PATTERN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "1.5GiB", "800 MB", "8G" or "4096": what is left of a byte is dropped."""
+    """Return the bytes of "1.5GiB", "800 MB", "8G" or "4096", rounded down."""
     match = SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise SpecError(
@@ -31,19 +31,19 @@ def parse_size(text: str) -> int:
             f"size {short(text)}: unit {match[2]!r} is not one of {', '.join(UNITS)};"
             f" nearest: {number}GB"
         )
-    whole, _, part = number.partition(".")
-    # integers throughout: a float would round sizes above 2**53
-    denominator: int = 10 ** len(part)
-    return int(whole + part) * UNITS[unit] // denominator
+    whole, _, fraction = number.partition(".")
+    # Integers only: a float would round sizes above 2**53.
+    denominator: int = 10 ** len(fraction)
+    return int(whole + fraction) * UNITS[unit] // denominator
 
 
 def as_bytes(size: int | str) -> int:
-    """A number of bytes, which may be said in words."""
+    """Return a number of bytes, parsed if it is text."""
     return parse_size(size) if isinstance(size, str) else size
 
 
 def format_size(nbytes: int) -> str:
-    """The largest unit of 1024 with a number of at least 1: "1.5 GiB", "312 B"."""
+    """Format bytes in the largest unit of at least 1: "1.5 GiB", "312 B"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(nbytes) >= UNITS[unit]:
             return f"{nbytes / UNITS[unit]:.2f}".rstrip("0").rstrip(".") + f" {unit}"
@@ -51,5 +51,5 @@ def format_size(nbytes: int) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """1 turn, 2 turns"""
+    """Format a count with its noun: "1 turn", "2 turns"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Tables that commands print."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PIPE_WIDTH = 160  # columns of a table in a pipe, so that nothing is cut off
+PIPE_WIDTH = 160  # columns of a table in a pipe, where no terminal limits the width
 
 
 def make_table(*, stderr: bool = False) -> tuple[Console, Table]:
-    """Return a console, which prints text as it is, and an empty table."""
+    """Return a console that prints text without markup, and an empty table."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

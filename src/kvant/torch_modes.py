@@ -1,4 +1,4 @@
-"""Tensors that outlive the mode they were made in."""
+"""Detect torch's modes (inference mode, tracing, transforms) and protect tensors from them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchMo
 
 
 def no_inference_mode() -> AbstractContextManager[None]:
-    """Make tensors here that are kept: one born in inference mode can never be written outside.
+    """Leave inference mode, to create tensors that outlive it: inference tensors are read-only.
 
-    It turns gradients on, whatever was before: who computes here turns them off behind it.
+    Leaving it enables gradients. Code that computes in this context must also enter no_grad.
     """
     return torch.inference_mode(False)
 
 
 def is_transforming() -> bool:
-    """Is a transform of torch.func under way? Its tensors have no memory, and end with it."""
+    """Tell whether a torch.func transform is active; its tensors have no memory."""
     return peek_interpreter_stack() is not None
 
 
 def is_dual_level_open() -> bool:
-    """May tensors have tangents? They look like others, and are lost by who reads their bytes."""
+    """Tell whether tensors may have forward-mode tangents, which reading their bytes would lose."""
     return forward_ad._current_level >= 0
 
 
 def is_tracing() -> bool:
-    """Does what is made here belong to a compiler, a transform or a trace, and end with it?
+    """Tell whether a compiler, a transform or a trace is active.
 
-    They see operators: what is computed beside them is lost. Fake tensors have no memory at all.
+    They see operators only, so results computed otherwise are lost. Fake tensors have no memory,
+    and tensors created here must not outlive the trace.
     """
     if (
         torch.compiler.is_compiling()
@@ -47,10 +48,9 @@ def is_tracing() -> bool:
 
 
 def refuse_transforms(operation: str) -> None:
-    """Refuse what changes in place, or is read by address, inside such a transform."""
+    """Raise CacheError for an in-place operation inside a torch.func transform."""
     if peek_interpreter_stack() is not None:
         raise CacheError(
             f"{operation} inside a transform of torch.func (vmap, grad, jvp, functionalize): a "
-            "cache "
-            "that changes in place cannot be transformed; kvant.functional can"
+            "cache that changes in place cannot be transformed; kvant.functional can"
         )

@@ -1,6 +1,6 @@
-"""What launching kernels in Triton's language asks, whatever they compute.
+"""Helpers for launching Triton kernels.
 
-Triton is optional, and nothing of it is imported before somebody asks.
+Triton is optional: this module imports it only inside functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch where the tensors are: Triton does it on the current device, whatever it is given."""
+    """Make the tensors' device current: Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -24,7 +24,10 @@ def is_triton_installed() -> bool:
 
 
 def get_compiled_flags(kernel: object) -> set[bool]:
-    """Are functions of Triton's, and ours, compiled? That was settled when they were loaded."""
+    """Return whether Triton's own functions, and `kernel`, are compiled or interpreted.
+
+    TRITON_INTERPRET decides when a function is loaded, so the two may differ.
+    """
     from triton import language
     from triton.runtime.jit import JITFunction
 

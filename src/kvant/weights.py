@@ -1,9 +1,9 @@
-"""Weights of linear layers, packed once for oneDNN: else a CPU packs them anew for every token.
+"""Pack the weights of linear layers for oneDNN, which otherwise packs them for every token.
 
-A packed weight stands in the place of the parameter and has no storage. A linear layer computes
-with the packed bytes; any other operation is given a dense copy, so modules, names, shapes and
-dtypes stay as they are, and whoever reads a weight is right. Whoever writes to one is refused: a
-copy would take what is written, and be gone. Norms are fused beside them (norms.py).
+A `PackedWeight` replaces the parameter and has no storage of its own. A linear layer multiplies
+with the packed bytes; every other operation gets a dense copy. So modules, names, shapes and dtypes
+do not change, and reads are correct. Writes raise an error, since they would only change the copy.
+`pack` also fuses norms (norms.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from kvant.sizes import format_count, format_size
 from kvant.torch_modes import is_dual_level_open, is_transforming, no_inference_mode
 
 PACKABLE_DTYPES = (torch.bfloat16, torch.float16)
-# Layers whose weight other code multiplies with: it would have to be made dense for every token.
-EXTERNALLY_READ_LAYERS = ("dt_proj", "kv_b_proj")  # of Mamba; of latent attention, by kvant.attach
-MIN_PACKED_VALUES = 64 * 64 + 1  # values; for fewer torch has a way that is sooner done
+# Layers whose weight other code reads: every token would need a dense copy of it.
+EXTERNALLY_READ_LAYERS = ("dt_proj", "kv_b_proj")  # Mamba; latent attention, by kvant.attach
+MIN_PACKED_VALUES = 64 * 64 + 1  # for smaller weights torch has a faster path
 WEIGHT_NAME = "weight"
+ShapeKey = tuple[torch.Size, torch.dtype, bool]  # of a weight; True: no bias
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What is packed of a model, and why other linear layers are left as they are.
+    """Which linear layers of a model are packed, and why others are not.
 
     >>> packing = kvant.pack(torch.nn.Sequential(torch.nn.Linear(128, 128)))  # of 32 bits
     >>> print(packing)
@@ -44,29 +45,29 @@ class Packing:
     layers: tuple[str, ...]
     nbytes: int
     left: Mapping[str, str]
-    nbytes_added: int = 0  # of weights that an embedding has as well
-    norms: int = 0  # fused
+    nbytes_added: int = 0  # of weights that are also stored dense, in an embedding
+    norms: int = 0  # number of fused norms
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"{format_count(len(self.layers), 'linear layer')} packed, {format_size(self.nbytes)}"
         )
         if self.nbytes_added:
-            told += f", {format_size(self.nbytes_added)} of it beside an embedding"
+            text += f", {format_size(self.nbytes_added)} of it beside an embedding"
         if self.norms:
-            told += f"; norms fused: {self.norms}"
+            text += f"; norms fused: {self.norms}"
         reasons = Counter(self.left.values()).most_common()
         left = ", ".join(f"{count} {reason}" for reason, count in reasons)
-        return f"{told}; left: {left}" if left else told
+        return f"{text}; left: {left}" if left else text
 
 
 def pack(model: nn.Module, *, tied: bool = False) -> Packing:
-    """Pack weights of 16 bits on a CPU, until `unpack`: the same outputs to the bit, sooner.
+    """Pack 16-bit weights on a CPU, until `unpack`: faster, with the same outputs to the bit.
 
-    Norms (RMSNorm) are fused. A layer, or a norm, is left alone where that does not hold. The
-    memory of the weights is given back, one layer after the other. Under autograd a packed layer
-    computes with a dense copy.
-    `tied` packs a layer, too, whose weight is an embedding's: that one stays, so it takes memory.
+    RMSNorms are fused. Layers and norms whose outputs would change are left as they are. Dense
+    weights are freed layer by layer. Under autograd a packed layer uses a dense copy. With `tied`,
+    layers that share their weight with an embedding are packed too, which adds memory: the
+    embedding retains the dense weight.
 
     >>> small = torch.nn.Sequential(torch.nn.Linear(128, 128).bfloat16())
     >>> x = torch.randn(1, 128).bfloat16()
@@ -75,32 +76,32 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     True
     """
     _check_model(model)
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
-    tried: dict[Any, str | SummationOrder] = {}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    trials: dict[ShapeKey, str | SummationOrder] = {}
     left: dict[str, str] = {}
-    sharing = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
-    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding) and tied]
+    memory_counts = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding) and tied]
     with no_inference_mode(), torch.no_grad():
         for name, layer in layers.items():
             weight = layer._parameters.get(WEIGHT_NAME)
             if isinstance(weight, PackedWeight):
                 continue
             version = _get_version(weight) if isinstance(weight, Tensor) else None
-            others = sum(one.weight is weight for one in embeddings) if version else 0
-            reason = _explain_unpackable(name, layer, sharing, 1 + others)
-            reason = reason or _pack_layer(layer, tried, version if others else None)
+            num_tied = sum(m.weight is weight for m in embeddings) if version else 0
+            reason = _explain_unpackable(name, layer, memory_counts, 1 + num_tied)
+            reason = reason or _pack_layer(layer, trials, version if num_tied else None)
             if reason is not None:
                 left[name] = reason
-        kinds: norms.TrialResults = {}
-        fused = sum(norms.fuse_norm(module, kinds) for module in model.modules())
-    made = {name: layers[name].weight for name in layers if name not in left}
-    nbytes = sum(weight.nbytes for weight in made.values())
-    added = sum(w.nbytes for w in made.values() if isinstance(w, PackedWeight) and w.is_tied)
-    return Packing(tuple(made), nbytes, left, added, fused)
+        norm_trials: norms.TrialResults = {}
+        fused = sum(norms.fuse_norm(module, norm_trials) for module in model.modules())
+    packed = {name: layers[name].weight for name in layers if name not in left}
+    nbytes = sum(weight.nbytes for weight in packed.values())
+    added = sum(w.nbytes for w in packed.values() if isinstance(w, PackedWeight) and w.is_tied)
+    return Packing(tuple(packed), nbytes, left, added, fused)
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Is any weight of it packed, or any norm fused?"""
+    """Tell whether any weight of the model is packed, or any norm fused."""
     return any(
         norms.is_fused(module)
         or any(isinstance(weight, PackedWeight) for weight in module._parameters.values())
@@ -109,7 +110,7 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def unpack(model: nn.Module) -> int:
-    """Give a model its own parameters and norms back; how many parameters were packed.
+    """Restore a model's parameters and norms; return how many parameters were packed.
 
     >>> small = torch.nn.Sequential(torch.nn.Linear(128, 128).bfloat16())
     >>> packing = kvant.pack(small)
@@ -129,23 +130,23 @@ def unpack(model: nn.Module) -> int:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters by name, each once: the same whether a model is packed or not."""
+    """Yield each parameter once, by name; packing a model does not change names or order."""
     seen = set[int]()
     for name, weight in model.named_parameters():
-        stays = isinstance(weight, PackedWeight) and weight.is_tied
-        one = cast(Any, weight).original if stays else weight
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield name, one
+        is_tied = isinstance(weight, PackedWeight) and weight.is_tied
+        parameter = cast(Any, weight).original if is_tied else weight
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
 
 
-def get_weight_memory(tensor: Tensor) -> Any:
-    """What to hold so that the memory stays which computing with a tensor reads."""
+def get_weight_memory(tensor: Tensor) -> PackedMatrix | Tensor:
+    """Return an object that keeps alive the memory which a weight's products read."""
     return tensor.matrix if isinstance(tensor, PackedWeight) else tensor.detach()
 
 
 def get_weight_address(tensor: Tensor) -> object:
-    """Where that memory is: another value where it is another."""
+    """Return a value that changes when the memory of `get_weight_memory` changes."""
     if isinstance(tensor, PackedWeight):
         return id(tensor.matrix), tensor.is_current
     return tensor.data_ptr()
@@ -156,21 +157,21 @@ NO_VERSION: WeightVersion = (-1, 0)
 
 
 def _get_version(weight: Tensor) -> WeightVersion | None:
-    """How often a weight was written to, and where it lies; None where nobody counts."""
+    """Return the write count and the address of a weight; None if torch does not count writes."""
     try:
         return weight._version, weight.data_ptr()
-    except RuntimeError:  # made in inference mode, or without memory
+    except RuntimeError:  # an inference tensor, or one without storage
         return None
 
 
 class PackedWeight(torch.Tensor):
-    """The weight of a linear layer, [out, in], in the order in which oneDNN reads it."""
+    """A linear layer's weight [out, in] whose bytes are packed in oneDNN's order."""
 
-    _is_param = True  # a parameter to `isinstance`
+    _is_param = True  # so that isinstance(weight, nn.Parameter) holds
 
     matrix: PackedMatrix
-    original: nn.Parameter | None  # empty, unless it `stays`; None of a weight's `data`
-    version: WeightVersion | None  # of an original that stays, as it was packed
+    original: nn.Parameter | None  # emptied, unless tied; None for a weight's `data`
+    version: WeightVersion | None  # of a tied original when it was packed; None: not tied
 
     @classmethod
     def from_matrix(
@@ -179,29 +180,29 @@ class PackedWeight(torch.Tensor):
         original: nn.Parameter | None,
         version: WeightVersion | None = None,
     ) -> PackedWeight:
-        made: PackedWeight = torch.Tensor._make_wrapper_subclass(
+        weight: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             matrix.shape,
             dtype=matrix.dtype,
             device=matrix.device,
             requires_grad=original is not None and original.requires_grad,
         )
-        made.__dict__.update({} if original is None else original.__dict__)
-        made.matrix, made.original, made.version = matrix, original, version
-        return made
+        weight.__dict__.update({} if original is None else original.__dict__)
+        weight.matrix, weight.original, weight.version = matrix, original, version
+        return weight
 
     @property
     def is_tied(self) -> bool:
-        """Is the original another module's as well?"""
+        """Whether an embedding shares the original."""
         return self.version is not None
 
     @property
     def is_current(self) -> bool:
-        """Are the packed bytes those of the original?"""
+        """Whether the packed bytes equal the original's."""
         return not self.is_tied or _get_version(cast(Tensor, self.original)) == self.version
 
     def restore(self) -> nn.Parameter:
-        """The parameter that was there before."""
+        """Return the original parameter, with its values restored."""
         assert self.original is not None
         original = self.original
         if self.is_tied:
@@ -223,13 +224,15 @@ class PackedWeight(torch.Tensor):
             out = FUNCTION_OVERRIDES[func](*args)
             if out is not None:
                 return out
-        own, named = tuple(args), dict(kwargs or {})
-        if len(own) == 1 and not named and type(own[0]) is PackedWeight:  # of an attribute
-            own = (_get_compute_weight(own[0]),)
+        operands, options = tuple(args), dict(kwargs or {})
+        if len(operands) == 1 and not options and type(operands[0]) is PackedWeight:
+            operands = (_get_compute_weight(operands[0]),)  # reading an attribute: the common case
         else:
-            own, named = tree_map_only(PackedWeight, _get_compute_weight, (own, named))
+            operands, options = tree_map_only(
+                PackedWeight, _get_compute_weight, (operands, options)
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*own, **named)
+            return func(*operands, **options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -239,8 +242,8 @@ class PackedWeight(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
-        if _writes_packed_weight(func, args, named):
+        options = dict(kwargs or {})
+        if _writes_packed_weight(func, args, options):
             target = args[0]
             if (
                 func is not torch.ops.aten.copy_.default
@@ -253,11 +256,11 @@ class PackedWeight(torch.Tensor):
                 value.expand(target.matrix.shape), target.matrix.summation_order
             )
             return target
-        real = tree_map_only(PackedWeight, _make_dense, (tuple(args), named))
-        return func(*real[0], **real[1])
+        dense = tree_map_only(PackedWeight, _make_dense, (tuple(args), options))
+        return func(*dense[0], **dense[1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        """Packed as well: the bytes are never written to, so both read the same."""
+        """Return a packed copy that shares the packed bytes, which are never written to."""
         original = copy.deepcopy(self.original, memo)
         if original is None or not self.is_tied:
             return PackedWeight.from_matrix(self.matrix, original)
@@ -265,7 +268,7 @@ class PackedWeight(torch.Tensor):
         return PackedWeight.from_matrix(self.matrix, original, version or NO_VERSION)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """What is written to a file is dense."""
+        """Pickle the dense weight."""
         if self.is_tied:
             return _same_object, (self.original,)
         dense: Any = nn.Parameter(_make_dense(self), self.requires_grad)
@@ -280,7 +283,7 @@ def _same_object(original: Any) -> Any:
 
 
 def _get_compute_weight(weight: PackedWeight) -> Any:
-    """What is computed with in its place: an original that stays, or itself."""
+    """Return the operand for other operations: the tied original, or the weight itself."""
     if weight.is_tied:
         _refuse_compilers()
         return weight.original
@@ -293,7 +296,7 @@ def _make_dense(weight: PackedWeight) -> Tensor:
 
 
 def _compute_linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    """`functional.linear` with packed bytes, or None where a dense copy is needed."""
+    """Compute `functional.linear` with packed bytes; return None if a dense copy is needed."""
     if type(weight) is not PackedWeight or type(x) is not Tensor or not weight.is_current:
         return None
     if x.dtype != weight.matrix.dtype or not x.is_cpu or is_transforming() or is_dual_level_open():
@@ -303,7 +306,7 @@ def _compute_linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
         return None
     if torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (x, weight, bias)
+        operand is not None and operand.requires_grad for operand in (x, weight, bias)
     ):
         return None
     _refuse_compilers()
@@ -311,18 +314,18 @@ def _compute_linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
 
 
 def _refuse_compilers() -> None:
-    """A compiler that came as far as this gives the call up and makes it as it is."""
+    """Raise CacheError inside a compiler, which then runs the call uncompiled."""
     if torch.compiler.is_compiling():
-        raise CacheError("packed weights are not compiled: kvant.unpack(model) first")
+        raise CacheError("packed weights cannot be compiled: call kvant.unpack(model) first")
 
 
 def _get_data(weight: PackedWeight) -> PackedWeight:
-    """The same weight beside autograd; not a copy, which would take what is written to it."""
+    """Return a weight's `data`: packed too, since writes to a dense copy would be lost."""
     return PackedWeight.from_matrix(weight.matrix if weight.is_current else _repack(weight), None)
 
 
 def _copy_into_original(weight: Any, value: Any, *args: Any) -> Any:
-    """Write another state to an original that stays, and pack it again."""
+    """Copy new values into a tied original, and pack it again."""
     if not isinstance(weight, PackedWeight) or not weight.is_tied:
         return None
     original = cast(Tensor, weight.original)
@@ -342,12 +345,12 @@ def _set_data(weight: Any, value: Any) -> bool:
 
 
 def _check_conversion(weight: Any, other: Any) -> bool:
-    """Asked by `nn.Module.to`, which makes a new parameter of what was converted then."""
+    """Tell `nn.Module.to` whether a converted weight can stay in the same parameter."""
     if not weight.is_tied:
         return weight is other
     packed: PackedMatrix = weight.matrix
     if (other.dtype, other.device) != (packed.dtype, packed.device):
-        raise _make_refusal("a conversion")  # the new one would no longer be the embedding's
+        raise _make_refusal("a conversion")  # it would separate the weight from its embedding
     return other is weight.original
 
 
@@ -360,11 +363,11 @@ def _make_refuser(operation: str) -> Callable[..., Any]:
 
 def _make_refusal(operation: str) -> CacheError:
     return CacheError(
-        f"{operation} of a packed weight: kvant.unpack(model) first, for one that can be changed"
+        f"{operation} of a packed weight: call kvant.unpack(model) first, then change the weight"
     )
 
 
-# What is answered otherwise than by a dense copy; no answer is None.
+# Functions that handle a packed weight themselves; None: use a dense copy.
 FUNCTION_OVERRIDES: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _compute_linear,
     torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
@@ -377,15 +380,15 @@ FUNCTION_OVERRIDES: Mapping[Any, Callable[..., Any]] = {
 
 
 def _writes_packed_weight(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Does an operator write to a packed weight?"""
+    """Tell whether an operator writes to a packed weight."""
     if not func._schema.is_mutable:
         return False
-    written = [
-        args[place] if place < len(args) else kwargs.get(taken.name)
-        for place, taken in enumerate(func._schema.arguments)
-        if taken.alias_info is not None and taken.alias_info.is_write
+    targets = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return bool(tree_any(lambda one: isinstance(one, PackedWeight), written))
+    return bool(tree_any(lambda target: isinstance(target, PackedWeight), targets))
 
 
 def _check_model(model: Any) -> None:
@@ -394,14 +397,14 @@ def _check_model(model: Any) -> None:
 
 
 def _iterate_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Every one as often as a module holds it."""
+    """Yield parameters and buffers, once for each module that holds them."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            yield from (tensor for tensor in held.values() if tensor is not None)
+        for tensors in (module._parameters, module._buffers):
+            yield from (tensor for tensor in tensors.values() if tensor is not None)
 
 
 def _get_memory_key(tensor: Tensor) -> int:
-    """The same for tensors that begin at the same byte; some have no address."""
+    """Return a key that is equal for tensors which begin at the same byte."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return (tensor.data_ptr() if plain else 0) or id(tensor)
 
@@ -409,7 +412,7 @@ def _get_memory_key(tensor: Tensor) -> int:
 def _explain_unpackable(
     name: str, layer: nn.Linear, memory_counts: Mapping[int, int], num_holders: int
 ) -> str | None:
-    """Why a layer is not packed, as far as it shows; so many modules may hold its weight."""
+    """Return why a layer cannot be packed, or None. `num_holders` modules may hold its weight."""
     weight = layer._parameters.get(WEIGHT_NAME)
     if type(layer) is not nn.Linear:
         return f"of class {type(layer).__name__}"
@@ -427,11 +430,11 @@ def _explain_unpackable(
 
 
 def _pack_layer(
-    layer: nn.Linear, trials: dict[Any, str | SummationOrder], version: WeightVersion | None
+    layer: nn.Linear, trials: dict[ShapeKey, str | SummationOrder], version: WeightVersion | None
 ) -> str | None:
-    """Pack a layer, or say why not; layers of one shape are tried once.
+    """Pack a layer; return the reason if it cannot be packed. Each shape is tried once.
 
-    An original that has a `version` stays.
+    With a `version`, the original is tied and retains its values.
     """
     weight, bias = layer._parameters[WEIGHT_NAME], layer.bias
     assert weight is not None
@@ -448,26 +451,26 @@ def _pack_layer(
             trials[shape] = (
                 order if _gives_same_bits(layer, matrix) else "of other bits when packed"
             )
-        except RuntimeError:  # of this processor, or of this torch
+        except RuntimeError:  # unsupported by this processor or this torch
             trials[shape] = "refused by oneDNN"
-    found = trials[shape]
-    if isinstance(found, str):
-        return found
-    made = PackedWeight.from_matrix(matrix or PackedMatrix(weight, found), weight, version)
+    trial = trials[shape]
+    if isinstance(trial, str):
+        return trial
+    packed = PackedWeight.from_matrix(matrix or PackedMatrix(weight, trial), weight, version)
     if version is None:
-        made.grad, weight.grad = weight.grad, None
-    layer._parameters[WEIGHT_NAME] = cast(nn.Parameter, made)
+        packed.grad, weight.grad = weight.grad, None
+    layer._parameters[WEIGHT_NAME] = cast(nn.Parameter, packed)
     if version is None:
-        weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
+        weight.data = weight.new_empty(0)  # last, so that an interrupt loses nothing
     return None
 
 
 TRIAL_ROWS = (2, 16, 64)
-MAX_TRIAL_VALUES = 2**16  # of single rows: another order of sums shows in one of some thousand
+MAX_TRIAL_VALUES = 2**16  # outputs: another summation order shows in one of some thousands
 
 
 def _gives_same_bits(layer: nn.Linear, matrix: PackedMatrix) -> bool:
-    """Are the outputs those of the layer, to the bit? Of many single rows, and of some together."""
+    """Tell whether packed products equal the layer's to the bit, for single rows and batches."""
     singles = min(64, 1 + MAX_TRIAL_VALUES // layer.out_features)
     generator = torch.Generator().manual_seed(0)
     for rows in (*[1] * singles, *TRIAL_ROWS):

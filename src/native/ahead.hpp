@@ -1,5 +1,5 @@
-// What will be read next, fetched while this is computed. It is fetched in the order of memory, so
-// that the processor's own prefetching goes the same way.
+// Prefetch the next block while the current one is computed, in memory order, as the processor's own
+// prefetcher does.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ inline void fetch(const void *p) { __builtin_prefetch(p); }
 struct Ahead {
     const char *at = nullptr, *stop = nullptr;
 
-    // Fetch the next BYTES, as many as the caller has just read, in whole lines.
+    // Prefetch the next BYTES (as many as the caller has just read), in whole lines.
     template <int64_t BYTES> void fetch_next() {
         if (at >= stop) return;
         for (int64_t i = 0; i < BYTES; i += LINE) fetch(at + i);

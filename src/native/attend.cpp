@@ -18,9 +18,9 @@
 namespace kvant::KVANT_TARGET {
 namespace {
 
-// The queries at one position of a sequence, which go through `blocks`, in `parts` computed apart.
+// The queries at one position of a sequence: they read `blocks`, split into `parts`.
 struct Unit {
-    int64_t sequence, query, blocks, parts, first;  // first: of the tasks, one a part
+    int64_t sequence, query, blocks, parts, first;  // first: its first task; a part is a task
 };
 
 class Attend {
@@ -44,19 +44,19 @@ public:
     }
 
 private:
-    static constexpr int64_t MIN_BLOCKS = 8;  // of a head, 512 rows: some microseconds
+    static constexpr int64_t MIN_BLOCKS = 8;  // of one head: 512 rows, some microseconds
 
     const kvant_request &r;
     SideTables keys, values;
-    std::vector<Unit> units;  // the queries of a sequence side by side
-    std::unique_ptr<std::atomic<int64_t>[]> left;  // of each unit, parts that are not there yet
-    int64_t busy = 0, tasks = 0, width;  // busy: blocks in all
+    std::vector<Unit> units;  // by sequence, then by query
+    std::unique_ptr<std::atomic<int64_t>[]> left;  // by unit: parts still to be computed
+    int64_t busy = 0, tasks = 0, width;  // busy: total number of blocks
     std::atomic<int64_t> next{0};
     std::unique_ptr<float[]> partial;  // [task][head][group]: largest score, sum of weights, values
 
-    // Enough parts that no thread idles for long, of about as many blocks each; few enough that
-    // merging costs nothing. They do not depend on how many queries there are, so that none changes
-    // another's result.
+    // Split the sequences into parts of about equal size: enough that no thread idles for long, few
+    // enough that merging is cheap. The split does not depend on the number of queries, so a query
+    // has the same result with and without others.
     void divide(int64_t query, int64_t i, int64_t count) {
         int64_t all = 0;
         for (int64_t b = 0; b < r.extent->batch; b++) {
@@ -68,10 +68,10 @@ private:
         const int64_t wanted = r.threads > 1 ? 4 * r.threads : 1;
         for (int64_t b = 0; b < r.extent->batch; b++) {
             Unit &unit = units[b * count + i];
-            // A part is worth it from MIN_BLOCKS on, over all heads.
-            const int64_t worth = std::min(unit.blocks, unit.blocks * r.heads / MIN_BLOCKS);
+            // A part has at least MIN_BLOCKS, over all heads.
+            const int64_t max_parts = std::min(unit.blocks, unit.blocks * r.heads / MIN_BLOCKS);
             const int64_t share = all ? (wanted * unit.blocks + all - 1) / all : 1;
-            unit.parts = std::max<int64_t>(1, std::min(share, worth));
+            unit.parts = std::max<int64_t>(1, std::min(share, max_parts));
         }
     }
 
@@ -92,15 +92,15 @@ private:
                 .run(blocks, unit.query, unit.blocks * part / unit.parts,
                      unit.blocks * (part + 1) / unit.parts);
             for (int64_t h = 0; h < r.heads; h++)
-                for (int g = 0; g < r.group; g++) keep(heads[h], g, this->part(i, h, g));
-            // Whoever comes last makes the parts one: what stands in `out` and `lse`.
+                for (int g = 0; g < r.group; g++) save(heads[h], g, this->part(i, h, g));
+            // The last thread to finish merges the parts into `out` and `lse`.
             if (left[&unit - units.data()].fetch_sub(1) > 1) continue;
             for (int64_t h = 0; h < r.heads; h++)
                 for (int g = 0; g < r.group; g++) merge(unit, h, g);
         }
     }
 
-    void keep(const Head &head, int g, float *to) const {
+    void save(const Head &head, int g, float *to) const {
         to[0] = head.top[g], to[1] = sum(load(head.totals[g]));
         std::memcpy(to + 2, head.sums.acc[g], r.values->dim * sizeof(float));
     }
@@ -110,7 +110,7 @@ private:
         const int64_t row = (u.sequence * r.heads * r.group + head) * r.queries + u.query;
         float out[MAX_DIM] = {};
         float top = r.sink_logits ? r.sink_logits[head] : NOTHING;
-        // Not std::max: a NaN must come through.
+        // Not std::max, which would drop a NaN.
         for (int64_t p = 0; p < u.parts; p++) {
             const float other = part(u.first + p, key_head, g)[0];
             top = other <= top ? top : other;
@@ -119,7 +119,7 @@ private:
         float total = r.sink_logits ? std::exp(r.sink_logits[head] - finite) : 0.0f;
         for (int64_t p = 0; p < u.parts; p++) {
             const float *from = part(u.first + p, key_head, g);
-            if (from[0] == NOTHING && from[1] == 0.0f) continue;  // a NaN is in the sum alone
+            if (from[0] == NOTHING && from[1] == 0.0f) continue;  // a NaN shows in the weight sum
             const float fade = std::exp(from[0] - finite);
             total += from[1] * fade;
             for (int64_t d = 0; d < dim; d++) out[d] += from[2 + d] * fade;
@@ -131,15 +131,15 @@ private:
     }
 };
 
-// Positions that each pass over all rows alone: so drafts that are verified together get, to the bit,
-// what they would get one by one. For so few, opening the rows once would save next to nothing. So do
-// positions that choose their pages, as no two read the same; so many at a time.
-constexpr int64_t FEW = 16;
+// Up to this many positions pass over all rows separately, so verified drafts get the same bits as
+// single tokens; decoding the rows once for so few would save little. Positions that select pages
+// always do, this many at a time, since they read different pages.
+constexpr int64_t MAX_SEPARATE_QUERIES = 16;
 
 void attend(const kvant_request &request) {
-    if (request.queries <= FEW || request.chosen) {
-        for (int64_t first = 0; first < request.queries; first += FEW)
-            Attend(request, first, std::min(FEW, request.queries - first)).run();
+    if (request.queries <= MAX_SEPARATE_QUERIES || request.chosen) {
+        for (int64_t first = 0; first < request.queries; first += MAX_SEPARATE_QUERIES)
+            Attend(request, first, std::min(MAX_SEPARATE_QUERIES, request.queries - first)).run();
         return;
     }
 #if KVANT_BFLOAT_DOT

@@ -1,4 +1,4 @@
-// The choice of pages, for the table of kernels.
+// Selection of pages, for the table of kernels.
 #pragma once
 
 #include "kvant.h"

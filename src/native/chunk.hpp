@@ -1,8 +1,8 @@
-// Attention of many query positions: each block of rows is opened once for up to MANY queries.
+// Attention of many query positions: each block of rows is decoded once for up to MANY queries.
 //
-// Rows of 16-bit floats are multiplied as such where the processor can (Number is a pair of them),
-// the others in single precision. Masks are runs of rows, as in decoding; where a query sees only
-// a part of a block its other scores are set aside.
+// If the processor multiplies pairs of 16-bit floats, rows are multiplied as such (Number is a
+// pair); otherwise in single precision. Masks are segments of visible rows, as in decode.hpp; the
+// scores of hidden rows of a block are replaced by -infinity.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int MANY = 128;  // queries, all of them of one key head
-static_assert(MANY % TOGETHER == 0, "what is computed together has room");
+constexpr int MANY = 128;  // queries of a chunk, all of one key head
+static_assert(MANY % TOGETHER == 0, "queries computed together have room");
 
 template <class Number> struct ChunkScratch {
     static constexpr int WIDTH = MAX_DIM / EACH<Number>;
@@ -28,24 +28,24 @@ template <class Number> struct ChunkScratch {
     alignas(64) float acc[MANY * OUT_PITCH];
     alignas(64) float totals[MANY][16];
     float top[MANY];
-    Segments seen[MANY];  // by each position
+    Segments seen[MANY];  // by position
 };
 
-// Do both sides keep 16-bit floats, of which the processor multiplies pairs?
+// Whether both sides are 16-bit floats, and the processor multiplies pairs of them.
 inline bool in_pairs(const kvant_request &r) {
     const bool bytes = in_quads(*r.keys) || in_quads(*r.values);
     return KVANT_BFLOAT_DOT && r.keys->dtype == KVANT_BF16 && r.values->dtype == KVANT_BF16 &&
            (KVANT_TILES || !bytes);
 }
 
-constexpr uint64_t ALL = ~(uint64_t)0;  // rows of a block, a bit each
+constexpr uint64_t ALL = ~(uint64_t)0;  // a bit for each row of a block
 
-// Rows [first, stop), as far as they are in a block.
+// The bits of rows [first, stop) of a block.
 inline uint64_t rows_between(int64_t first, int64_t stop) {
     return first < stop ? ALL >> (BLOCK - (stop - first)) << first : 0;
 }
 
-// Of each part, the rows that every query sees.
+// For each part, the rows that every query of a chunk sees.
 class Shared {
 public:
     void begin() {
@@ -62,7 +62,7 @@ public:
                 run = {std::max(run.first, other.first), std::min(run.stop, other.stop)};
                 count++;
             }
-            if (count != 1) run.stop = INT64_MIN;  // none, or two with a gap
+            if (count != 1) run.stop = INT64_MIN;  // no run, or two with a gap
         }
     }
 
@@ -86,7 +86,7 @@ public:
         : r(r), keys(keys), values(values), s(s),
           key_tile{s.keys, 16, padded(r.keys->dim)},
           value_tile{s.values, padded(r.values->dim), padded(r.values->dim)} {
-        // What is behind the channels is zero for good.
+        // Channels beyond dim are zero and never written again.
         std::memset(s.keys, 0, sizeof s.keys);
         std::memset(s.values, 0, sizeof s.values);
         std::memset(s.q, 0, sizeof s.q);
@@ -95,24 +95,24 @@ public:
 
     static int64_t positions(const kvant_request &r) { return std::max<int64_t>(1, MANY / r.group); }
 
-    // Queries at [first, stop) of one key head, into `out` and `lse`.
+    // Compute the queries at [first, stop) of one key head, into `out` and `lse`.
     void run(int64_t b, int64_t h, int64_t first_query, int64_t stop_query) {
         sequence = b, head = h, first = first_query, stop = stop_query;
         many = (int)((stop - first) * r.group);
-        take_queries();
-        const Reads there(r, b);
+        read_queries();
+        const Reads reads(r, b);
         Segments all;
         shared.begin();
         for (int64_t query = first; query < stop; query++) {
-            all.widen(s.seen[query - first] = Segments(r, there, query));
+            all.widen(s.seen[query - first] = Segments(r, reads, query));
             shared.narrow(s.seen[query - first]);
         }
-        const Walk walk(r, b, there, all);
+        const Walk walk(r, b, reads, all);
         for (int64_t i = 0; i < walk.total; i++) {
             const Span now = walk.at(i), next = walk.at(std::min(i + 1, walk.total - 1));
             block(now, next);
         }
-        for (int m = 0; m < many; m++) give(m);
+        for (int m = 0; m < many; m++) write_query(m);
     }
 
 private:
@@ -126,13 +126,13 @@ private:
     Shared shared;
     int64_t sequence = 0, head = 0, first = 0, stop = 0;
     int many = 0;
-    bool exact = true;  // are the queries numbers of this type as they came?
+    bool exact = true;  // whether all queries are exact in this number type
 
     static int padded(int64_t dim) { return (int)((dim + GRAIN - 1) / GRAIN * GRAIN); }
     int64_t query_of(int m) const { return first + m / r.group; }
     int64_t head_of(int m) const { return head * r.group + m % r.group; }
 
-    void take_queries() {
+    void read_queries() {
         const int64_t width = key_tile.width / EACH<Number>;
         exact = true;
         for (int m = 0; m < many; m++) {
@@ -149,27 +149,27 @@ private:
         for (int d = 0; d < r.keys->dim; d += 16) store(to + d, load(q + d));
     }
 
-    // As 16-bit floats, and what that leaves over.
+    // Store queries as 16-bit floats, and the rounding errors as `rest`.
     void put_query(const float *q, uint32_t *to, uint32_t *rest) {
-        F odd = zero();
+        F nonfinite = zero();
         for (int d = 0; d < r.keys->dim; d += 16) {
             const F x = load(q + d), over = sub(x, rounded(x));
             store((Bfloat *)to + d, x);
             store((Bfloat *)rest + d, over);
-            odd = max(odd, abs(over));
+            nonfinite = max(nonfinite, abs(over));
         }
-        exact = exact && !any_above(odd, 0.0f);
+        exact = exact && !any_above(nonfinite, 0.0f);
     }
 
     void block(const Span &span, const Span &next) {
         open(span, next);
-        const bool all = shared.hold(span), odd = !all && odd_values();
+        const bool all = shared.hold(span), nonfinite = !all && has_nonfinite_values();
         for (int m = 0; m < many; m += TOGETHER)
-            together(span, m, std::min(TOGETHER, many - m), all, odd);
+            attend_together(span, m, std::min(TOGETHER, many - m), all, nonfinite);
     }
 
-    // The queries [first, first + count), which see all rows or not.
-    void together(const Span &span, int first, int count, bool all, bool odd) {
+    // Add a block to queries [first, first + count); `all`: every query sees all its rows.
+    void attend_together(const Span &span, int first, int count, bool all, bool nonfinite) {
         const int64_t width = key_tile.width / EACH<Number>;
         products.scores(key_tile, s.q + first * width, false, count, s.scores);
         if (!exact) products.scores(key_tile, s.rest + first * width, true, count, s.scores);
@@ -179,7 +179,7 @@ private:
             soften_one(first + i, seen[i], s.scores + i * PITCH, s.weights + i * PITCH);
         }
         float *acc = s.acc + first * OUT_PITCH;
-        if (!odd) return products.sums(value_tile, weights_of(0), count, acc);
+        if (!nonfinite) return products.sums(value_tile, weights_of(0), count, acc);
         for (int i = 0; i < count; i++) weigh(weights_of(i), seen[i], acc + i * OUT_PITCH);
     }
 
@@ -188,10 +188,10 @@ private:
         else return s.scores + i * PITCH;
     }
 
-    // What each of its scores weighs for query m.
+    // Convert the scores of query m to weights.
     void soften_one(int m, uint64_t seen, float *at, Bfloat *weights) {
         float scale = (float)r.scale;
-        const auto fade = [&](float by) { this->fade(m, by); };
+        const auto fade = [&](float factor) { this->fade(m, factor); };
         if (!PAIRED || seen != ALL || r.softcap != 0.0) cap(at, scale, (float)r.softcap), scale = 1.0f;
         for (int i = 0; seen != ALL && i < BLOCK; i++)
             if (!(seen >> i & 1)) at[i] = NOTHING;
@@ -201,7 +201,7 @@ private:
             soften(s.top[m], s.totals[m], at, nullptr, fade);
     }
 
-    // Rows of a page from its first on, whatever is seen of them.
+    // Decode the rows of a block from its first one on, whether visible or not.
     void open(Span span, const Span &next) {
         span.first = 0;
         if (span.part == Part::sealed) span.stop = BLOCK;
@@ -229,7 +229,7 @@ private:
         uint64_t seen = 0;
         for (int i = 0; i < segments.count; i++) {
             const Segment &run = segments.list[i];
-            // There may be two runs of one part in reach: only this span's rows are in the block.
+            // Two runs of one part may touch the block: take only rows of this span.
             if (run.part == span.part)
                 seen |= rows_between(std::max<int64_t>(run.first - span.begin, span.first),
                                      std::min<int64_t>(run.stop - span.begin, span.stop));
@@ -237,14 +237,14 @@ private:
         return seen;
     }
 
-    void fade(int m, float by) {
+    void fade(int m, float factor) {
         for (int d = 0; d < value_tile.width; d += 16) {
             float *at = s.acc + m * OUT_PITCH + d;
-            store(at, mul(load(at), set1(by)));
+            store(at, mul(load(at), set1(factor)));
         }
     }
 
-    bool odd_values() const {
+    bool has_nonfinite_values() const {
         F x = zero(), y = zero();
         for (int64_t i = 0; i < BLOCK / EACH<Number> * value_tile.pitch; i += 32) {
             x = times(x, load_line(s.values + i), Number());
@@ -258,30 +258,30 @@ private:
         return float_of(i % 2 ? pair & 0xffff0000u : pair << 16);
     }
 
-    // Zero times NaN is NaN: where something is not seen, what has no weight is left out, row by row.
+    // Zero times NaN is NaN: if rows are hidden, add row by row and skip rows without weight.
     void weigh(const Number *w, uint64_t seen, float *acc) const {
         for (int i = 0; i < BLOCK; i++) {
-            const float by = one_of(w[i / EACH<Number>], i);
-            if (seen != ALL && by == 0.0f) continue;
+            const float factor = one_of(w[i / EACH<Number>], i);
+            if (seen != ALL && factor == 0.0f) continue;
             const Number *row = s.values + i / EACH<Number> * value_tile.pitch;
-            for (int64_t d = 0; d < r.values->dim; d++) acc[d] += by * one_of(row[d], i);
+            for (int64_t d = 0; d < r.values->dim; d++) acc[d] += factor * one_of(row[d], i);
         }
     }
 
-    void give(int m) {
+    void write_query(int m) {
         const int64_t heads = r.heads * r.group, dim = r.values->dim, at = head_of(m);
         const int64_t row = (sequence * heads + at) * r.queries + query_of(m);
-        float top = s.top[m], total = sum(load(s.totals[m])), by = 1.0f;
+        float top = s.top[m], total = sum(load(s.totals[m])), factor = 1.0f;
         if (r.sink_logits) {
             const float sink = r.sink_logits[at], old = top;
             top = sink <= top ? top : sink;
             const float finite = top == NOTHING ? 0.0f : top;
-            by = std::exp(old - finite);
-            total = total * by + std::exp(sink - finite);
+            factor = std::exp(old - finite);
+            total = total * factor + std::exp(sink - finite);
         }
-        by = total == 0.0f ? 0.0f : by / total;
+        factor = total == 0.0f ? 0.0f : factor / total;
         float *out = s.acc + m * OUT_PITCH;
-        for (int64_t d = 0; d < dim; d++) out[d] *= by;
+        for (int64_t d = 0; d < dim; d++) out[d] *= factor;
         write_out(r, row, out);
         if (r.lse) r.lse[row] = top + std::log(total);
     }

@@ -1,15 +1,19 @@
 // Attention of one query position: all key heads, each with all of its query heads, in one pass.
 //
-// What must move is every stored byte once, in the order of memory: so page by page, the heads of a
-// page one after another, and what is read next is fetched meanwhile. The work is split over
-// (sequence, position, range of blocks); attend.cpp merges the ranges by their log-sum-exp.
+// Every stored byte is read once, in memory order: page by page, head by head, with the next block
+// prefetched. Work is split by (sequence, position, range of blocks); attend.cpp merges the ranges
+// by their log-sum-exp.
 //
-// For a row of 128 channels and 4 queries, in vector instructions: raw bf16 16 products + 11 to sum
-// lanes for the key, 32 products + 4 shuffles for the value (of two rows: half); codes of 4 bits
-// 7 to unpack + 16 products each way; codes of 8 bits 2 loads + 16 products each way; floats of 8
-// bits 26 to look up + 16 products for the key, 32 for the value; 4 for the softmax. At two a cycle
-// all of it stays below the time that 256, 80 and 136 bytes a side take from memory; floats of 8
-// bits take about as long as theirs.
+// Vector instructions for a row of 128 channels and 4 queries, plus 4 for the softmax:
+//
+//   format     bytes per side    key                         value
+//   raw bf16   256               16 products + 11 sums       32 products + 4 shuffles, per 2 rows
+//   4 bits     80                7 to unpack + 16 products   the same
+//   8 bits     136               2 loads + 16 products       the same
+//   fp8                          26 to look up + 16          26 to look up + 32
+//
+// At two instructions per cycle this is faster than reading the bytes from memory; fp8 takes about
+// as long as reading.
 #pragma once
 
 #include "softmax.hpp"
@@ -17,15 +21,15 @@
 
 namespace kvant::KVANT_TARGET {
 
-// What one key head's queries have come to so far.
+// Running results of one key head's queries.
 struct Head {
     Query query;
     float top[MAX_GROUP];
-    alignas(64) float totals[MAX_GROUP][16];  // of weights, a sum a lane
+    alignas(64) float totals[MAX_GROUP][16];  // weight sums, by lane
     Sums sums;
 };
 
-// What one thread needs beside that.
+// Scratch of one thread.
 struct Scratch {
     Weights weights;
     alignas(64) float scores[MAX_GROUP * PITCH];
@@ -42,7 +46,7 @@ public:
            Head *heads, int64_t sequence)
         : r(r), keys(keys), values(values), s(s), heads(heads), sequence(sequence) {}
 
-    // Blocks [first, stop) of a walk, for all heads; what they come to is in `heads`.
+    // Compute blocks [first, stop) of a walk for all heads; the results are in `heads`.
     void run(const Walk &walk, int64_t query, int64_t first, int64_t stop) {
         for (int64_t h = 0; h < r.heads; h++) begin(h, query);
         for (int64_t i = first, end; i < stop; i = end) {
@@ -83,7 +87,7 @@ private:
         return kvant::KVANT_TARGET::ahead(from, next.span, sequence, next.head);
     }
 
-    // `next` is null behind the last block.
+    // `next` is null for the last block.
     RowBlock rows(const Source &from, const HeadBlock &now, const HeadBlock *next) const {
         RowBlock block = row_block(from, now.span, sequence, now.head);
         if (next) block.ahead = ahead(from, *next);

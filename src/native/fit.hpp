@@ -1,5 +1,5 @@
-// The least squares scale and bias of groups of affine codes, to the bit as codecs/affine.py has them,
-// of sixteen groups at a time. To be compiled without fused operations. Knows no row and no page.
+// Fit the scale and the bias of groups of affine codes by least squares, 16 groups at a time, with
+// the bits of codecs/affine.py. Must be compiled without fused operations.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ constexpr float LIMIT = 65504.0f;
 
 inline float clamped(float x, float limit) { return std::min(std::max(x, -limit), limit); }
 
-// In the one order that the codecs sum in.
+// Sum in the order of the codecs.
 inline double tree_sum(double *x, int64_t width) {
     while (width > 1) {
         const int64_t half = (width + 1) / 2;
@@ -22,7 +22,7 @@ inline double tree_sum(double *x, int64_t width) {
     return x[0];
 }
 
-// Eight doubles, and the floats that they are made from; any compiler splits them as it has to.
+// Eight doubles, and the floats they are converted from; compilers split them into registers.
 typedef double Eight __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(32)));
 
@@ -62,8 +62,8 @@ inline void float_sums(const float *x, const float *codes, int count, double *su
     sums[0] = tree_sum(products, count), sums[1] = tree_sum(values, count);
 }
 
-// What the fit of a group is made of. Products of a code and a value are exact, and so are sums of
-// codes, in any order: whole numbers below 2^24.
+// The sums that the fit of a group needs. Products of a code and a value are exact, and so are sums
+// of codes in any order: integers below 2^24.
 struct FitSums {
     double codes, squares, products, values;
 };
@@ -74,18 +74,18 @@ inline FitSums sums_of(const float *x, const float *codes, int count) {
         const F c = load(codes + i);
         total = add(total, c), squares = fma(c, c, squares);
     }
-    double of[2];
+    double dense[2];
     switch (count) {
-    case 16: float_sums<16>(x, codes, of); break;
-    case 32: float_sums<32>(x, codes, of); break;
-    case 64: float_sums<64>(x, codes, of); break;
-    case 128: float_sums<128>(x, codes, of); break;
-    default: float_sums(x, codes, count, of);
+    case 16: float_sums<16>(x, codes, dense); break;
+    case 32: float_sums<32>(x, codes, dense); break;
+    case 64: float_sums<64>(x, codes, dense); break;
+    case 128: float_sums<128>(x, codes, dense); break;
+    default: float_sums(x, codes, count, dense);
     }
-    return {sum(total), sum(squares), of[0], of[1]};
+    return {sum(total), sum(squares), dense[0], dense[1]};
 }
 
-// The scales and biases of sixteen groups of as many values.
+// The scales and biases of 16 groups with equally many values.
 struct FitGroups {
     alignas(64) Half scale[16], bias[16];
     double codes[16], squares[16], products[16], values[16];
@@ -96,7 +96,7 @@ struct FitGroups {
         products[lane] = sums.products, values[lane] = sums.values;
     }
 
-    // Each pair in place of which the fit loses less becomes the fit.
+    // Replace each pair by its fit if that has a smaller error.
     void fit(int count) {
         const double n = count;
         double slope[16], spread[16];
@@ -111,13 +111,13 @@ struct FitGroups {
         for (int i = 0; i < 16; i++)
             from[i] = clamped((float)((values[i] - by[i] * codes[i]) / n), LIMIT);
         nearest(from);
-        // n times the squared error, beyond that of the fit before it is rounded.
+        // n times the squared error in excess of the unrounded fit's.
         const auto excess = [&](int i, float by, float from) {
             const double off = by - slope[i], rest = by * codes[i] + n * from - values[i];
             return off * off * spread[i] + rest * rest;
         };
         for (int i = 0; i < 16; i++) {
-            // Codes that are all the same have no fit: that is no number, and not less.
+            // Equal codes have no fit: its error is NaN, which is not less.
             const bool less = by[i] > 0 && excess(i, by[i], from[i]) < excess(i, old_by[i], old_from[i]);
             by[i] = less ? by[i] : old_by[i];
             from[i] = less ? from[i] : old_from[i];
@@ -126,7 +126,7 @@ struct FitGroups {
     }
 
 private:
-    // To the nearest halves; never a negative zero.
+    // Round to the nearest halves; never a negative zero.
     static void nearest(float *x) {
         Half halves[16];
         store_nearest(halves, load(x));

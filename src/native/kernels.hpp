@@ -1,14 +1,14 @@
-// What one instruction set offers, for requests that were checked.
+// The kernels of one instruction set; they take checked requests.
 #pragma once
 
 #include "kvant.h"
 
 namespace kvant {
 
-// The dense rows of a page of one head, and where its fields lie (`bias`: of affine codes, else null).
+// The dense rows of a page of one head, and its sealed fields (`bias` is null unless affine).
 struct PageSeal {
     const char *rows;
-    int64_t row;  // bytes from one to the next
+    int64_t row;  // stride in bytes
     int64_t count;
     uint8_t *codes;
     uint16_t *scale, *bias;
@@ -26,7 +26,7 @@ struct Kernels {
 };
 
 namespace amx {
-void attend(const kvant_request &);  // the rest is that of avx512
+void attend(const kvant_request &);  // all other kernels are those of avx512
 }
 namespace avx512 {
 extern const Kernels KERNELS;

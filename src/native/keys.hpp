@@ -1,4 +1,4 @@
-// Scores of one block of rows, whatever they are stored as.
+// Scores of the keys of one block of rows, in any format.
 #pragma once
 
 #include "query.hpp"
@@ -9,7 +9,7 @@ template <int N> struct Int {
     static constexpr int value = N;
 };
 
-// f(Int<n>, first) for the queries of a group, four at a time: the block stays in the first cache.
+// Call f(Int<n>, first) for the queries of a group, four at a time; the block stays in the L1 cache.
 template <class Fn> inline void by_four(int group, Fn f) {
     int g = 0;
     for (; g + 4 <= group; g += 4) f(Int<4>(), g);
@@ -17,7 +17,7 @@ template <class Fn> inline void by_four(int group, Fn f) {
     if (g < group) f(Int<1>(), g);
 }
 
-// A format's levels where it has a table, by the bits of a code.
+// Lookup tables of a format's levels, by the bits of a code.
 struct Tables {
     Levels<2> two;
     Levels<3> three;
@@ -29,8 +29,7 @@ struct Tables {
         : two(levels), three(levels), four(levels), five(levels), six(levels), eight(levels) {}
 };
 
-// The levels of a side as 64 floats, where it has a table: a codebook's own, or whole numbers
-// around zero.
+// The levels of a side as 64 floats: a codebook's levels, or integers around zero.
 struct LevelList {
     float middle = 0, values[64];
     explicit LevelList(const kvant_side &side) {
@@ -42,11 +41,11 @@ struct LevelList {
     }
 };
 
-// What is the same for all blocks of a side.
+// Tables shared by all blocks of a side.
 struct SideTables {
     LevelList list;
     Tables tables;
-    int bits, span;  // span: channels that bytes interleave, a divisor of the width, at most 32
+    int bits, span;  // span: interleaved channels, 16 or 32
     bool quads;
     explicit SideTables(const kvant_side &side)
         : list(side), tables(list.values), bits((int)side.bits), span(side.dim % 32 ? 16 : 32),
@@ -74,7 +73,7 @@ inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, fl
     });
 }
 
-// Floats of 8 bits are finer than queries of 16 bits would be.
+// Floats of 8 bits are more precise than queries rounded to 16 bits.
 template <int GN>
 inline void float_scores(const SealedBlock &block, const Levels<8> &levels, const Query &q, int g,
                          float *s) {

@@ -1,4 +1,4 @@
-// The entry points, each of which checks its request first, and the choice among the instruction sets that were compiled.
+// The entry points, which check their requests, and the choice of the instruction set.
 #include <cstdlib>
 #include <cstring>
 
@@ -17,7 +17,7 @@ namespace {
 using kvant::Kernels;
 
 #if KVANT_HAS_amx
-// Has the processor tiles of 16-bit floats, and does the system let this process use them?
+// Whether the processor has tiles of 16-bit floats, and the system permits this process to use them.
 bool has_tiles() {
     constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
     unsigned a, b, c, d;
@@ -28,8 +28,10 @@ bool has_tiles() {
 #endif
 
 const Kernels *best() {
-    const char *wish = std::getenv("KVANT_ISA");
-    const auto fits = [&](const char *name) { return !wish || !*wish || !std::strcmp(wish, name); };
+    const char *forced = std::getenv("KVANT_ISA");
+    const auto fits = [&](const char *name) {
+        return !forced || !*forced || !std::strcmp(forced, name);
+    };
 #if KVANT_HAS_avx512
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -52,8 +54,8 @@ const Kernels *best() {
 }
 
 const Kernels *kernels() {
-    static const Kernels *const chosen = best();
-    return chosen;
+    static const Kernels *const selected = best();
+    return selected;
 }
 
 }  // namespace
@@ -64,12 +66,12 @@ extern "C" const char *kvant_isa(void) { return kernels() ? kernels()->name : nu
 
 namespace {
 
-constexpr const char *NO_KERNELS = "all: KVANT_ISA names nothing that this processor has";
+constexpr const char *NO_KERNELS = "all: this processor does not support KVANT_ISA";
 
 template <class Request>
 const char *run(const Request *request, void (*Kernels::*kernel)(const Request &)) {
     if (!kernels()) return NO_KERNELS;
-    const char *refusal = kvant::refused(*request);
+    const char *refusal = kvant::check(*request);
     if (!refusal && !kvant::is_empty(*request)) (kernels()->*kernel)(*request);
     return refusal;
 }
@@ -82,7 +84,7 @@ extern "C" const char *kvant_attend(const kvant_request *request) {
 
 extern "C" const char *kvant_store(const kvant_store_request *request) {
     if (!kernels()) return NO_KERNELS;
-    const char *refusal = kvant::refused(*request);
+    const char *refusal = kvant::check(*request);
     if (!refusal && !kvant::is_empty(*request)) kvant::store(*request, *kernels());
     return refusal;
 }
@@ -127,13 +129,13 @@ const char *take(const kvant_step &step) {
         case KVANT_MULTIPLY: return take(step, kvant_multiply);
         case KVANT_MAP: return take(step, kvant_map);
     }
-    return "function: none that is known";
+    return "function: unknown";
 }
 
 }  // namespace
 
 extern "C" const char *kvant_run(const kvant_run_request *request) {
-    const char *refusal = kvant::refused(*request);
+    const char *refusal = kvant::check(*request);
     for (int64_t i = 0; !refusal && i < request->num_steps; i++) refusal = take(request->steps[i]);
     return refusal;
 }

@@ -1,20 +1,24 @@
-// What every kernel is made for, whatever it is compiled for.
+// Limits of all kernels, on every instruction set.
 #pragma once
 
 #include "kvant.h"
 
 namespace kvant {
 
-constexpr int BLOCK = 64;             // rows that share one step of the softmax; pages are multiples
+constexpr int BLOCK = 64;             // rows of a step of the online softmax; pages are a multiple
 constexpr int MAX_DIM = 256;          // channels of a row
-constexpr int MAX_GROUP = 16;         // queries that share a key head
-constexpr int MAX_GROUP_WIDTH = 128;  // channels that share an affine scale
+constexpr int MAX_GROUP = 16;         // query heads per key head
+constexpr int MAX_GROUP_WIDTH = 128;  // channels of an affine group
 constexpr int MAX_THREADS = 4096;
-constexpr int NORM_UNIT = 32;         // channels of a row to norm: multiples, at most MAX_NORM
-constexpr int MAX_NORM = 32768;       // of one row that is longer PyTorch may share the sum
+constexpr int NORM_UNIT = 32;         // channels of a row to normalize: a multiple of this
+constexpr int MAX_NORM = 32768;       // for a longer row PyTorch may split the sum over threads
 constexpr int PACKED_OUTS = 64;       // outputs of a block of a packed weight
-constexpr int PACKED_WIDTH = 16;      // its columns: multiples
-constexpr int64_t TABLE = 1 << 16;    // results of a function of 16 bits
+constexpr int PACKED_WIDTH = 16;      // its columns are a multiple of this
+constexpr int64_t TABLE = 1 << 16;    // entries of a lookup table for 16-bit values
+
+// Columns of the writes and the seals of kvant_steps.
+enum { WRITE_SEQUENCE, WRITE_SLOT, WRITE_ROW, WRITE_ROWS, WRITE_COLUMN, WRITE_WIDTH };
+enum { SEAL_SEQUENCE, SEAL_SLOT, SEAL_SOURCE, SEAL_COLUMN, SEAL_WIDTH };
 
 inline int64_t size_of(int64_t dtype) { return dtype == KVANT_F32 ? 4 : 2; }
 

@@ -1,4 +1,4 @@
-// Attention of many positions, spread over threads.
+// Attention of many positions, distributed over threads.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Each unit is up to MANY queries of one head. Those of long sequences come first, so
-// that no thread is left alone with one.
+// A unit is up to MANY queries of one head. Units of long sequences start first, so that none of
+// them runs alone at the end.
 template <class Number> class AttendMany {
 public:
     explicit AttendMany(const kvant_request &r)

@@ -1,5 +1,5 @@
-// Numbers of one tensor, or of two, one by one: what the operators of PyTorch give, to the bit. Each is
-// computed in single precision and rounded once. Compiled without fused operations.
+// Elementwise operations on one or two tensors, with the bits of PyTorch's operators: computed in
+// single precision and rounded once. Compiled without fused operations.
 #include "map.hpp"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace kvant::KVANT_TARGET {
 namespace {
 
-constexpr int64_t ALONE = 1 << 15;  // numbers: some microseconds
+constexpr int64_t VALUES_PER_THREAD = 1 << 15;  // some microseconds
 
 struct Add {
     static F of(F a, F b) { return add(a, b); }
@@ -25,18 +25,18 @@ struct Multiply {
 template <class T> T opposite(T x) { return {(uint16_t)(x.bits ^ 0x8000)}; }
 template <> float opposite(float x) { return -x; }
 
-// Sixteen numbers, or the last few of a row; where they are one number, it is repeated.
-template <class T> F some(const T *p, int64_t step, int64_t count) {
+// Load up to 16 values; a step of zero repeats one value.
+template <class T> F load_some(const T *p, int64_t step, int64_t count) {
     if (step == 1 && count == 16) return load(p);
-    T few[16] = {};
-    for (int64_t i = 0; i < count; i++) few[i] = p[i * step];
-    return load(few);
+    T values[16] = {};
+    for (int64_t i = 0; i < count; i++) values[i] = p[i * step];
+    return load(values);
 }
 template <class T> void put(T *p, int64_t step, int64_t count, F x) {
     if (step == 1 && count == 16) return store_nearest(p, x);
-    T few[16];
-    store_nearest(few, x);
-    for (int64_t i = 0; i < count; i++) p[i * step] = few[i];
+    T values[16];
+    store_nearest(values, x);
+    for (int64_t i = 0; i < count; i++) p[i * step] = values[i];
 }
 
 class Mapping {
@@ -44,25 +44,26 @@ public:
     explicit Mapping(const kvant_map_request &r) : r(r), rows(r.shape.first * r.shape.second * r.shape.third) {}
 
     void run() {
-        const int64_t threads = std::min({r.threads, rows, rows * r.shape.last / ALONE + 1});
+        const int64_t helpers = rows * r.shape.last / VALUES_PER_THREAD;
+        const int64_t threads = std::min({r.threads, rows, helpers + 1});
         const auto fn = r.dtype == KVANT_F32    ? work<float>
                         : r.dtype == KVANT_BF16 ? work<Bfloat>
                                                 : work<Half>;
-        together = (rows + threads - 1) / threads;
+        chunk_rows = (rows + threads - 1) / threads;
         in_parallel((int)threads, fn, this);
     }
 
 private:
     const kvant_map_request &r;
     const int64_t rows;
-    int64_t together = 1;
+    int64_t chunk_rows = 1;
     std::atomic<int64_t> next{0};
 
     template <class T> static void work(void *self) { ((Mapping *)self)->take<T>(); }
 
     template <class T> void take() {
-        for (int64_t n; (n = next.fetch_add(together)) < rows;)
-            for (const int64_t stop = std::min(n + together, rows); n < stop; n++) row<T>(n);
+        for (int64_t n; (n = next.fetch_add(chunk_rows)) < rows;)
+            for (const int64_t stop = std::min(n + chunk_rows, rows); n < stop; n++) row<T>(n);
     }
 
     static char *at(const kvant_numbers &x, int64_t i, int64_t j, int64_t k) {
@@ -94,12 +95,13 @@ private:
     template <class Op, class T>
     static void each(const T *a, int64_t sa, const T *b, int64_t sb, T *out, int64_t so, int64_t count) {
         for (int64_t x = 0; x < count; x += 16) {
-            const int64_t few = std::min<int64_t>(16, count - x);
-            put(out + x * so, so, few, Op::of(some(a + x * sa, sa, few), some(b + x * sb, sb, few)));
+            const int64_t values = std::min<int64_t>(16, count - x);
+            const F left = load_some(a + x * sa, sa, values);
+            put(out + x * so, so, values, Op::of(left, load_some(b + x * sb, sb, values)));
         }
     }
 
-    // What a function gives for each of the numbers that 16 bits hold.
+    // Look up each value by its 16 bits.
     template <class T> void look_up(const T *a, int64_t sa, T *out, int64_t so, int64_t count) const {
         const T *const table = (const T *)r.b.data;
         if constexpr (sizeof(T) == 2)

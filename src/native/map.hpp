@@ -1,4 +1,4 @@
-// Numbers one by one, for the table of kernels.
+// Elementwise operations, for the table of kernels.
 #pragma once
 
 #include "kvant.h"

@@ -1,19 +1,19 @@
-// Products of up to TOGETHER queries with an opened block, on the processor's tiles (AMX): matrices
-// of 16 rows of 64 bytes, multiplied 16 queries x 32 numbers x 16 lanes at a time.
+// Products of up to TOGETHER queries with a decoded block, on the processor's matrix tiles (AMX). A
+// tile has 16 rows of 64 bytes; one instruction multiplies 16 queries x 32 numbers x 16 lanes.
 //
-// Rows of queries behind the last one are multiplied as well, whatever they hold: a row of a product
-// comes of one row of queries alone, and nobody reads those.
+// Rows after the last query are multiplied too, with undefined contents. They affect only the same
+// rows of the product, which are not read.
 #pragma once
 
 #include "tile.hpp"
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int TOGETHER = 32;  // queries whose scores are computed before they are used
-constexpr int GRAIN = 32;     // channels of an opened row are a multiple of it
-constexpr int OUT_PITCH = MAX_DIM + 16;  // numbers from one query's sums to the next's
+constexpr int TOGETHER = 32;  // queries whose scores are computed together
+constexpr int GRAIN = 32;     // channels of a decoded row are padded to a multiple
+constexpr int OUT_PITCH = MAX_DIM + 16;  // stride of the sums per query
 
-// While one lives its thread has the tiles, all of full size; then they are as if nobody had.
+// Configures the tiles of its thread, all of full size, and releases them when destroyed.
 class Products {
 public:
     Products() {
@@ -28,7 +28,7 @@ public:
     Products(const Products &) = delete;
     Products &operator=(const Products &) = delete;
 
-    // Scores [TOGETHER][PITCH] with all rows of a block; added to what is there where there is `more`.
+    // Scores [TOGETHER][PITCH] with all rows of a block; added to the present ones if `more`.
     void scores(const Tile<uint32_t> &keys, const uint32_t *q, bool more, int, float *s) const {
         const int64_t pitch = keys.width / 2;
         for (int t = 0; t < BLOCK; t += 32)
@@ -36,7 +36,7 @@ public:
                      keys.width / 32, more, s + t, PITCH);
     }
 
-    // acc [TOGETHER][OUT_PITCH] += weights [TOGETHER][PITCH] of the rows of a block times their channels.
+    // acc [TOGETHER][OUT_PITCH] += weights [TOGETHER][PITCH] of a block times its channels.
     void sums(const Tile<uint32_t> &values, const uint32_t *weights, int, float *acc) const {
         for (int d = 0; d < values.width; d += 32)
             multiply({weights, PITCH / 2, 16, 16 * (PITCH / 2)},
@@ -45,24 +45,24 @@ public:
     }
 
 private:
-    // Where the matrices of one side lie, in pairs: from one row of a matrix to the next, from
-    // a matrix to that of the next 32 numbers, and to the one beside it.
+    // The matrices of one operand. Strides in pairs: `row` between rows of a matrix, `step` to the
+    // matrix of the next 32 numbers, `neighbour` to the neighbouring matrix.
     struct Side {
         const uint32_t *at;
-        int64_t row, step, beside;
+        int64_t row, step, neighbour;
     };
 
-    // Two by two matrices of 16 x 16 sums.
+    // Compute two by two matrices of 16 x 16 sums.
     static void multiply(const Side &a, const Side &b, int steps, bool more, float *to,
                          int64_t pitch) {
-        asm volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
+        asm volatile("" ::: "memory");  // the compiler does not see that tile loads read memory
         const int64_t line = pitch * 4;
-        float *below = to + 16 * pitch;
+        float *lower = to + 16 * pitch;
         if (more) {
             _tile_loadd(0, to, line);
             _tile_loadd(1, to + 16, line);
-            _tile_loadd(2, below, line);
-            _tile_loadd(3, below + 16, line);
+            _tile_loadd(2, lower, line);
+            _tile_loadd(3, lower + 16, line);
         } else {
             _tile_zero(0);
             _tile_zero(1);
@@ -74,16 +74,16 @@ private:
             _tile_loadd(4, x, a.row * 4);
             _tile_loadd(6, y, b.row * 4);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, y + b.beside, b.row * 4);
+            _tile_loadd(7, y + b.neighbour, b.row * 4);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x + a.beside, a.row * 4);
+            _tile_loadd(5, x + a.neighbour, a.row * 4);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
         _tile_stored(0, to, line);
         _tile_stored(1, to + 16, line);
-        _tile_stored(2, below, line);
-        _tile_stored(3, below + 16, line);
+        _tile_stored(2, lower, line);
+        _tile_stored(3, lower + 16, line);
     }
 };
 

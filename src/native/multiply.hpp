@@ -1,4 +1,4 @@
-// Rows times a packed weight, for the table of kernels.
+// Multiplication of rows by a packed weight, for the table of kernels.
 #pragma once
 
 #include "kvant.h"

@@ -1,6 +1,6 @@
-// Rows over the root of the mean of their squares, times a weight: what the operators of PyTorch give
-// one after the other, to the bit. So squares are added in the order of its sums: 32 partial sums, of
-// every 32nd number, each as a tree of 16 to a branch. Compiled without fused operations.
+// RMSNorm of rows, with the bits of PyTorch's operators. Squares are added in the order of PyTorch's
+// sums: 32 partial sums, of every 32nd value, each as a tree with 16 values per branch. Compiled
+// without fused operations.
 #include "norm.hpp"
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 namespace kvant::KVANT_TARGET {
 namespace {
 
-constexpr int64_t NUMBERS = 1 << 12;  // that a thread takes at a time, or a row
-constexpr int64_t ALONE = 1 << 15;    // numbers: some microseconds
+constexpr int64_t CHUNK_VALUES = 1 << 12;       // that a thread takes at a time; at least a row
+constexpr int64_t VALUES_PER_THREAD = 1 << 15;  // some microseconds
 constexpr int LEVELS = 4, BRANCH = 16;
 
 struct Sums {
@@ -73,7 +73,7 @@ public:
         const auto work = r.dtype == KVANT_F32    ? &Norming::work<float>
                           : r.dtype == KVANT_BF16 ? &Norming::work<Bfloat>
                                                   : &Norming::work<Half>;
-        in_parallel((int)std::min(r.threads, r.count * r.dim / ALONE + 1), work, this);
+        in_parallel((int)std::min(r.threads, r.count * r.dim / VALUES_PER_THREAD + 1), work, this);
     }
 
 private:
@@ -83,7 +83,7 @@ private:
     template <class T> static void work(void *self) { ((Norming *)self)->take<T>(); }
 
     template <class T> void take() {
-        const int64_t rows = std::max<int64_t>(NUMBERS / r.dim, 1);
+        const int64_t rows = std::max<int64_t>(CHUNK_VALUES / r.dim, 1);
         for (int64_t n; (n = next.fetch_add(rows)) < r.count;)
             for (const int64_t stop = std::min(n + rows, r.count); n < stop; n++)
                 row((const T *)r.rows + n * r.dim, (const T *)r.weight, (T *)r.out + n * r.dim,

@@ -1,4 +1,4 @@
-// The norm, for the table of kernels.
+// RMSNorm, for the table of kernels.
 #pragma once
 
 #include "kvant.h"

@@ -1,4 +1,4 @@
-// Codes of a row as whole bytes (codecs/packing.py), and 16-bit floats rounded as scales are.
+// Pack the codes of a row into bytes (codecs/packing.py), and round scales to 16-bit floats.
 #pragma once
 
 #include "shape.hpp"
@@ -11,7 +11,7 @@ inline float half_value(uint16_t h) {
     return float_of(sign | (power + 112) << 23 | rest << 13);
 }
 
-// The largest half that is not above x.
+// The largest half that is at most x.
 inline uint16_t half_below(float x) {
     const uint16_t nearest = to_half(x);
     if (half_value(nearest) <= x) return nearest;
@@ -21,14 +21,14 @@ inline uint16_t half_below(float x) {
 
 inline uint16_t half_above(float x) { return half_below(-x) ^ 0x8000; }
 
-// Parts of WIDTH bits from bit FROM on, interleaved within spans.
+// Pack WIDTH bits of each code, from bit FROM on, interleaved within spans.
 template <int WIDTH, int FROM>
 inline void pack_plane(const uint8_t *codes, int dim, int span, uint8_t *out) {
-    const int each = 8 / WIDTH, step = span / each;
+    const int per_byte = 8 / WIDTH, step = span / per_byte;
     for (int d = 0; d < dim; d += span, out += step)
         for (int e = 0; e < step; e++) {
             unsigned byte = 0;
-            for (int i = 0; i < each; i++)
+            for (int i = 0; i < per_byte; i++)
                 byte |= (codes[d + e + i * step] >> FROM & ((1 << WIDTH) - 1)) << WIDTH * i;
             out[e] = (uint8_t)byte;
         }

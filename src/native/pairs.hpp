@@ -1,9 +1,14 @@
-// Codes of 2 to 6 bits, and floats of 8: a table gives each as a 16-bit float, two a lane.
+// Products with codes of 2 to 6 bits and floats of 8, looked up in a table of 16-bit floats.
 //
-// In memory (kvant.h) four neighbouring codes of a plane, one a byte, make up a lane: channels of a
-// key row, or four rows of a channel of the values. The bytes at even places are one pair, those at
-// odd places the other: so a table indexed by 16-bit halves yields what `dot2` wants, with no
-// shuffle. A lane is a row (keys) or a channel (values): nothing is summed over lanes.
+// A lane of 32 bits holds four neighbouring bytes of a plane (kvant.h): four channels of a key row,
+// or four rows of a value channel. `dot2` takes two values a lane; two lookups by 16-bit halves give
+// both pairs without a shuffle:
+//
+//   lane      | byte 3 | byte 2 | byte 1 | byte 0 |
+//   x         | half 1: bytes 3 2 | half 0: bytes 1 0 |    low bits: pair of bytes 0 and 2
+//   x >> 8                                                 low bits: pair of bytes 1 and 3
+//
+// A lane belongs to one row (keys) or one channel (values), so nothing is summed over lanes.
 #pragma once
 
 #include "rows.hpp"
@@ -13,12 +18,12 @@ namespace kvant::KVANT_TARGET {
 struct SealedBlock {
     const uint8_t *codes;
     const Half *scale, *bias;  // [BLOCK / 16][groups][16]; no bias: null
-    int dim, group, groups, width;  // width: bytes of codes a row
+    int dim, group, groups, width;  // width: bytes of codes per row
     mutable Ahead ahead;
-    int64_t to_next_scale;  // bytes from here to the scales that are read next
+    int64_t to_next_scale;  // bytes from these scales to the next block's
 };
 
-// Bits of the high plane above those of the low one, whatever is above that.
+// Combine the bits of the low plane with those of the high one; bits above are undefined.
 template <int BITS> inline I joined(I low, I high) {
     constexpr int mask = (1 << Planes<BITS>::LOW) - 1;
     return choose(set1i(mask | mask << 16), low, high);
@@ -31,7 +36,7 @@ template <int N> inline I shifted(I x) {
         return left<-N>(x);
 }
 
-// Four key channels of 16 rows: those from 16 H + 4 Q on of a block of SPAN; HALF is 0 or 8.
+// Codes of four key channels of 16 rows, from channel 16 H + 4 Q of a span of SPAN; HALF is 0 or 8.
 template <int BITS, int SPAN, int H, int Q, int HALF>
 inline I key_codes(const uint8_t *low, [[maybe_unused]] const uint8_t *high) {
     using P = Planes<BITS>;
@@ -40,14 +45,14 @@ inline I key_codes(const uint8_t *low, [[maybe_unused]] const uint8_t *high) {
     if constexpr (P::HIGH == 0) {
         return x;
     } else {
-        constexpr int wide = SPAN * P::HIGH / 8;
-        constexpr int by = P::HIGH * (at / wide) + HALF - P::LOW;
-        return joined<BITS>(x, shifted<by>(loadi(high + at % wide * 16)));
+        constexpr int high_step = SPAN * P::HIGH / 8;
+        constexpr int by = P::HIGH * (at / high_step) + HALF - P::LOW;
+        return joined<BITS>(x, shifted<by>(loadi(high + at % high_step * 16)));
     }
 }
 
-// Scores so far of GN queries with the rows of TILES tiles: pairs A and pairs B apart, so that no
-// product waits for the one before it.
+// Running scores of GN queries with the rows of TILES tiles. The two pairs of a lane have separate
+// sums, so that no product waits for the previous one.
 template <int GN, int TILES> struct Chains {
     F a[TILES][GN], b[TILES][GN];
     void clear() {
@@ -80,8 +85,8 @@ inline void score_span(const uint8_t *low, const uint8_t *high, int tile,
     score_quad<BITS, SPAN, GN, TILES, H, 3>(low, high, tile, levels, q, x);
 }
 
-// Queries as pairs or Fine [GN][MAX_DIM / 2], in the order of key_codes, and their sums [GN][MAX_GROUPS];
-// scores [GN][PITCH]. The middle level is what a code of zero means, times the scale.
+// Compute scores [GN][PITCH] from queries [GN][MAX_DIM / 2], as pairs or Fine in the order of
+// key_codes, and their sums [GN][MAX_GROUPS]. `middle` is the code that a level of zero stands for.
 template <int BITS, int SPAN, int GN, class Two>
 void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float middle,
                  const Two *q, const float *sums, float *s) {
@@ -126,9 +131,9 @@ void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float mid
     }
 }
 
-// How 16 channels of the values are found in a plane of WIDTH bits: those of a span of SPAN from
-// 16 * HALF on. Lane i is byte `column + i % columns` of four rows, and its code is to be moved
-// right by `by` for its first rows, by 8 more for the others, so that it ends at bit TO.
+// Locate 16 channels of the values in a plane of WIDTH bits: those of a span of SPAN from 16 * HALF
+// on. Lane i has byte `column + i % columns` of four rows. Shifting it right by `by` moves the codes
+// of rows 0 and 2 to bit TO; 8 bits more, those of rows 1 and 3.
 template <int WIDTH, int SPAN, int HALF, int TO> struct Lanes {
     static constexpr int step = SPAN * WIDTH / 8;
     static constexpr int columns = step < 16 ? step : 16;
@@ -179,18 +184,18 @@ inline void value_codes(const uint8_t *row, int low, int high, const Levels<BITS
     }
 }
 
-// Weights [GN][w_stride] as pairs or Fine, rows 0 2 and 1 3 of every four; acc [GN][stride] gets the
-// channels [first, first + 16 NC), of which the first is the HALFth of its span.
+// Add weights [GN][w_stride] (pairs or Fine, rows 0 2 and 1 3 of every four) times the channels
+// [first, first + 16 NC) to acc [GN][stride]. HALF is the position of `first` in its span, by 16.
 template <int BITS, int SPAN, int GN, int NC, int HALF, class Two>
 void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int first,
                       const Two *w, int64_t w_stride, float *acc, int64_t stride) {
     using P = Planes<BITS>;
-    constexpr int TWINS = GN * NC <= 8 ? 2 : 1;  // chains, so that none waits for itself
-    F sum[TWINS][GN][NC];
+    constexpr int CHAINS = GN * NC <= 8 ? 2 : 1;  // separate sums: no product waits
+    F sum[CHAINS][GN][NC];
     for (int g = 0; g < GN; g++)
         for (int c = 0; c < NC; c++) {
             sum[0][g][c] = load(acc + g * stride + first + 16 * c);
-            if (TWINS == 2) sum[TWINS - 1][g][c] = zero();
+            if (CHAINS == 2) sum[CHAINS - 1][g][c] = zero();
         }
     const int low_size = block.dim * P::LOW / 8;
     const auto low = [&](int c) { return Lanes<P::LOW, SPAN, 0, 0>::column(first + 16 * c); };
@@ -213,16 +218,16 @@ void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int 
                 sum[0][g][c] = dot2(sum[0][g][c], a[c], w[g * w_stride]);
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++)
-                sum[TWINS - 1][g][c] = dot2(sum[TWINS - 1][g][c], b[c], w[g * w_stride + 1]);
+                sum[CHAINS - 1][g][c] = dot2(sum[CHAINS - 1][g][c], b[c], w[g * w_stride + 1]);
     }
     for (int g = 0; g < GN; g++)
         for (int c = 0; c < NC; c++) {
-            const F x = TWINS == 2 ? add(sum[0][g][c], sum[TWINS - 1][g][c]) : sum[0][g][c];
+            const F x = CHAINS == 2 ? add(sum[0][g][c], sum[CHAINS - 1][g][c]) : sum[0][g][c];
             store(acc + g * stride + first + 16 * c, x);
         }
 }
 
-// The channels [first, stop) that share weights.
+// Add the channels [first, stop), which share weights.
 template <int BITS, int SPAN, int GN, class Two>
 void pair_values(const SealedBlock &block, const Levels<BITS> &levels, int first, int stop,
                  const Two *w, int64_t w_stride, float *acc, int64_t stride) {

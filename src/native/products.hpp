@@ -1,16 +1,16 @@
-// Products of up to TOGETHER queries with an opened block, on vectors.
+// Products of up to TOGETHER queries with a decoded block, on vectors.
 #pragma once
 
 #include "tile.hpp"
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int TOGETHER = 32;  // queries whose scores are computed before they are used
-constexpr int GRAIN = 16;     // channels of an opened row are a multiple of it
-constexpr int OUT_PITCH = MAX_DIM + 16;  // numbers from one query's sums to the next's
+constexpr int TOGETHER = 32;  // queries whose scores are computed together
+constexpr int GRAIN = 16;     // channels of a decoded row are padded to a multiple
+constexpr int OUT_PITCH = MAX_DIM + 16;  // stride of the sums per query
 
 struct Products {
-    // Scores [count][PITCH] with all rows of a block; added to what is there where there is `more`.
+    // Scores [count][PITCH] with all rows of a block; added to the present ones if `more`.
     template <class Number>
     void scores(const Tile<Number> &keys, const Number *q, bool more, int count, float *s) const {
         const int steps = keys.width / EACH<Number>;
@@ -49,7 +49,7 @@ private:
             for (int t = 0; t < BLOCK / 16; t++) store(s + m * PITCH + 16 * t, acc[m][t]);
     }
 
-    // acc of MQ queries += weights times NC vectors of channels.
+    // Add weights times NC vectors of channels to the sums of MQ queries.
     template <int MQ, int NC, class Number>
     static void sum(const Number *values, int64_t pitch, const Number *weights, float *acc) {
         constexpr int lines = BLOCK / EACH<Number>, w_pitch = PITCH / EACH<Number>;

@@ -1,7 +1,7 @@
-// Codes of 8 bits: integer products, four codes a lane, with numbers of 15 bits.
+// Products with codes of 8 bits: integer products of four codes per lane with 15-bit numbers.
 //
-// Queries and weights are made fixed-point numbers (Quads), fine enough that the format's own error
-// is tens of times larger. A lane is a row (keys) or a channel (values), as in pairs.hpp.
+// Queries and weights are converted to fixed point (Quads); the error of the format is tens of times
+// larger than that of the conversion. A lane is a row (keys) or a channel (values), as in pairs.hpp.
 #pragma once
 
 #include "kvant.h"
@@ -9,15 +9,15 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Are the codes of a side whole numbers of 8 bits?
+// Whether the codes of a side are 8-bit integers.
 inline bool in_quads(const kvant_side &side) {
     return side.format == KVANT_AFFINE && side.bits == 8;
 }
 
 constexpr float FIXED = 16256.0f;  // 127 * 128: the largest fixed-point number
 
-// Queries as fours [GN][MAX_DIM / 2], each with a step; sums [GN][MAX_GROUPS] of what they stand
-// for.
+// Queries as fours [GN][MAX_DIM / 2], each in units of a step; sums [GN][MAX_GROUPS] of their
+// values.
 template <int GN>
 void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step, const float *sums,
                  float *s) {
@@ -32,12 +32,12 @@ void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step,
             const int stop = (u + 1) * block.group < block.dim ? (u + 1) * block.group : block.dim;
             Quads x[TILES][GN];
             for (int d = u * block.group; d < stop; d += 4) {
-                const I one = loadi(codes + 16 * d), other = loadi(codes + tile + 16 * d);
+                const I first = loadi(codes + 16 * d), second = loadi(codes + tile + 16 * d);
                 block.ahead.fetch_next<TILES * LINE>();
                 for (int g = 0; g < GN; g++) {
                     const Quads::Four four(q + g * (MAX_DIM / 2) + d / 2);
-                    x[0][g].add(one, four);
-                    x[1][g].add(other, four);
+                    x[0][g].add(first, four);
+                    x[1][g].add(second, four);
                 }
             }
             for (int i = 0; i < TILES; i++) {
@@ -57,7 +57,7 @@ void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step,
     }
 }
 
-// Weights as fours [GN][w_stride], one for four rows, each query's with a step.
+// Weights as fours [GN][w_stride], one per four rows, in units of each query's step.
 template <int GN, int NC>
 void quad_values_part(const SealedBlock &block, int first, const uint32_t *w, int64_t w_stride,
                       const float *step, float *acc, int64_t stride) {

@@ -1,4 +1,4 @@
-// The queries of one key head, in every form that the kernels of its rows want.
+// The queries of one key head, in the forms that the kernels take.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace kvant::KVANT_TARGET {
 
 struct Query {
     int group, dim;
-    bool exact;  // are they 16-bit floats as they came?
+    bool exact;  // whether all queries are 16-bit floats
     alignas(64) float rows[MAX_GROUP][MAX_DIM];
     alignas(64) Bfloat high[MAX_GROUP][MAX_DIM], low[MAX_GROUP][MAX_DIM];
     alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
@@ -20,7 +20,7 @@ struct Query {
     alignas(64) Fine fine[MAX_GROUP][MAX_DIM / 2];
     float step[MAX_GROUP], sums[MAX_GROUP][MAX_GROUPS];
 
-    // The group of queries at one position that share key head `head`.
+    // Read the group of queries at one position that share key head `head`.
     void take(const kvant_request &r, int64_t sequence, int64_t head, int64_t query) {
         const kvant_side &keys = *r.keys;
         group = (int)r.group, dim = (int)keys.dim, exact = true;
@@ -49,7 +49,7 @@ private:
         exact = exact && !any_above(odd, 0.0f);
     }
 
-    // f(u, first, stop) for every group of channels.
+    // Call f(u, first, stop) for every group of channels.
     template <class Fn> void by_group(int width, Fn f) const {
         for (int u = 0; u * width < dim; u++) f(u, u * width, std::min(dim, (u + 1) * width));
     }
@@ -78,10 +78,10 @@ private:
             top = max(top, abs(x));
             odd = fma(x, zero(), odd);
         }
-        // No whole number stands for NaN or infinity: the step does, for all of the query.
+        // Integers cannot represent NaN or infinity: a NaN step marks the whole query.
         step[g] = sum(odd) == 0.0f ? std::fmax(largest(top) / FIXED, 1e-30f) : __builtin_nanf("");
         by_group(width, [&](int u, int first, int stop) {
-            F total = zero();  // of whole numbers that a float holds
+            F total = zero();  // of integers that are exact in a float
             for (int d = first; d < stop; d += 16) {
                 const I n = to_int(mul(load(rows[g] + d), set1(1.0f / step[g])));
                 store_fixed(fours[g] + d / 2, n);

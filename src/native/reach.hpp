@@ -1,4 +1,4 @@
-// How many bytes counts and strides lead to, in arithmetic that cannot overflow unnoticed.
+// Compute the bytes that counts and strides span, with arithmetic that saturates on overflow.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace kvant {
 
-constexpr int64_t ENDLESS = INT64_MAX;  // more than there is of anything; also what is below zero
+constexpr int64_t ENDLESS = INT64_MAX;  // overflow, or a negative operand: larger than any memory
 
 inline int64_t times(int64_t a, int64_t b) {
     int64_t product;
@@ -31,7 +31,7 @@ struct Axis {
     int64_t count, stride;
 };
 
-// Bytes up to the end of the last item, each of `item` bytes.
+// Bytes up to the end of the last item; an item has `item` bytes.
 inline int64_t reach(std::initializer_list<Axis> axes, int64_t item) {
     int64_t all = item;
     for (const Axis &axis : axes) {
@@ -41,7 +41,7 @@ inline int64_t reach(std::initializer_list<Axis> axes, int64_t item) {
     return all;
 }
 
-// Are so many bytes there, in numbers of `unit` bytes?
+// Whether memory of `nbytes` holds `need` bytes, aligned for numbers of `unit` bytes.
 inline bool holds(const void *data, int64_t nbytes, int64_t need, int64_t unit) {
     if (need == 0) return true;
     return data && (uintptr_t)data % unit == 0 && need <= nbytes && need != ENDLESS;

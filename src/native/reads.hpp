@@ -1,6 +1,9 @@
-// What there is to read of a sequence: where its sealed, open and own rows begin and end.
+// The rows of a sequence that attention reads: the ranges of its sealed, open and own rows.
 //
-// Checks and kernels both go by it, so what was checked is what is read.
+//   position   0    sinks         seam           own          end
+//              | sinks |    sealed   |    open     |    own     |
+//
+// Checks and kernels both use it, so kernels read exactly what was checked.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +12,12 @@
 
 namespace kvant {
 
-// In positions.
+// All in positions.
 struct Reads {
-    int64_t end;    // behind the newest
-    int64_t own;    // the first of the request's own rows; open rows end there
-    int64_t sinks;  // below it, rows are read from open pages
-    int64_t begins, sinks_stop;  // rows of the pages of sinks: from there on, unless they are sinks
+    int64_t end;    // one past the newest
+    int64_t own;    // the first of the request's own (new) rows; open rows end there
+    int64_t sinks;  // positions below it are read from open pages
+    int64_t begins, sinks_stop;  // first row except sinks; end of the pages that hold sinks
     int64_t sealed_first, sealed_stop, open_first, own_first;
 
     Reads(const kvant_request &r, int64_t sequence) {
@@ -31,7 +34,7 @@ struct Reads {
         open_first = std::max({n[KVANT_FIRST_OPEN] * e.page, begins, sinks_stop});
     }
 
-    // The position below which the query at `position` reads sealed rows, else dense ones.
+    // The position below which the query at `position` reads sealed rows, and dense ones from it.
     int64_t seam(const kvant_request &r, int64_t position) const {
         const kvant_extent &e = *r.extent;
         const int64_t length = position + 1;

@@ -1,6 +1,6 @@
-// The signed Hadamard transform, what codecs/frames/hadamard.py gives, to the bit. Its stages there
-// pair neighbours and put the sums before the differences; after all of them every number lies where
-// the stages in place, 1, 2, 4, ... apart, leave it. Compiled without fused operations, as sealing is.
+// The signed Hadamard transform of codecs/frames/hadamard.py, to the bit. The stages there pair
+// neighbours and put all sums before all differences. The in-place stages here, at distances 1, 2,
+// 4, ..., give the same order in the end. Compiled without fused operations.
 #include "rotate.hpp"
 
 #include <algorithm>
@@ -12,21 +12,21 @@
 namespace kvant::KVANT_TARGET {
 namespace {
 
-constexpr int64_t CHUNK = 64;    // rows that a thread takes at a time
-constexpr int64_t ALONE = 1024;  // rows: some tens of microseconds
+constexpr int64_t CHUNK = 64;               // rows that a thread takes at a time
+constexpr int64_t ROWS_PER_THREAD = 1024;  // some tens of microseconds
 
-// 16 N numbers in place.
+// Transform 16 N numbers in place.
 template <int N> inline void butterfly(F *x) {
 #pragma GCC unroll 16
     for (int i = 0; i < N; i++) x[i] = folded<8>(folded<4>(folded<2>(folded<1>(x[i]))));
 #pragma GCC unroll 4
-    for (int apart = 1; apart < N; apart *= 2)
+    for (int distance = 1; distance < N; distance *= 2)
 #pragma GCC unroll 8
         for (int n = 0; n < N / 2; n++) {
-            const int i = n / apart * 2 * apart + n % apart;
-            const F even = x[i], odd = x[i + apart];
+            const int i = n / distance * 2 * distance + n % distance;
+            const F even = x[i], odd = x[i + distance];
             x[i] = add(even, odd);
-            x[i + apart] = sub(even, odd);
+            x[i + distance] = sub(even, odd);
         }
 }
 
@@ -53,7 +53,7 @@ public:
         const auto work = r.dtype == KVANT_F32    ? &Rotating::work<float>
                           : r.dtype == KVANT_BF16 ? &Rotating::work<Bfloat>
                                                   : &Rotating::work<Half>;
-        in_parallel((int)std::min(r.threads, rows / ALONE + 1), work, this);
+        in_parallel((int)std::min(r.threads, rows / ROWS_PER_THREAD + 1), work, this);
     }
 
 private:
@@ -77,7 +77,7 @@ private:
         }
     }
 
-    // The powers of two that a row is made of, largest first.
+    // Rotate the blocks of a row, powers of two, largest first.
     template <class T> void row(const T *from, T *to) const {
         int64_t d = 0;
         for (int64_t width = MAX_DIM; width >= 16; width /= 2) {

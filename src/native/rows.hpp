@@ -1,7 +1,7 @@
-// Dense rows, one after the other: scores and weighted sums straight from memory.
+// Scores and weighted sums of dense rows, read directly from memory.
 //
-// Lanes are channels. Scores of several rows and queries are summed over their lanes together.
-// Where there is a dot product of 16-bit floats, rows of that type are never widened.
+// Lanes are channels. The lanes of scores of several rows and queries are summed together. If the
+// processor has a dot product of 16-bit floats, rows of that type are never widened.
 #pragma once
 
 #include "ahead.hpp"
@@ -71,7 +71,7 @@ void row_values(const RowBlock &rows, const float *p, int dim, float *acc, int64
 
 #if KVANT_BFLOAT_DOT
 
-// Queries [GN][MAX_DIM] as Bfloat, zero behind dim.
+// Queries [GN][MAX_DIM] as Bfloat, zero after dim.
 template <int GN>
 void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
     constexpr int R = 16 / GN;
@@ -90,7 +90,7 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
                 for (int g = 0; g < GN; g++) acc[g * R + r] = dot2(acc[g * R + r], k, x[g]);
             }
         }
-        if (d < dim)  // 16 channels are left
+        if (d < dim)  // the last 16 channels
             for (int r = 0; r < R; r++)
                 for (int g = 0; g < GN; g++)
                     acc[g * R + r] =
@@ -101,7 +101,7 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
     }
 }
 
-// Weights [GN][PITCH] as Bfloat, zero behind the rows; channels [first, first + 32 NC).
+// Weights [GN][PITCH] as Bfloat, zero after the rows; channels [first, first + 32 NC).
 template <int GN, int NC>
 void bfloat_values_part(const RowBlock &rows, const Bfloat *w, int first, float *acc,
                         int64_t stride) {
@@ -134,7 +134,7 @@ void bfloat_values_part(const RowBlock &rows, const Bfloat *w, int first, float 
         }
 }
 
-// `p` are the same weights as `w`, in single precision.
+// `p` has the weights `w` in single precision.
 template <int GN>
 void bfloat_values(const RowBlock &rows, const Bfloat *w, const float *p, int dim, float *acc,
                    int64_t stride) {

@@ -1,6 +1,5 @@
-// Sealing pages: what codecs/affine.py, codebook.py and fp8.py give, to the bit, written straight to
-// where the kernels read it. Compiled for each instruction set without fused operations, which
-// round otherwise than the codecs do.
+// Seal pages like codecs/affine.py, codebook.py and fp8.py, to the bit, in the arrangement that the
+// kernels read. Compiled without fused operations, which would round differently from the codecs.
 #include "seal.hpp"
 
 #include <algorithm>
@@ -21,33 +20,33 @@ struct Row {
     FitSums sums[MAX_GROUPS];
 };
 
-constexpr int TILE = 16;  // rows that are fitted together
+constexpr int TILE = 16;  // rows whose scales are fitted together
 
-// The least and the largest of numbers; two NaN where one of them is that or infinite.
+// The minimum and the maximum of x; both NaN if any value is NaN or infinite.
 struct Ends {
     float low, high;
 };
 Ends ends_of(const float *x, int count) {
-    F high = set1(-3.4028235e38f), low = high, odd = zero();
+    F high = set1(-3.4028235e38f), low = high, nonfinite = zero();
     for (int d = 0; d < count; d += 16) {
         const F y = load(x + d);
         high = max(high, y);
         low = max(low, sub(zero(), y));
-        odd = fma(y, zero(), odd);
+        nonfinite = fma(y, zero(), nonfinite);
     }
-    if (any_above(odd, 0.0f)) return {__builtin_nanf(""), __builtin_nanf("")};
+    if (any_above(nonfinite, 0.0f)) return {__builtin_nanf(""), __builtin_nanf("")};
     return {-largest(low), largest(high)};
 }
 
-// The nearest codes, as whole floats.
-void find_codes(const float *x, float *codes, int count, float scale, float bias, float most) {
+// Find the nearest codes, as integral floats.
+void find_codes(const float *x, float *codes, int count, float scale, float bias, float max_code) {
     const float step = scale > 0 ? scale : 1.0f;
     for (int i = 0; i < count; i++)
-        codes[i] = std::min(std::max(std::rint((x[i] - bias) / step), 0.0f), most);
+        codes[i] = std::min(std::max(std::rint((x[i] - bias) / step), 0.0f), max_code);
 }
 
 void affine_row(Row &row, const kvant_side &r) {
-    const float most = (float)((1 << r.bits) - 1);
+    const float max_code = (float)((1 << r.bits) - 1);
     alignas(64) float codes[MAX_DIM];
     for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++) {
         const int count = (int)std::min(r.group, r.dim - d);
@@ -61,9 +60,9 @@ void affine_row(Row &row, const kvant_side &r) {
         }
         row.bias[u] = half_below(clamped(ends.low, LIMIT) + 0.0f);
         const float bias = half_value(row.bias[u]);
-        row.scale[u] = half_above((clamped(ends.high, LIMIT) + 0.0f - bias) / most);
+        row.scale[u] = half_above((clamped(ends.high, LIMIT) + 0.0f - bias) / max_code);
         for (int i = 0; i < count; i++) x[i] = clamped(x[i], LIMIT);
-        find_codes(x, n, count, half_value(row.scale[u]), bias, most);
+        find_codes(x, n, count, half_value(row.scale[u]), bias, max_code);
     }
     if (!r.corrected) {
         for (int64_t d = 0; d < r.dim; d++) row.codes[d] = (uint8_t)(int)codes[d];
@@ -73,13 +72,14 @@ void affine_row(Row &row, const kvant_side &r) {
         row.sums[u] = sums_of(row.x + d, codes + d, (int)std::min(r.group, r.dim - d));
 }
 
-// The codes again, under the pairs of a lane of the tile; of a group that is no number they are 0.
-void affine_again(Row &row, const FitGroups *tile, int lane, const kvant_side &r) {
-    const float most = (float)((1 << r.bits) - 1);
+// Find the codes again, with the fitted scales and biases of a lane; 0 in broken groups.
+void find_fitted_codes(Row &row, const FitGroups *tile, int lane, const kvant_side &r) {
+    const float max_code = (float)((1 << r.bits) - 1);
     alignas(64) float codes[MAX_DIM];
     for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++)
         find_codes(row.x + d, codes + d, (int)std::min(r.group, r.dim - d),
-                   half_value(tile[u].scale[lane].bits), half_value(tile[u].bias[lane].bits), most);
+                   half_value(tile[u].scale[lane].bits), half_value(tile[u].bias[lane].bits),
+                   max_code);
     for (int64_t d = 0; d < r.dim; d++) row.codes[d] = (uint8_t)(int)codes[d];
 }
 
@@ -112,11 +112,11 @@ void codebook_row(Row &row, const kvant_side &r) {
     row.scale[0] = to_half(std::min((float)scale, LIMIT));
 }
 
-// The nearest float of 8 bits, ties to even; a negative zero becomes the other one. No NaN comes
-// here, and nothing that is beyond 448 once it is rounded.
+// Round to the nearest float of 8 bits, ties to even; a negative zero becomes zero. x is not NaN,
+// and at most 448 after rounding.
 uint8_t to_float8(float x) {
     const uint32_t bits = bits_of(x), size = bits & 0x7fffffff;
-    // From 2^-6 on there is a leading one; below, numbers are multiples of 2^-9.
+    // Numbers below 2^-6 are denormal: multiples of 2^-9.
     const uint32_t code = size < 0x3c800000
                               ? (uint32_t)std::rint(float_of(size) * 0x1p9f)
                               : (size + 0x7ffff + (size >> 20 & 1) - 0x3c000000) >> 20;
@@ -136,7 +136,7 @@ void fp8_row(Row &row, const kvant_side &r) {
     for (int d = 0; d < dim; d++) row.codes[d] = to_float8(clamped(row.x[d], LIMIT) / step);
 }
 
-// Bytes of rows where they belong: tiles of `rows` rows and `width` bytes, row after row without.
+// The arrangement of a field: tiles of `rows` rows and `width` bytes; one row: canonical order.
 struct Place {
     int64_t rows, width;
     int64_t at(int64_t row, int64_t column, int64_t columns) const {
@@ -168,7 +168,7 @@ public:
             }
             put_params(tile, first);
             for (int n = 0; n < TILE; n++) {
-                if (r.format == KVANT_AFFINE && r.corrected) affine_again(rows[n], tile, n, r);
+                if (r.format == KVANT_AFFINE && r.corrected) find_fitted_codes(rows[n], tile, n, r);
                 pack_row(rows[n].codes, (int)r.dim, (int)r.bits, rows[n].packed);
                 put_codes(rows[n], first + n);
             }
@@ -206,7 +206,7 @@ private:
             std::memcpy(to, row.packed, width);
     }
 
-    // Of sixteen rows: fitting them together takes hardly longer than one.
+    // Fit and store the scales of 16 rows; fitting one would take nearly as long.
     void put_params(FitGroups *tile, int64_t first) const {
         for (int64_t u = 0; u < groups; u++) {
             if (r.format == KVANT_AFFINE && r.corrected)

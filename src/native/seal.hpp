@@ -1,4 +1,4 @@
-// Sealing one page of one head, for the table of kernels.
+// Sealing a page of one head, for the table of kernels.
 #pragma once
 
 #include "kernels.hpp"

@@ -1,8 +1,8 @@
-// Which rows a query sees, as runs of neighbouring rows that are all seen.
+// The rows that a query sees, as segments of neighbouring rows that are all visible.
 //
-// The rule is that of attention/mask.py, over positions. The request's own rows are read from there;
-// of the others, positions below `sinks` from open pages and nowhere else, those below the seam
-// from sealed pages, the rest from open ones. Pages of sinks are always open, whatever others are.
+// Visibility follows attention/mask.py. Own rows are read from the request. Of the others, positions
+// below `sinks` are read from open pages only, those below the seam from sealed pages, the rest from
+// open pages. Pages that hold sinks are always open.
 #pragma once
 
 #include "reads.hpp"
@@ -23,21 +23,21 @@ struct Segments {
     int count = 0;
 
     Segments() = default;
-    Segments(const kvant_request &r, const Reads &there, int64_t query) {
-        const int64_t position = there.end - r.queries + query;
+    Segments(const kvant_request &r, const Reads &reads, int64_t query) {
+        const int64_t position = reads.end - r.queries + query;
         if (position < 0) return;
-        int64_t low = 0, high = r.causal ? position + 1 : there.end;
+        int64_t low = 0, high = r.causal ? position + 1 : reads.end;
         if (r.chunk) {
             low = position / r.chunk * r.chunk;
             high = std::min(high, low + r.chunk);
         }
-        const int64_t near = r.window ? std::max(low, position - r.window + 1) : low;
-        const int64_t seam = there.seam(r, position);
-        if (near > low) add(r, there, seam, low, std::min({high, near, r.mask_sinks}));
-        add(r, there, seam, near, high);
+        const int64_t window_low = r.window ? std::max(low, position - r.window + 1) : low;
+        const int64_t seam = reads.seam(r, position);
+        if (window_low > low) add(r, reads, seam, low, std::min({high, window_low, r.mask_sinks}));
+        add(r, reads, seam, window_low, high);
     }
 
-    // Take in what others hold: a part of which there is a run already becomes one run.
+    // Extend the segments to cover others; segments of the same part become one.
     void widen(const Segments &others) {
         for (int i = 0; i < others.count; i++) {
             const Segment &other = others.list[i];
@@ -53,18 +53,18 @@ struct Segments {
     }
 
 private:
-    // Positions [low, high).
-    void add(const kvant_request &r, const Reads &there, int64_t seam, int64_t low, int64_t high) {
+    // Add positions [low, high).
+    void add(const kvant_request &r, const Reads &reads, int64_t seam, int64_t low, int64_t high) {
         const int64_t sinks = r.extent->sinks;
-        put(Part::sinks, low, std::min(high, there.sinks));
-        put(Part::own, std::max(low, there.own_first), std::min(high, sinks));
+        put(Part::sinks, low, std::min(high, reads.sinks));
+        put(Part::own, std::max(low, reads.own_first), std::min(high, sinks));
         low = std::max(low, sinks);
-        put(Part::sealed, std::max(low, there.sealed_first),
-            std::min({high, seam, there.sealed_stop}));
+        put(Part::sealed, std::max(low, reads.sealed_first),
+            std::min({high, seam, reads.sealed_stop}));
         low = std::max(low, seam);
-        put(Part::sinks, std::max(low, there.begins), std::min(high, there.sinks_stop));
-        put(Part::open, std::max(low, there.open_first), std::min(high, there.own));
-        put(Part::own, std::max(low, there.own_first), high);
+        put(Part::sinks, std::max(low, reads.begins), std::min(high, reads.sinks_stop));
+        put(Part::open, std::max(low, reads.open_first), std::min(high, reads.own));
+        put(Part::own, std::max(low, reads.own_first), high);
     }
 
     void put(Part part, int64_t first, int64_t stop) {

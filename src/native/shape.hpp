@@ -1,4 +1,4 @@
-// What every kernel agrees on: sizes, and the vectors of the instruction set compiled for.
+// Sizes shared by the kernels, and the vector types of the instruction set.
 #pragma once
 
 #include "limits.hpp"
@@ -6,7 +6,7 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int PITCH = BLOCK + 16;  // numbers from one query's scores to the next's: rows are done by 16
+constexpr int PITCH = BLOCK + 16;  // stride of scores per query; rows are processed 16 at a time
 constexpr int MAX_GROUPS = MAX_DIM / 16;  // scales of a row
 
 }  // namespace kvant::KVANT_TARGET

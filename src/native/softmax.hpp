@@ -1,4 +1,4 @@
-// The online softmax: scores of a block become weights against the largest score so far.
+// The online softmax: convert the scores of a block to weights relative to the running maximum.
 #pragma once
 
 #include "values.hpp"
@@ -10,7 +10,7 @@ constexpr float NOTHING = -__builtin_inff();
 constexpr float LOG2E = 1.44269504f;
 constexpr uint32_t ONES = 0x3f803f80;  // a pair of 16-bit floats
 
-// A larger score than all before: fade(factor) is told what all sums so far are worth now.
+// Raise the running maximum: fade(factor) rescales all sums so far.
 template <class Fade> inline void rise(float &top, float *totals, float now, Fade fade) {
     const float by = top == NOTHING ? 0.0f : std::exp(top - now);
     if (top != NOTHING) fade(by);
@@ -18,12 +18,13 @@ template <class Fade> inline void rise(float &top, float *totals, float now, Fad
     top = now;
 }
 
-// Scores [BLOCK] of one query become weights, rounded to 16 bits where `rows` takes them.
+// Convert the scores [BLOCK] of one query to weights; also to 16 bits in `rows` unless null.
 template <class Fade>
 inline void soften(float &top, float *totals, float *s, Bfloat *rows, Fade fade) {
-    F x[BLOCK / 16], most = load(s);
-    for (int t = 0; t < BLOCK / 16; t++) most = max(most, x[t] = load(s + 16 * t));
-    if (any_above(most, top)) rise(top, totals, largest(most), fade);  // seldom, after some blocks
+    F x[BLOCK / 16], block_max = load(s);
+    for (int t = 0; t < BLOCK / 16; t++) block_max = max(block_max, x[t] = load(s + 16 * t));
+    // Rare after some blocks.
+    if (any_above(block_max, top)) rise(top, totals, largest(block_max), fade);
     const float finite = top == NOTHING ? 0.0f : top;
     F all = load(totals);
     for (int t = 0; t < BLOCK / 16; t++) {
@@ -36,14 +37,14 @@ inline void soften(float &top, float *totals, float *s, Bfloat *rows, Fade fade)
 }
 
 #if KVANT_BFLOAT_DOT
-// The same where the weights are wanted in 16 bits alone: of scores times `scale`.
+// Convert scores times `scale` to weights of 16 bits only.
 template <class Fade>
 inline void soften_pairs(float &top, float *totals, const float *s, float scale, uint32_t *weights,
                          Fade fade) {
     F x[BLOCK / 16];
     for (int t = 0; t < BLOCK / 16; t++) x[t] = mul(load(s + 16 * t), set1(scale));
-    const F most = max(max(x[0], x[1]), max(x[2], x[3]));
-    if (any_above(most, top)) rise(top, totals, largest(most), fade);
+    const F block_max = max(max(x[0], x[1]), max(x[2], x[3]));
+    if (any_above(block_max, top)) rise(top, totals, largest(block_max), fade);
     const F none = set1(top == NOTHING ? 0.0f : -LOG2E * top);
     F all = load(totals);
     for (int t = 0; t < BLOCK / 16; t += 2) {

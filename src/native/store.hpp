@@ -1,4 +1,4 @@
-// Storing what came, for the entry points.
+// Storage of new rows, for the entry points.
 #pragma once
 
 #include "kernels.hpp"

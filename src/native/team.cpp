@@ -1,6 +1,6 @@
-// A host such as torch has threads already, which spin for a while after each of their loops. A
-// second team would compete with them for the cores; so theirs is used where it can be had. Our own
-// waits without spinning, for the same reason.
+// Run parallel work, on torch's OpenMP threads if possible. They spin for a while after each loop,
+// so a second team would compete with them for the cores. Threads of the library wait without
+// spinning, for the same reason.
 #include "team.hpp"
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace {
 using Gomp = void (*)(void (*)(void *), void *, unsigned, unsigned);
 std::atomic<Gomp> gomp{nullptr};
 
-// Helpers that live as long as the process. One loop at a time: a second caller works alone.
+// Threads that live as long as the process. It runs one loop at a time: a second caller runs alone.
 class Team {
 public:
     void run(int threads, void (*fn)(void *), void *arg) {

@@ -1,9 +1,9 @@
-// Threads: those of the host's OpenMP where it has some, else a team of our own.
+// Parallel work on OpenMP threads of the process, or on threads of the library.
 #pragma once
 
 namespace kvant {
 
-// fn(arg) on `threads` threads, this one among them; returns when all are done.
+// Call fn(arg) on `threads` threads, including this one; return when all are done.
 void in_parallel(int threads, void (*fn)(void *), void *arg);
 
 }  // namespace kvant

@@ -1,19 +1,22 @@
-// One block of rows as plain numbers, for many queries at a time: opened once, then read from the
-// first or second cache. Lines of 16 lanes: of keys a channel of 16 rows, of values 16 channels of a row.
+// A decoded block of rows, for many queries: decoded once, then read from the L1 or L2 cache. A line
+// has 16 lanes:
 //
-// Numbers are floats, or two neighbouring lines as pairs of 16-bit floats: so channels of keys lie
-// two by two in a lane, and rows of values.
+//   keys      line d of rows t...t + 15:    channel d of 16 rows
+//   values    line r, channels d...d + 15:  16 channels of row r
+//
+// A number is a float, or a pair of 16-bit floats from two neighbouring lines: two channels of a
+// key, or a channel of two value rows.
 #pragma once
 
 #include "walk.hpp"
 
 namespace kvant::KVANT_TARGET {
 
-// Lines that one line of numbers holds.
+// Lines per line of numbers.
 template <class Number> constexpr int EACH = sizeof(Number) / sizeof(float);
 template <> constexpr int EACH<uint32_t> = 2;
 
-// Four neighbouring lines, of which the first has an even number.
+// Store four neighbouring lines; the first has an even index.
 inline void put_lines(float *at, int64_t pitch, F a, F b, F c, F d) {
     store(at, a), store(at + pitch, b), store(at + 2 * pitch, c), store(at + 3 * pitch, d);
 }
@@ -23,24 +26,24 @@ inline void put_lines(uint32_t *at, int64_t pitch, F a, F b, F c, F d) {
 }
 #endif
 
-// Where opened rows go. Channels behind the last one up to `width` stay as they are.
+// The target of decoded rows. Channels from dim to `width` are not written.
 template <class Number> struct Tile {
     Number *to;
-    int64_t pitch;  // numbers from one line to the next: 16 for keys
+    int64_t pitch;  // stride of lines in numbers; 16 for keys
     int width;
 
-    // Of values, from some channel on.
+    // Store four lines of 16 channels of values.
     void put(int64_t line, int channel, F a, F b, F c, F d) const {
         put_lines(to + line / EACH<Number> * pitch + channel, pitch, a, b, c, d);
     }
 };
 
-// Sixteen channels of sixteen key rows become lines.
+// Transpose 16 channels of 16 key rows into lines.
 inline void put_keys(const F *rows, float *to) {
-    alignas(64) float turned[16][16];
-    for (int r = 0; r < 16; r++) store(turned[r], rows[r]);
+    alignas(64) float transposed[16][16];
+    for (int r = 0; r < 16; r++) store(transposed[r], rows[r]);
     for (int d = 0; d < 16; d++)
-        for (int r = 0; r < 16; r++) to[16 * d + r] = turned[r][d];
+        for (int r = 0; r < 16; r++) to[16 * d + r] = transposed[r][d];
 }
 
 template <class T> void open_dense_keys(const RowBlock &rows, int dim, const Tile<float> &tile) {
@@ -85,8 +88,7 @@ inline void pair_dense_values(const RowBlock &rows, int dim, const Tile<uint32_t
 }
 #endif
 
-// Scale and bias of the group of each channel, for 16 rows; the bias of the lowest code, or of the
-// middle level.
+// Scale and bias of one group of channels for 16 rows; the bias is that of a level of zero.
 struct Line {
     F scale, bias;
     Line(const SealedBlock &block, int t, int u, float middle) {
@@ -156,7 +158,7 @@ template <class Number> void open_byte_keys(const SealedBlock &block, const Tile
         }
 }
 
-// Scales and biases of all groups of channels, row by row.
+// Scales and biases of all groups of channels, by row.
 struct Columns {
     alignas(64) float scale[MAX_GROUPS][BLOCK], bias[MAX_GROUPS][BLOCK];
     Columns(const SealedBlock &block, float middle) {
@@ -171,7 +173,7 @@ struct Columns {
         return fma(x, set1(scale[u][row]), set1(bias[u][row]));
     }
 
-    // Sixteen channels of group u of four rows from one on.
+    // Store 16 channels of group u of four rows from `row` on.
     template <class Number>
     void put(F a, F b, F c, F d, int u, int row, int channel, const Tile<Number> &tile) const {
         tile.put(row, channel, value(a, u, row), value(b, u, row + 1), value(c, u, row + 2),
@@ -179,7 +181,7 @@ struct Columns {
     }
 };
 
-// Sixteen channels of four rows.
+// Decode 16 channels of four rows.
 template <int BITS, int SPAN, int HALF, class Number>
 inline void open_value_part(const SealedBlock &block, const Levels<BITS> &levels,
                             const Columns &columns, int u, int row, int d,
@@ -195,7 +197,7 @@ inline void open_value_part(const SealedBlock &block, const Levels<BITS> &levels
     columns.put(x[0], x[1], x[2], x[3], u, row, d, tile);
 }
 
-// f(u, row, channel) for sixteen channels of four rows, in the order of memory.
+// Call f(u, row, channel) for 16 channels of four rows, in memory order.
 template <class Fn> inline void by_four_rows(const SealedBlock &block, Fn f) {
     for (int row = 0; row < BLOCK; row += 4)
         for (int u = 0; u < block.groups; u++) {

@@ -1,12 +1,12 @@
-// Weighted sums of one block of rows, whatever they are stored as.
+// Weighted sums of the values of one block of rows, in any format.
 #pragma once
 
 #include "keys.hpp"
 
 namespace kvant::KVANT_TARGET {
 
-// Sums so far: of each query [channels], then for each group of channels the weighted biases, which
-// all its channels share, not yet summed over their lanes.
+// Running sums of each query: [channels], then for each group the weighted biases that its channels
+// share, as 16 lanes that are summed at the end.
 struct Sums {
     static constexpr int WIDTH = MAX_DIM + 16 * MAX_GROUPS;
     int dim, groups;
@@ -19,7 +19,7 @@ struct Sums {
     }
     float *biases(int g) { return acc[g] + MAX_DIM; }
 
-    // A factor of zero forgets whatever was there.
+    // Multiply the sums of query g; a factor of zero clears them, NaN included.
     void fade(int g, float factor) {
         const F by = set1(factor);
         const auto scaled = [&](float *p) { store(p, factor == 0.0f ? zero() : mul(load(p), by)); };
@@ -35,9 +35,9 @@ struct Sums {
     }
 };
 
-// Weights of one block as the kernels of sealed values want them.
+// Weights of one block, in the forms that the kernels of sealed values take.
 struct Weights {
-    alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows; zero behind a block, ends may be odd
+    alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows; zero after a block
     alignas(64) uint32_t pairs[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
     alignas(64) uint32_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
     alignas(64) Fine fine[MAX_GROUP][BLOCK / 2];
@@ -48,9 +48,9 @@ struct Weights {
     }
 };
 
-// Scales and biases of one group of channels, for the rows of a block. Where codes are fine, biases
-// are in units of the scale (`even`): they are then weighed with the same rounded weights as the
-// codes, or an outlier, which makes the scale large, would show the rounding in all its group.
+// Scales and biases of one group of channels, for the rows of a block. With `even`, biases are in
+// units of the scale and use the same rounded weights as the codes. Otherwise an outlier, which
+// makes the scale large, would make the rounding visible in its whole group.
 struct Params {
     F scale[BLOCK / 16], bias[BLOCK / 16];
     bool even;
@@ -68,8 +68,8 @@ struct Params {
     }
 };
 
-// Weights times scales to w; adds the weighted biases to `biases`. Rows that are `hidden` have no
-// weight, and then not even a NaN among the scales counts.
+// Store weights times scales in w, and add the weighted biases to `biases`. With `hidden` rows, rows
+// without weight contribute nothing, even if their scale is NaN.
 inline void weigh(const Params &params, const float *p, bool biased, bool hidden, F *w,
                   float *biases) {
     F total = biased ? load(biases) : zero();
@@ -91,7 +91,7 @@ inline void store_fine(const F *w, Fine *fine) {
     for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
 }
 
-// The step that the numbers at `fours` are multiples of.
+// Store weights at `fours` as multiples of a step; return the step.
 inline float store_fours(const F *w, uint32_t *fours) {
     F top = zero();
     for (int t = 0; t < BLOCK / 16; t++) top = max(top, w[t]);

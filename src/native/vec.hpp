@@ -12,7 +12,7 @@
 #define KVANT_BFLOAT_DOT 0
 #endif
 
-// Are matrices of 16-bit floats multiplied on the processor's tiles?
+// Whether matrices of 16-bit floats are multiplied on the processor's tiles (AMX).
 #ifndef KVANT_TILES
 #define KVANT_TILES 0
 #endif

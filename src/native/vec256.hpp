@@ -1,5 +1,5 @@
-// Sixteen lanes in two registers: AVX2 with FMA and F16C. Products of 16-bit floats are made in
-// single precision, those of codes of 8 bits as integers of 16.
+// Sixteen lanes in two registers: AVX2 with FMA and F16C. Products of 16-bit floats are computed in
+// single precision, those of 8-bit codes as 16-bit integers.
 #pragma once
 
 #include <immintrin.h>
@@ -103,7 +103,7 @@ inline __m256 widened(__m128i x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
 inline F load(const Bfloat *p) { return {widened(load4(p)), widened(load4(p + 8))}; }
-inline __m256i narrowed(__m256 x) {  // each lane as to_bfloat gives it
+inline __m256i narrowed(__m256 x) {  // rounds like to_bfloat
     const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
     const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -154,7 +154,7 @@ inline __m256 exp(__m256 x) {
                     5.0000001201e-1f})
         p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(c));
     p = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(f, f), p, f), _mm256_set1_ps(1.0f));
-    // A NaN comes through p; its power is some number.
+    // A NaN propagates through p; its exponent is arbitrary.
     const __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(power, 23));
     return _mm256_andnot_ps(tiny, _mm256_mul_ps(p, scale));
@@ -206,8 +206,8 @@ template <int BITS> struct Levels {
     }
 };
 
-// Floats of 8 bits: their bits x, moved to where a float has them. The smallest, below 2^-6, have no
-// leading one: they are 2 x - 2^-6, which is less than x for them, and is not for any other.
+// Floats of 8 bits: their bits x, shifted to the position of a float's. Denormals, below 2^-6, are
+// 2 x - 2^-6, which is less than x for them alone.
 template <> struct Levels<8> {
     explicit Levels(const float *) {}
     static __m256 at(__m256i code) {
@@ -225,7 +225,7 @@ template <> struct Levels<8> {
     }
 };
 
-// Four numbers of 16 bits: 0 2 for the codes at even places, 1 3 for the others.
+// Four 16-bit numbers: 0 2 for the even codes, 1 3 for the odd ones.
 struct Quads {
     I all = zeros();
     struct Four {

@@ -19,16 +19,16 @@ inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F divide(F a, F b) { return _mm512_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-// The second operand where either is NaN.
+// Returns the second operand if either is NaN.
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
-// Is any lane above x, or NaN?
+// Whether any lane is above x, or NaN.
 inline bool any_above(F a, float x) {
     return _mm512_cmp_ps_mask(a, set1(x), _CMP_NLE_UQ) != 0;
 }
 inline F abs(F a) { return _mm512_abs_ps(a); }
 inline float sum(F x) { return _mm512_reduce_add_ps(x); }
 inline float largest(F x) { return _mm512_reduce_max_ps(x); }
-// b where a is zero: what has no weight does not count, not even NaN.
+// b where a is zero, else rest: lanes without weight ignore NaN.
 inline F where_zero(F a, F b, F rest) {
     return _mm512_mask_mov_ps(rest, _mm512_cmp_ps_mask(a, zero(), _CMP_EQ_OQ), b);
 }
@@ -46,7 +46,7 @@ inline I leftv(I x, I by) { return _mm512_sllv_epi32(x, by); }
 // Bits of a where mask is set, else of b.
 inline I choose(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xCA); }
 
-// 16 lanes from N dwords, again and again.
+// Repeat N dwords to fill 16 lanes.
 template <int N> inline I repeated(const void *p) {
     if constexpr (N == 16) return loadi(p);
     if constexpr (N == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
@@ -63,7 +63,7 @@ inline F load(const Bfloat *p) {
 inline void store(Bfloat *p, F x) {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
 }
-// To nearest, denormals too, which the processor's own conversion above takes for zero.
+// Round to nearest, denormals included; the instruction above flushes them to zero.
 inline void store_nearest(float *p, F x) { store(p, x); }
 inline void store_nearest(Bfloat *p, F x) {
     const I bits = _mm512_castps_si512(x), odd = _mm512_and_si512(right<16>(bits), set1i(1));
@@ -82,7 +82,7 @@ inline F rounded(F x) {  // to what a Bfloat holds
 // Lanes 0 2 1 3 of every four.
 inline F swapped(F x) { return _mm512_permute_ps(x, 0xD8); }
 
-// Of two lanes N apart, the sum in the lower and the difference in the upper.
+// For lanes at distance N: the sum in the lower lane, the difference in the upper one.
 template <int N> inline F folded(F x) {
     const F other = N == 1   ? _mm512_permute_ps(x, 0xB1)
                     : N == 2 ? _mm512_permute_ps(x, 0x4E)
@@ -108,7 +108,7 @@ inline F exp(F x) {
     return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, zero());
 }
 
-// 2 to the power of what is far below one, or about zero, for results of 16 bits: within 3e-6.
+// 2^x for x up to about zero, with an error below 3e-6: enough for results of 16 bits.
 inline F exp2_short(F x) {
     x = max(set1(-160.0f), x);
     const F n = _mm512_roundscale_ps(x, 0), f = sub(x, n);
@@ -120,10 +120,10 @@ inline F exp2_short(F x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Two values a lane, for dot2.
+// Two 16-bit floats per lane, for dot2.
 using Pairs = __m512bh;
 
-// The 32 lanes of a and b, one after the other.
+// Narrow a and b to 32 values, those of a first.
 inline Pairs narrowed(F a, F b) { return _mm512_cvtne2ps_pbh(b, a); }
 
 inline Pairs load_pairs(const void *p) { return (Pairs)loadi(p); }
@@ -132,7 +132,7 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
 }
 inline F dot2(F acc, Pairs x, Pairs y) { return _mm512_dpbf16_ps(acc, x, y); }
 
-// Two numbers of 16 bits of precision, for dot2: pairs, and what these leave over.
+// Two numbers with 16 bits of precision, for dot2: a pair, and a pair of its rounding errors.
 struct Fine {
     uint32_t high, low;
 };
@@ -145,7 +145,7 @@ inline void store_fine(Fine *p, F x) {
     storei(p, _mm512_or_si512(_mm512_cvtepu32_epi64(high), wide));
 }
 
-// The two values of every lane apart, and together again.
+// Split the two values of every lane into two vectors; `paired` joins them.
 inline void unpaired(Pairs x, F &even, F &odd) {
     even = _mm512_castsi512_ps(_mm512_slli_epi32((I)x, 16));
     odd = _mm512_castsi512_ps(_mm512_and_si512((I)x, _mm512_set1_epi32((int32_t)0xffff0000u)));
@@ -183,8 +183,8 @@ template <int BITS> struct Levels {
     }
 };
 
-// Floats of 8 bits: sign and exponent from one table, the mantissa from another; those without a
-// leading one from a third.
+// Floats of 8 bits: sign and exponent from one table, the mantissa from another; denormals from a
+// third.
 template <> struct Levels<8> {
     I power, rest, small;
     explicit Levels(const float *) {
@@ -204,14 +204,14 @@ template <> struct Levels<8> {
     }
 };
 
-// Sums of 8-bit codes times numbers of 15 bits, four a lane; a number is 128 high + low.
+// Sums of 8-bit codes times 15-bit numbers, four per lane; a number is 128 high + low.
 struct Quads {
     I high = zeros(), low = zeros();
     struct Four {
         I high, low;
         explicit Four(const uint32_t *p) : high(set1i((int32_t)p[0])), low(set1i((int32_t)p[1])) {}
     };
-    // GCC copies the sums of its own intrinsic from register to register, at half the speed.
+    // With the intrinsic, GCC copies the sums between registers, at half the speed.
     static I plus(I sum, I codes, I four) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
         return sum;
@@ -222,7 +222,7 @@ struct Quads {
     }
     F total() const { return to_float(_mm512_add_epi32(left<7>(high), low)); }
 };
-// Sixteen numbers as the four dwords pairs that Quads wants.
+// Store 16 numbers as the pairs of dwords that Quads::Four reads.
 inline void store_fixed(uint32_t *p, I x) {
     const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(x, 7));
     const __m128i low = _mm512_cvtepi32_epi8(_mm512_and_si512(x, set1i(127)));
@@ -247,7 +247,7 @@ inline F sums(const F *x) {
     return add(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
 }
 
-// Sixteen rows of sixteen lanes become columns.
+// Transpose 16 rows of 16 lanes.
 inline void turn(I *x) {
     I a[16];
     for (int i = 0; i < 16; i += 2) {
@@ -272,7 +272,7 @@ inline void turn(I *x) {
     for (int i = 0; i < 16; i++) x[i] = a[i];
 }
 
-// Two rows of 32 values as pairs: channels in an order that `straight` puts right again.
+// Interleave two rows of 32 values as pairs, in a channel order that `straight` restores.
 inline void interleaved(const Bfloat *a, const Bfloat *b, Pairs out[2]) {
     const I x = loadi(a), y = loadi(b);
     out[0] = (Pairs)_mm512_unpacklo_epi16(x, y);
@@ -283,7 +283,7 @@ inline void straight(F &a, F &b) {
     a = _mm512_shuffle_f32x4(x, x, 0xD8);
     b = _mm512_shuffle_f32x4(y, y, 0xD8);
 }
-// What `straight` undoes.
+// The inverse of `straight`.
 inline void crossed(F &a, F &b) {
     const I even = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
     const I odd = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);

@@ -1,4 +1,4 @@
-// Sixteen lanes as an array: any processor, and what the other two are to agree with.
+// Sixteen lanes as an array: for any processor, and the reference for the other two.
 #pragma once
 
 #include <cmath>
@@ -91,7 +91,7 @@ inline I loadi(const void *p) {
 }
 inline void storei(void *p, I x) { std::memcpy(p, x.at, sizeof x.at); }
 inline F to_float(I x) { return each([&](int i) { return (float)(int32_t)x.at[i]; }); }
-// NaN becomes the same number as in the others.
+// NaN becomes the same integer as with AVX2 and AVX-512.
 inline I to_int(F x) {
     return eachi([&](int i) {
         const float n = std::nearbyint(x.at[i]);

@@ -1,5 +1,5 @@
-// Blocks of at most BLOCK rows, one after the other, over the segments that a query sees; and
-// where the rows of a block lie, dense or coded.
+// Iterate over the segments that a query sees in blocks of at most BLOCK rows, and locate the rows
+// of a block, dense or coded.
 #pragma once
 
 #include "segments.hpp"
@@ -7,77 +7,78 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Rows [first, stop) of a block are seen; own ones begin at zero.
+// A block, of which rows [first, stop) are visible; own blocks start at zero.
 struct Span {
     Part part;
-    int64_t slot, row;  // of a page: where it lies, and the block in it; else the first row
+    int64_t slot, row;  // of a page: its slot, and the block's first row in it; own: 0, first row
     int first, stop;
-    int64_t begin;  // the position of its first row
+    int64_t begin;  // position of the first row
 };
 
 class Walk {
 public:
-    // All rows that one query sees.
+    // The rows that one query sees.
     Walk(const kvant_request &r, int64_t sequence, int64_t query)
         : Walk(r, sequence, Reads(r, sequence), Segments()) {
         if (r.chosen) {
-            chosen = r.chosen + (sequence * r.heads * r.queries + query) * r.num_chosen;
-            while (num_chosen < r.num_chosen && chosen[num_chosen] >= 0) num_chosen++;
+            selected = r.chosen + (sequence * r.heads * r.queries + query) * r.num_chosen;
+            while (num_chosen < r.num_chosen && selected[num_chosen] >= 0) num_chosen++;
         }
-        take(Segments(r, there, query));
+        take(Segments(r, reads, query));
     }
 
-    // All rows of these runs.
-    Walk(const kvant_request &r, int64_t sequence, const Reads &there, const Segments &segments)
-        : r(r), sequence(sequence), there(there), page(r.extent->page) {
+    // The rows of the given segments.
+    Walk(const kvant_request &r, int64_t sequence, const Reads &reads, const Segments &segments)
+        : r(r), sequence(sequence), reads(reads), page(r.extent->page) {
         take(segments);
     }
 
     int64_t total = 0;
 
-    // Heads differ in the pages that they chose, and in nothing else.
+    // Return a block; `head` matters only for selected pages.
     Span at(int64_t index, int64_t head = 0) const {
         const Segment &s = segment_of(index);
         if (s.part == Part::own) {
             const int64_t begin = s.first + index * BLOCK;
             const int count = (int)std::min<int64_t>(BLOCK, s.stop - begin);
-            return {s.part, 0, begin - there.own, 0, count, begin};
+            return {s.part, 0, begin - reads.own, 0, count, begin};
         }
         const int64_t begin = place(s, index, head), number = begin / page;
         const kvant_table &table = s.part == Part::sealed ? r.extent->sealed : r.extent->open;
         const int64_t slot = table.data[sequence * table.stride + number];
         const int64_t first = std::max<int64_t>(0, s.first - begin);
         const int64_t stop = std::min<int64_t>(BLOCK, s.stop - begin);
-        const bool none = first >= stop;  // a block of a page that is chosen, but not seen
-        return {s.part, slot, begin - number * page, none ? 0 : (int)first, none ? 0 : (int)stop,
+        const bool hidden = first >= stop;  // a hidden block of a selected page
+        return {s.part, slot, begin - number * page, hidden ? 0 : (int)first, hidden ? 0 : (int)stop,
                 begin};
     }
 
-    // How many blocks from this one on lie one behind the other: those of a page, or all own ones.
+    // The number of contiguous blocks from this one on: those of its page, or all own ones.
     int64_t together(int64_t index) const {
         const Segment &s = segment_of(index);
-        const int64_t left = blocks(s) - index, many = page / BLOCK;
+        const int64_t left = blocks(s) - index, page_blocks = page / BLOCK;
         if (s.part == Part::own) return left;
-        return std::min(left, many - (picks(s) ? index : s.first / BLOCK + index) % many);
+        const int64_t number = picks(s) ? index : s.first / BLOCK + index;
+        return std::min(left, page_blocks - number % page_blocks);
     }
 
 private:
     const kvant_request &r;
     int64_t sequence;
-    Reads there;
+    Reads reads;
     int64_t page;
     Segments segments;
-    const int64_t *chosen = nullptr;  // the pages of the first head
+    const int64_t *selected = nullptr;  // selected pages of the first head
     int64_t num_chosen = 0;
 
-    bool picks(const Segment &s) const { return chosen && s.part == Part::sealed; }
+    bool picks(const Segment &s) const { return selected && s.part == Part::sealed; }
 
-    // The first position of a block of a segment.
+    // The position of the first row of a block.
     int64_t place(const Segment &s, int64_t index, int64_t head) const {
         if (!picks(s)) return (s.first / BLOCK + index) * BLOCK;
-        const int64_t many = page / BLOCK;
-        const int64_t number = chosen[head * r.queries * r.num_chosen + index / many];
-        return number * page + index % many * BLOCK;
+        const int64_t page_blocks = page / BLOCK;
+        const int64_t number = selected[head * r.queries * r.num_chosen + index / page_blocks];
+        return number * page + index % page_blocks * BLOCK;
     }
 
     void take(const Segments &runs) {
@@ -85,7 +86,7 @@ private:
         for (int i = 0; i < runs.count; i++) total += blocks(runs.list[i]);
     }
 
-    // The segment that a block lies in; `index` becomes the block's number inside of it.
+    // The segment of a block; `index` becomes the number of the block in it.
     const Segment &segment_of(int64_t &index) const {
         int i = 0;
         for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
@@ -99,13 +100,13 @@ private:
     }
 };
 
-// A side, and the rows of it that came with the request.
+// A side of the storage, and the request's own rows of it.
 struct Source {
     const kvant_side &side;
     const kvant_rows &own;
 };
 
-// The rows of a span that is dense, or sealed as they came.
+// The rows of a span that is dense or sealed raw.
 inline RowBlock row_block(const Source &from, const Span &span, int64_t sequence, int64_t head) {
     const int count = span.stop - span.first;
     if (span.part == Part::own) {
@@ -141,7 +142,7 @@ inline bool is_coded(const kvant_side &side, const Span &span) {
     return span.part == Part::sealed && side.format != KVANT_RAW;
 }
 
-// The bytes of a block that is read next, its scales aside.
+// The bytes of the next block to prefetch, without its scales.
 inline Ahead ahead(const Source &from, const Span &next, int64_t sequence, int64_t head) {
     if (is_coded(from.side, next)) {
         const SealedBlock block = sealed_block(from.side, next, head);

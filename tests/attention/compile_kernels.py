@@ -1,7 +1,7 @@
-"""Compiles the kernels for two GPUs, which takes none, and prints what they came to as JSON.
+"""Compile the Triton kernels for two GPU models, without a GPU, and print their properties as JSON.
 
-To be run as a program: Triton's interpreter must be off. Views are made on the CPU; what would be
-launched is compiled in place of that.
+Run it as a program: Triton's interpreter must be off. Views are built on the CPU, and each launch
+compiles the kernel instead.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import torch
-from offline import Compiled, Driver, pretend
+from offline import Compiled, Driver, use_gpu_page_layout
 
 from kvant import Cache
 from kvant.attention.triton import TritonBackend, kernel_launch, store_pages
@@ -22,7 +22,7 @@ from kvant.codecs.frames import hadamard
 from kvant.codecs.frames import rotation_kernel as turning
 from kvant.contracts import AttentionRequest
 
-found: dict[str, dict[str, int]] = {}
+kernels: dict[str, dict[str, int]] = {}
 
 
 PATTERNS = {
@@ -35,17 +35,17 @@ PATTERNS = {
 }
 
 
-def keep(name: str, made: Any) -> None:
-    ptx = made.asm["ptx"]
-    facts = {what: len(re.findall(pattern, ptx)) for what, pattern in PATTERNS.items()}
-    facts["shared"] = made.metadata.shared
-    facts["kernel"] = int(made.hash[:12], 16)  # which one it is
-    found[f"{name} {label}"] = facts
+def keep(name: str, kernel: Any) -> None:
+    ptx = kernel.asm["ptx"]
+    facts = {name: len(re.findall(pattern, ptx)) for name, pattern in PATTERNS.items()}
+    facts["shared"] = kernel.metadata.shared
+    facts["kernel"] = int(kernel.hash[:12], 16)  # identifies the kernel
+    kernels[f"{name} {label}"] = facts
 
 
 label = ""
-active = Driver(90, 86)  # a Hopper, and a small Ampere
-pretend(active)
+active = Driver(90, 86)  # a Hopper and a small Ampere GPU
+use_gpu_page_layout(active)
 for module, *names in (
     (attend, "attend"),
     (attend, "merge"),
@@ -70,10 +70,10 @@ for text, dim, queries in (
 label = "chosen"
 state = Cache(1, "affine4,tail=0,select=2:0")[0]
 state.append(*torch.randn(2, 1, 2, 600, 128).bfloat16())
-asked = AttentionRequest(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask)
-chosen = TritonBackend("interpreted", "cpu").select_pages(asked, state.view())
+request = AttentionRequest(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask)
+chosen = TritonBackend("interpreted", "cpu").select_pages(request, state.view())
 assert chosen is not None
-kernel_launch.launch_attention(asked, KernelView.from_view(state.view(), chosen))
+kernel_launch.launch_attention(request, KernelView.from_view(state.view(), chosen))
 for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a multiple of 16
     label = f"tables {count}"
     state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]
@@ -118,4 +118,4 @@ for last in (False, True):
     label = f"last={last}"
     x = torch.randn(1, 8, 1, 128).bfloat16()
     hadamard.launch_rotation(x, lambda x: torch.ones(128), torch.float32, signs_last=last)
-print(json.dumps(found))
+print(json.dumps(kernels))

@@ -1,4 +1,4 @@
-"""Where Triton's kernels run in the tests: on a GPU, or in Triton's interpreter."""
+"""Device of the Triton kernels under test: a GPU, or the CPU with Triton's interpreter."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,6 @@
-"""Sequences of different lengths that live in pages: stored by whom you like, and what is right."""
+"""Sequences of different lengths in shared pages, stored by the backend under test, with the
+expected attention.
+"""
 
 from __future__ import annotations
 
@@ -14,161 +16,169 @@ from kvant.attention.native.structs import NativeTiles
 from kvant.cache.advance import Pools, advance, concat_tables, select_sequences
 from kvant.contracts import Codec, Fields, LayerStats, Mask, PagedTensors, View
 from kvant.page_table import AppendPlan, LayerGroup, PageTable
-from laws.oracle import sees
+from laws.oracle import visible_positions
 
-SLOTS = 160  # of each kind
+SLOTS = 160  # of each page type
 HEADS, SCALE = 2, 0.3
 Storer = Callable[[AppendPlan, Fields, Mapping[str, PagedTensors]], object]
 
 
-def storage(codec: Codec, dim: int, dtype: torch.dtype, page: int) -> PagedTensors:
-    """Slots full of what is no number: nobody may read a row before it is written."""
+def make_nan_storage(codec: Codec, dim: int, dtype: torch.dtype, page: int) -> PagedTensors:
+    """Return slots filled with NaN, so that a read before a write shows."""
     opened = torch.full((SLOTS, HEADS, page, dim), float("nan"), dtype=dtype)
     sealed = {
-        name: torch.zeros((SLOTS, HEADS, one.height(page), one.width), dtype=one.dtype or dtype)
-        for name, one in codec.fields(dim).items()
+        name: torch.zeros(
+            (SLOTS, HEADS, field.height(page), field.width), dtype=field.dtype or dtype
+        )
+        for name, field in codec.fields(dim).items()
     }
     return PagedTensors(codec, opened, sealed, NativeTiles())
 
 
-def by_torch(change: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> None:
-    """What a change says, in its own order, as plainly as possible."""
+def store_with_torch(plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> None:
+    """Apply an append plan with plain torch indexing, in the order of its rows."""
     for name, stored in sides.items():
         opened, page = stored.open, stored.open.shape[2]
-        for source, to in change.copies.tolist():
-            opened[to] = opened[source].clone()
-        for which, slot, row, count, column in change.writes.tolist():
-            came = rows[name][which, :, column : column + count]
-            opened[slot, :, row : row + count] = came
-        for which, slot, source, column in change.seals.tolist():
-            came = rows[name][which, :, column : column + page]
-            units = stored.codec.seal(opened[source] if source >= 0 else came)
+        for source, target in plan.copies.tolist():
+            opened[target] = opened[source].clone()
+        for sequence, slot, row, count, column in plan.writes.tolist():
+            new_part = rows[name][sequence, :, column : column + count]
+            opened[slot, :, row : row + count] = new_part
+        for sequence, slot, source, column in plan.seals.tolist():
+            new_part = rows[name][sequence, :, column : column + page]
+            units = stored.codec.seal(opened[source] if source >= 0 else new_part)
             for part, units_of in units.items():
                 assert stored.tiles is not None
                 stored.sealed[part][slot] = stored.tiles.pack(f"{name}.{part}", units_of)
 
 
 @dataclass
-class Life:
-    """B sequences in one extent, all rows that they ever had, and their storage twice."""
+class PagedSequences:
+    """B sequences in one page table, all rows they ever had, and two copies of their storage."""
 
-    kind: LayerGroup
+    group: LayerGroup
     codecs: Mapping[str, Codec]
     dims: Mapping[str, int]
     dtype: torch.dtype
     storers: tuple[Storer, ...]
     seed: int
-    rows: list[dict[str, Tensor]] = field(default_factory=list)  # of each sequence [H, n, D]
+    rows: list[dict[str, Tensor]] = field(default_factory=list)  # per sequence [H, n, D]
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.pools = Pools.make(self.kind)
+        self.pools = Pools.make(self.group)
         self.sides = [
-            {name: storage(c, self.dims[name], self.dtype, self.kind.page) for name, c in items}
+            {
+                name: make_nan_storage(c, self.dims[name], self.dtype, self.group.page)
+                for name, c in items
+            }
             for items in [self.codecs.items()] * len(self.storers)
         ]
-        self.extent = PageTable.make_empty(self.kind, [])
-        self.change: AppendPlan | None = None
-        self.own: Fields = {}
+        self.page_table = PageTable.make_empty(self.group, [])
+        self.plan: AppendPlan | None = None
+        self.new_rows: Fields = {}
 
-    def made(self, count: int) -> dict[str, Tensor]:
-        batch = self.extent.batch
+    def make_rows(self, count: int) -> dict[str, Tensor]:
+        batch = self.page_table.batch
         return {
             name: torch.randn(batch, HEADS, count, dim).to(self.dtype)
             for name, dim in self.dims.items()
         }
 
     def begin(self, lengths: list[int], padding: list[int]) -> None:
-        """Sequences that came one by one, side by side; those padded come together."""
-        extents, rows = [], []
+        """Build a batch from sequences of different lengths; padded sequences are appended
+        together.
+        """
+        tables, rows = [], []
         for length in lengths:
-            self.extent, self.rows = PageTable.make_empty(self.kind, [0]), [self.nothing()]
+            self.page_table, self.rows = PageTable.make_empty(self.group, [0]), [self.empty_rows()]
             self.append(length)
-            extents.append(self.extent)
+            tables.append(self.page_table)
             rows += self.rows
         if padding:
-            self.extent = PageTable.make_empty(self.kind, padding)
-            self.rows = [self.nothing() for _ in padding]
+            self.page_table = PageTable.make_empty(self.group, padding)
+            self.rows = [self.empty_rows() for _ in padding]
         else:
-            self.extent, self.rows = concat_tables(extents), rows
+            self.page_table, self.rows = concat_tables(tables), rows
 
-    def nothing(self) -> dict[str, Tensor]:
+    def empty_rows(self) -> dict[str, Tensor]:
         return {n: torch.zeros(HEADS, 0, d, dtype=self.dtype) for n, d in self.dims.items()}
 
-    def twins(self) -> None:
-        """Sequences twice, so that open pages are shared."""
-        self.settle()
-        index = [self.random.randrange(self.extent.batch) for _ in range(self.extent.batch)]
-        before, self.extent = self.extent, select_sequences(self.extent, np.array(index))
-        self.pools.add_references(self.extent)
+    def fork_sequences(self) -> None:
+        """Fork each sequence, so that open pages are shared."""
+        self.release_freed()
+        index = [self.random.randrange(self.page_table.batch) for _ in range(self.page_table.batch)]
+        before = self.page_table
+        self.page_table = select_sequences(before, np.array(index))
+        self.pools.add_references(self.page_table)
         self.pools.drop_references(before.list_open_slots(), before.list_sealed_slots())
         self.rows = [dict(self.rows[i]) for i in index]
 
     def append(self, count: int, *, dense: bool = False) -> AppendPlan:
-        """As a cache does it; what the pages held before is dropped after the next one."""
-        self.settle()
-        change = self.change = advance(self.extent, count, self.pools, new_rows_dense=dense)
-        self.own = self.made(count)
+        """Append rows like a cache does; drop old page contents only after the next append."""
+        self.release_freed()
+        plan = self.plan = advance(self.page_table, count, self.pools, new_rows_dense=dense)
+        self.new_rows = self.make_rows(count)
         assert max(self.pools.open.size, self.pools.sealed.size) <= SLOTS
         for storer, sides in zip(self.storers, self.sides, strict=True):
-            storer(change, self.own, sides)
-        for b, length in enumerate(change.new_table.seq_lens.tolist()):
-            held = self.rows[b]
-            new = length - held["keys"].shape[1]
+            storer(plan, self.new_rows, sides)
+        for b, length in enumerate(plan.new_table.seq_lens.tolist()):
+            sequence_rows = self.rows[b]
+            new = length - sequence_rows["keys"].shape[1]
             self.rows[b] = {
-                name: torch.cat([rows, self.own[name][b, :, count - new :]], 1)
-                for name, rows in held.items()
+                name: torch.cat([rows, self.new_rows[name][b, :, count - new :]], 1)
+                for name, rows in sequence_rows.items()
             }
-        self.extent = change.new_table
-        return change
+        self.page_table = plan.new_table
+        return plan
 
-    def settle(self) -> None:
-        """Let go what the last change did."""
-        if self.change is not None:
-            self.pools.drop_references(*self.change.freed_slots)
-        self.change = None
+    def release_freed(self) -> None:
+        """Release the pages that the last plan freed."""
+        if self.plan is not None:
+            self.pools.drop_references(*self.plan.freed_slots)
+        self.plan = None
 
-    def pages(self, mask: Mask, own: bool, which: int = 0) -> View:
-        assert self.change is not None
-        sides, change = self.sides[which], self.change
+    def make_view(self, mask: Mask, new_rows_dense: bool, storage_index: int = 0) -> View:
+        assert self.plan is not None
+        sides, plan = self.sides[storage_index], self.plan
         return View(
             keys=sides["keys"],
             values=sides["values"],
-            new_rows=self.own if own else None,
-            page_table=change.read_table,
-            new_rows_dense=change.new_rows_dense and own,
+            new_rows=self.new_rows if new_rows_dense else None,
+            page_table=plan.read_table,
+            new_rows_dense=plan.new_rows_dense and new_rows_dense,
             mask=mask,
             value_dim=self.dims["values"],
             stats=LayerStats(),
         )
 
-    def right(
-        self, q: Tensor, mask: Mask, came: int, logits: Tensor | None, asked: list[int]
+    def expected_attention(
+        self, q: Tensor, mask: Mask, num_new: int, logits: Tensor | None, positions: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Float64, one query that is asked for after the other, by the rule alone.
+        """Compute attention in float64, query by query, from the mask rule alone.
 
-        `came` columns are dense to all.
+        The newest `num_new` columns are dense to all queries.
         """
         batch, heads, queries, _ = q.shape
-        out = torch.zeros(batch, heads, len(asked), self.dims["values"], dtype=torch.float64)
-        lse = torch.full((batch, heads, len(asked)), float("-inf"), dtype=torch.float64)
+        out = torch.zeros(batch, heads, len(positions), self.dims["values"], dtype=torch.float64)
+        lse = torch.full((batch, heads, len(positions)), float("-inf"), dtype=torch.float64)
         for b in range(batch):
             dense = {name: rows.double() for name, rows in self.rows[b].items()}
-            opened = {name: self.opened(name, rows) for name, rows in self.rows[b].items()}
+            stored = {name: self.stored_rows(name, rows) for name, rows in self.rows[b].items()}
             length = dense["keys"].shape[1]
             position = torch.arange(length)
-            for i, t in enumerate(asked):
-                at = int(self.extent.lengths[b]) - queries + t
-                if at < 0:
+            for i, t in enumerate(positions):
+                index = int(self.page_table.lengths[b]) - queries + t
+                if index < 0:
                     if logits is not None:
                         lse[b, :, i] = logits.double()
                     continue
-                seam = self.kind.paging.count_due_pages(at + 1) * self.kind.page
-                sealed = (position >= self.kind.sinks) & (position < seam)
-                sealed &= position < length - came
-                visible = sees(mask, torch.tensor(at), position)
+                seam = self.group.paging.count_due_pages(index + 1) * self.group.page
+                sealed = (position >= self.group.sinks) & (position < seam)
+                sealed &= position < length - num_new
+                visible = visible_positions(mask, torch.tensor(index), position)
                 keys, values = (
-                    torch.where(sealed[:, None], opened[name], dense[name])[:, visible]
+                    torch.where(sealed[:, None], stored[name], dense[name])[:, visible]
                     for name in ("keys", "values")
                 )
                 group = heads // HEADS
@@ -181,17 +191,17 @@ class Life:
                 out[b, :, i] = (weights @ values).reshape(heads, -1)
         return out, lse
 
-    def opened(self, name: str, rows: Tensor) -> Tensor:
-        """Every whole page as it comes back from the codec, the rest as it went in."""
-        codec, page = self.codecs[name], self.kind.page
-        found = rows.double()
+    def stored_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Return the rows as stored: whole pages decoded by the codec, the others unchanged."""
+        codec, page = self.codecs[name], self.group.page
+        stored = rows.double()
         for first in range(0, rows.shape[1] - page + 1, page):
-            back = codec.open(codec.seal(rows[:, first : first + page]))
-            found[:, first : first + page] = back.double()
-        return found
+            decoded = codec.open(codec.seal(rows[:, first : first + page]))
+            stored[:, first : first + page] = decoded.double()
+        return stored
 
 
-def same_bytes(one: PagedTensors, other: PagedTensors) -> None:
-    for name, x in {"open": one.open, **one.sealed}.items():
-        y = other.open if name == "open" else other.sealed[name]
+def assert_same_bytes(first: PagedTensors, second: PagedTensors) -> None:
+    for name, x in {"open": first.open, **first.sealed}.items():
+        y = second.open if name == "open" else second.sealed[name]
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name

@@ -1,4 +1,6 @@
-"""Kernels compiled in place of a launch, for GPUs that are not there; not in the interpreter."""
+"""Kernels compiled instead of launched, for GPUs that this machine lacks; not in the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from kvant.cache import storage
 
 
 class Driver:
-    """As much of a driver as compiling asks for; `device` is one of the capabilities."""
+    """The part of a GPU driver that compiling needs; `device` is one of the capabilities."""
 
     def __init__(self, *capabilities: int) -> None:
         self.capabilities, self.device = capabilities, 0
@@ -29,10 +31,10 @@ class Driver:
 
 
 class Compiled:
-    """A kernel whose launch compiles it, and hands over what was made."""
+    """A kernel whose launch compiles it and returns the compiled kernel."""
 
-    def __init__(self, kernel: Any, found: Callable[[str, Any], None]) -> None:
-        self.kernel, self.found = kernel, found
+    def __init__(self, kernel: Any, on_compiled: Callable[[str, Any], None]) -> None:
+        self.kernel, self.found = kernel, on_compiled
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
@@ -41,9 +43,9 @@ class Compiled:
         return launch
 
 
-def pretend(capable: Driver) -> None:
-    """Pages on the CPU are what they would be on a GPU."""
+def use_gpu_page_layout(capable: Driver) -> None:
+    """Give CPU pages the layout they have on a GPU."""
     driver.set_active(capable)
     storage.select_tiles = lambda device: None  # type: ignore[attr-defined, assignment]
-    on_a_gpu = arguments.get_dot_dtype  # in the interpreter a bfloat16 is another thing
+    on_a_gpu = arguments.get_dot_dtype  # the interpreter treats bfloat16 differently
     arguments.get_dot_dtype = lambda dtype, interpreted: on_a_gpu(dtype, False)

@@ -1,4 +1,4 @@
-"""Rows that are hard to seal, for whoever is to give the bytes of the codecs."""
+"""Rows that are hard to seal, for backends that must reproduce the bytes of the codecs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from kvant.contracts import Backend, Codec, PagedTensors, Tiles
 from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
 
 
-def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
-    """Pages [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
-    least squares fit is far from what covers them, or is none, or beyond a float16."""
+def make_hard_rows(dtype: torch.dtype, dim: int) -> Tensor:
+    """Return pages [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities and NaN.
+
+    Some rows have a least squares fit far from the covering scale, undefined, or beyond float16.
+    """
     rows = torch.randn(2, 2, 3 * 64, dim)
     rows[..., 3] *= 30
     rows[0, 0, 5] = 0.0
@@ -25,22 +27,22 @@ def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
     rows[1, 1, 10, 11] = math.nan
     rows[1, 1, 12] *= 60000
     rows[1, 1, 13] = torch.arange(dim) * 0.5 - 3  # ties
-    rows[1, 1, 14] = torch.arange(dim) % 16 * 2.0**-14 - 2.0**-30  # whose bias is next to zero
+    rows[1, 1, 14] = torch.arange(dim) % 16 * 2.0**-14 - 2.0**-30  # with a bias close to zero
     rows[0, 0, 20:30] += 1000
     rows[0, 0, 30:40] *= torch.logspace(-6, 3, 10)[:, None]
-    rows[1, 1, 20:40] *= torch.logspace(-9, -6, 20)[:, None]  # about the smallest float16
+    rows[1, 1, 20:40] *= torch.logspace(-9, -6, 20)[:, None]  # near the smallest float16
     rows[0, 1, 20:30] = rows[0, 1, 20:30].sign() * 65504
     rows[0, 1, 30], rows[0, 1, 30, 4] = 7.5, 8.0
-    # One value at either end of 2 bits, the others where codes are rounded apart.
+    # One value at either end of 2 bits; the others where rounding of codes differs.
     rows[1, 0, 40] = torch.where(rows[1, 0, 40] > 0, 43000.0, -43000.0)
     rows[1, 0, 40, ::16], rows[1, 0, 40, 1::16] = -65504.0, 65504.0
     return rows.to(dtype).reshape(2, 2, 3, 64, dim).transpose(1, 2)
 
 
-def sealed_by(
+def seal_with_backend(
     backend: Backend, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None
 ) -> dict[str, Tensor] | None:
-    """What a backend seals rows [B, n, H, P, D] to, by slot; None where it does not."""
+    """Seal rows [B, n, H, P, D] with a backend and return them by slot; None if it cannot."""
     batch, pages, heads, page, dim = rows.shape
     rows = rows.flatten(0, 1)
     count = batch * pages
@@ -50,7 +52,7 @@ def sealed_by(
     }
     stored = PagedTensors(codec, rows.new_zeros(1, heads, page, dim), fields, tiles)
     nowhere = PageTable.make_empty(LayerGroup(Paging(page, 0)), [0] * count)
-    which = np.arange(count)
-    seals = np.stack([which, which, np.full(count, -1), which * 0], 1)
+    index = np.arange(count)
+    seals = np.stack([index, index, np.full(count, -1), index * 0], 1)
     change = AppendPlan(nowhere, nowhere, nowhere, page, seals=seals)
     return fields if backend.store(change, {side: rows}, {side: stored}) else None

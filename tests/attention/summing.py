@@ -1,4 +1,4 @@
-"""A kernel that only sums: what Triton's sealing sums, without what comes before and after."""
+"""A kernel with only the sums of Triton's sealing, without the code before and after them."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def sums(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    channel, there = compute_leaf_channels(GROUP, COUNT, GROUPS, DIM)
-    total = tree_sum(tl.load(x + channel, mask=there, other=0.0))
+    channel, in_range = compute_leaf_channels(GROUP, COUNT, GROUPS, DIM)
+    total = tree_sum(tl.load(x + channel, mask=in_range, other=0.0))
     group = tl.arange(0, COUNT)[:, None]
     tl.store(out + group, total, mask=group < GROUPS)

@@ -1,4 +1,4 @@
-"""What attention needs beside the cache: scratch that does not grow with the context."""
+"""Test the scratch memory of attention: it must not grow with the context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvant.native import get_library
-from thin import once
+from thin import thin_rows
 
 pytestmark = [
     pytest.mark.skipif(get_library().functions is None, reason="the native library is not here"),
@@ -41,11 +41,11 @@ print(max(0, read_resident_nbytes("VmHWM") - before))
 
 
 @pytest.mark.parametrize(
-    ("text", "queries"), once(product(["raw", "fp8", "affine4", "turbo4v2"], [1, 512]))
+    ("text", "queries"), thin_rows(product(["raw", "fp8", "affine4", "turbo4v2"], [1, 512]))
 )
-def test_no_call_holds_the_rows_a_second_time(text: str, queries: int) -> None:
+def test_attention_makes_no_second_copy_of_rows(text: str, queries: int) -> None:
     run = [sys.executable, "-c", SCRIPT, text, str(queries)]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    # Queries and outputs in float32, before their frame and behind it, and in 16 bits.
+    process = subprocess.run(run, capture_output=True, text=True, check=True)
+    # Queries and outputs in float32, before and after the frame, and in 16 bits.
     bound = 6 * 2**20 + HEADS * GROUP * queries * DIM * (4 * 4 + 2 * 2)
-    assert int(done.stdout) < bound < ROWS * HEADS * DIM * 2 * 2  # the rows, opened, in 16 bits
+    assert int(process.stdout) < bound < ROWS * HEADS * DIM * 2 * 2  # the decoded rows in 16 bits

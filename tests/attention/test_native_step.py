@@ -1,4 +1,4 @@
-"""Steps of decoding by requests that stay what they are, against append and attend: to the bit."""
+"""Test decode steps with unchanged requests against append and attend, to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache.tagged import same
+from cache.tagged import assert_same
 from kvant import Cache, UnsupportedView, attend
 from kvant.attention.native.decode_step import NativeDecodeStep, StaticNativePageTable
 from kvant.cache import merge
@@ -30,23 +30,23 @@ SPECS = (
 )
 
 
-def rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+def make_rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 2, count, 32), torch.randn(batch, 2, count, 48)
 
 
-def queries(batch: int = 2) -> Tensor:
+def make_queries(batch: int = 2) -> Tensor:
     return torch.randn(batch, 4, 1, 32)
 
 
-def filled(text: str, count: int, start: list[int] | None = None) -> Cache:
+def make_filled_cache(text: str, count: int, start: list[int] | None = None) -> Cache:
     torch.manual_seed(1)
     cache = Cache(1, f"{text},prefill=stored")
-    cache[0].append(*rows(count), start=start)
+    cache[0].append(*make_rows(count), start=start)
     return cache
 
 
-class Stepping:
-    """A cache that steps, beside one to which rows are appended."""
+class SteppingPair:
+    """A cache that decodes by steps, and a reference cache that appends."""
 
     def __init__(self, cache: Cache, other: Cache) -> None:
         self.cache, self.other = cache, other
@@ -54,7 +54,7 @@ class Stepping:
 
     def token(self) -> None:
         batch = self.cache.batch
-        new, q = rows(1, batch), queries(batch)
+        new, q = make_rows(1, batch), make_queries(batch)
         expected = attend(q, self.other[0].append(*new), backend="native")
         (change,) = self.cache.expect(seals=True)
         pages = self.cache[0].make_view(change)
@@ -71,59 +71,61 @@ class Stepping:
         self.cache.arrive(self.step.backend)
 
     def check(self) -> None:
-        same(self.cache.snapshot(), self.other.snapshot())
+        assert_same(self.cache.snapshot(), self.other.snapshot())
         assert self.cache.stats() == self.other.stats()
         self.cache.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_steps_are_appends_and_attention(text: str) -> None:
-    """Pages fall due and begin, and memory grows: the requests are those of the first token."""
-    both = Stepping(filled(text, 60), filled(text, 60))
-    asked: list[list[tuple[str, bytes]]] = []
+def test_steps_equal_append_plus_attention(text: str) -> None:
+    """Pages are sealed and started and memory grows while the requests of the first token stay."""
+    pair = SteppingPair(make_filled_cache(text, 60), make_filled_cache(text, 60))
+    requests: list[list[tuple[str, bytes]]] = []
     for _ in range(200):
-        asked.append([])
-        with capture_requests(lambda one: asked[-1].append(one[:2])):
-            both.token()
-    stored = [[r for name, r in one if name == "store"][-1] for one in asked]
+        requests.append([])
+        with capture_requests(lambda request: requests[-1].append(request[:2])):
+            pair.token()
+    stored = [[r for name, r in request if name == "store"][-1] for request in requests]
     assert len(set(stored)) > 1, "rows that came lie elsewhere each time"
-    both.check()
+    pair.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_sequences_of_any_lengths_step_together(text: str) -> None:
-    """Some of which share pages that a step may not write to."""
+def test_sequences_of_different_lengths_step_together(text: str) -> None:
+    """Some sequences share pages that a step must not write to."""
     merged = []
     for _ in range(2):
-        one, two = filled(text, 130), filled(text, 63)
-        merged.append(merge([one.extract(0), two.extract(0), one.extract(1)]))
-    both = Stepping(*merged)
+        first, two = make_filled_cache(text, 130), make_filled_cache(text, 63)
+        merged.append(merge([first.extract(0), two.extract(0), first.extract(1)]))
+    pair = SteppingPair(*merged)
     for _ in range(70):
-        both.token()
-    both.check()
+        pair.token()
+    pair.check()
 
 
-def test_padding_that_is_still_to_come_writes_nothing() -> None:
-    both = Stepping(filled("raw", 2, start=[0, 6]), filled("raw", 2, start=[0, 6]))
+def test_steps_inside_padding_write_nothing() -> None:
+    pair = SteppingPair(
+        make_filled_cache("raw", 2, start=[0, 6]), make_filled_cache("raw", 2, start=[0, 6])
+    )
     for _ in range(9):
-        both.token()
-    both.check()
+        pair.token()
+    pair.check()
 
 
-def test_other_sequences_or_rows_are_not_followed() -> None:
-    both = Stepping(filled("affine8", 30), filled("affine8", 30))
-    both.token()
-    assert both.step is not None
-    alone = filled("affine8", 30).extract(0)
-    (change,) = alone.expect()
-    assert not both.step.page_table.update(change)
-    other = filled("affine4,tail=0", 30)
+def test_changed_sequences_or_rows_are_not_followed() -> None:
+    pair = SteppingPair(make_filled_cache("affine8", 30), make_filled_cache("affine8", 30))
+    pair.token()
+    assert pair.step is not None
+    single = make_filled_cache("affine8", 30).extract(0)
+    (change,) = single.expect()
+    assert not pair.step.page_table.update(change)
+    other = make_filled_cache("affine4,tail=0", 30)
     (change,) = other.expect()
-    assert not both.step.rebind(other[0].make_view(change))
+    assert not pair.step.rebind(other[0].make_view(change))
 
 
-def test_what_cannot_be_read_so_says_why() -> None:
-    cache = filled("affine8,select=1:0,tail=1", 200)
+def test_unsupported_layers_give_a_reason() -> None:
+    cache = make_filled_cache("affine8,select=1:0,tail=1", 200)
     (change,) = cache.expect(seals=True)
     with pytest.raises(UnsupportedView, match="selects pages"):
         NativeDecodeStep.from_view(
@@ -131,19 +133,19 @@ def test_what_cannot_be_read_so_says_why() -> None:
         )
 
 
-def test_values_beyond_a_format_are_counted_where_a_step_seals_them() -> None:
-    both = Stepping(filled("affine8", 60), filled("affine8", 60))
-    large = [1e6 * row for row in rows(1)]
-    for cache in (both.cache, both.other):
+def test_clamped_values_are_counted_where_a_step_seals_them() -> None:
+    pair = SteppingPair(make_filled_cache("affine8", 60), make_filled_cache("affine8", 60))
+    large = [1e6 * row for row in make_rows(1)]
+    for cache in (pair.cache, pair.other):
         cache[0].append(*large)
     for _ in range(10):
-        both.token()
-    both.check()
-    assert both.cache.stats()["clamped"] > 0
+        pair.token()
+    pair.check()
+    assert pair.cache.stats()["clamped"] > 0
 
 
-def test_a_step_is_the_same_where_python_leaves_assertions_out() -> None:
-    """Keys are alike, so a query finds the mean of all values."""
+def test_step_is_the_same_under_python_O() -> None:
+    """All keys are equal, so a query gives the mean of all values."""
     code = (
         "import torch; from kvant import Cache;"
         "from kvant.attention.native import decode_step as steps;"

@@ -1,4 +1,4 @@
-"""The triton backend against the reference: formats, rules, shapes, and what it refuses."""
+"""Test the triton backend against the reference: formats, rules, shapes and refusals."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from kvant.attention.triton.decode_step import TritonDecodeStep
 from kvant.attention.triton.kernel_launch import KernelView, LaunchPlan
 from kvant.cache import merge
 from kvant.contracts import AttentionRequest, View
-from thin import once
+from thin import thin_rows
 
 pytestmark = [
     needed,
-    pytest.mark.usefixtures("pages_as_on_a_gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+    pytest.mark.usefixtures("gpu_page_layout"),
+    # the interpreter warns of NaN and infinity
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 FORMATS = ("raw", "affine8", "affine4", "turbo4", "turbo3", "turbo2")
 GROUPS = tuple(f"affine{bits},group={group}" for bits in (8, 4) for group in (16, 32, 128))
 MAIN = ("raw", "affine4", "turbo3")
 MIXED = ("affine8v4", "raw/affine4", "turbo3/raw", "turbo4/affine8", "affine4/turbo2")
-# Of rows in 32 bits everything is computed in 32 bits; of others, what is decoded is a float16.
+# Rows in 32 bits are computed in 32 bits; other rows are decoded to float16.
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 1e-3}
 
 
-def seen(
+def make_view(
     text: str,
     queries: int,
     *,
@@ -54,7 +55,7 @@ def seen(
     dtype: torch.dtype = torch.float32,
     start: list[int] | None = None,
 ) -> View:
-    """What the newest queries see of random rows, most of which are sealed."""
+    """Return a view of the newest queries over random rows, most of them sealed."""
     state: Any = Cache(1, f"{text},tail=3,prefill=stored")[0]
     shape = (1 if start is None else len(start), heads, count)
     keys, values = (torch.randn(*shape, dim, device=DEVICE).to(dtype) for dim in dims)
@@ -65,42 +66,46 @@ def seen(
     return state.append(keys[:, :, before:], values[:, :, before:], start=start)
 
 
-def asking(view: View, group: int, queries: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_queries(
+    view: View, group: int, queries: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     heads, dim = view.keys.open.shape[1::2]
     return torch.randn(view.batch, heads * group, queries, dim, device=DEVICE).to(dtype)
 
 
-def check(q: Tensor, view: View, near: float = 1e-5, **asked: Any) -> None:
-    """As the reference has it over the same rows, relative to the outputs; log-sum-exp too."""
-    ours, lse = attend(q, view, backend=NAME, return_lse=True, **asked)
-    theirs, other = attend(q.double(), view, backend="reference", return_lse=True, **asked)
+def check_against_reference(q: Tensor, view: View, tolerance: float = 1e-5, **options: Any) -> None:
+    """Compare outputs, relative to their size, and log-sum-exp with the reference over the same
+    rows.
+    """
+    ours, lse = attend(q, view, backend=NAME, return_lse=True, **options)
+    theirs, other = attend(q.double(), view, backend="reference", return_lse=True, **options)
     assert torch.equal(ours.isnan(), theirs.isnan())
     error = (ours.double() - theirs).nan_to_num(0.0).norm() / theirs.nan_to_num(0.0).norm()
-    assert error < near
+    assert error < tolerance
     assert torch.equal(lse == -math.inf, other == -math.inf)
     off = (lse.double() - other).nan_to_num(0.0, 0.0, 0.0).abs()
-    assert off.max() < 2 * near
+    assert off.max() < 2 * tolerance
 
 
 @pytest.mark.parametrize(
     ("text", "dtype"),
-    once(product([*FORMATS, *GROUPS, *MIXED], NEAR)),
+    thin_rows(product([*FORMATS, *GROUPS, *MIXED], NEAR)),
     ids=str,
 )
-def test_every_format_is_read_as_what_it_is(text: str, dtype: torch.dtype) -> None:
+def test_every_format_decodes_like_the_reference(text: str, dtype: torch.dtype) -> None:
     for queries in (1, 5):
-        view = seen(text, queries, heads=2, dtype=dtype)
-        check(asking(view, 2, queries, dtype).float(), view, NEAR[dtype])
+        view = make_view(text, queries, heads=2, dtype=dtype)
+        check_against_reference(make_queries(view, 2, queries, dtype).float(), view, NEAR[dtype])
 
 
 @pytest.mark.parametrize(
     ("text", "dims"),
-    once(product(FORMATS, [(16, 16), (64, 128), (80, 96), (48, 112), (256, 192)])),
+    thin_rows(product(FORMATS, [(16, 16), (64, 128), (80, 96), (48, 112), (256, 192)])),
     ids=str,
 )
-def test_widths_that_are_no_powers_of_two(text: str, dims: tuple[int, int]) -> None:
-    view = seen(text, 1, dims=dims)
-    check(asking(view, 3, 1), view)
+def test_widths_that_are_not_powers_of_two(text: str, dims: tuple[int, int]) -> None:
+    view = make_view(text, 1, dims=dims)
+    check_against_reference(make_queries(view, 3, 1), view)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +115,19 @@ def test_widths_that_are_no_powers_of_two(text: str, dims: tuple[int, int]) -> N
         for n in (*range(1, 18), 71)
     ],
 )
-def test_groups_of_any_size_share_their_rows(group: int) -> None:
+def test_query_groups_of_any_size_share_rows(group: int) -> None:
     text = FORMATS[group % len(FORMATS)]
     for queries in (1, 7):
-        view = seen(text, queries, heads=2, dims=(32, 32))
-        check(asking(view, group, queries), view)
+        view = make_view(text, queries, heads=2, dims=(32, 32))
+        check_against_reference(make_queries(view, group, queries), view)
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), once(product(MAIN, [1, 2, 63, 64, 65, 67, 68, 130, 195]))
+    ("text", "count"), thin_rows(product(MAIN, [1, 2, 63, 64, 65, 67, 68, 130, 195]))
 )
-def test_sizes_that_end_anywhere_in_a_page(text: str, count: int) -> None:
-    view = seen(text, 1, count=count, dims=(32, 32))
-    check(asking(view, 2, 1), view)
+def test_lengths_that_end_anywhere_in_a_page(text: str, count: int) -> None:
+    view = make_view(text, 1, count=count, dims=(32, 32))
+    check_against_reference(make_queries(view, 2, 1), view)
 
 
 RULES = ("window=40,sinks=0", "window=70,sinks=5", "sinks=3", "capacity=400", "page=128")
@@ -130,11 +135,13 @@ ASKED = {"softcap": 5.0, "scale": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("text", "rule", "queries"), once(product(["raw", "turbo3/affine4"], RULES, [1, 21]))
+    ("text", "rule", "queries"), thin_rows(product(["raw", "turbo3/affine4"], RULES, [1, 21]))
 )
 def test_windows_sinks_padding_and_caps(text: str, rule: str, queries: int) -> None:
-    view = seen(f"{text},{rule}", queries, count=200, start=[3, 100])
-    check(asking(view, 4, queries), view, sink_logits=torch.randn(4, device=DEVICE), **ASKED)
+    view = make_view(f"{text},{rule}", queries, count=200, start=[3, 100])
+    check_against_reference(
+        make_queries(view, 4, queries), view, sink_logits=torch.randn(4, device=DEVICE), **ASKED
+    )
 
 
 MASKS = (
@@ -147,56 +154,62 @@ MASKS = (
 )
 
 
-@pytest.mark.parametrize(("mask", "queries"), once(product(MASKS, [1, 33])), ids=str)
-def test_a_rule_in_place_of_the_view_s(mask: Mask, queries: int) -> None:
+@pytest.mark.parametrize(("mask", "queries"), thin_rows(product(MASKS, [1, 33])), ids=str)
+def test_mask_rule_replaces_the_rule_of_the_view(mask: Mask, queries: int) -> None:
     for text in ("raw", "affine4"):
-        view = seen(text, queries, start=[0, 30])
-        check(asking(view, 2, queries), view, mask=mask)
+        view = make_view(text, queries, start=[0, 30])
+        check_against_reference(make_queries(view, 2, queries), view, mask=mask)
 
 
 @pytest.mark.parametrize(
     ("text", "dtype"),
-    once(product(["raw", "affine8", "turbo4"], [torch.float32, torch.bfloat16])),
+    thin_rows(product(["raw", "affine8", "turbo4"], [torch.float32, torch.bfloat16])),
     ids=str,
 )
-def test_queries_of_any_size(text: str, dtype: torch.dtype) -> None:
-    """Their scores are numbers if they are once they are scaled."""
-    view = seen(text, 5, dtype=dtype)
-    huge = 3e37 if "turbo" in text else 3e38  # which a rotation still holds
+def test_query_magnitudes_of_any_size(text: str, dtype: torch.dtype) -> None:
+    """Scores are finite if they are finite after scaling."""
+    view = make_view(text, 5, dtype=dtype)
+    huge = 3e37 if "turbo" in text else 3e38  # limit that a rotation can hold
     for size, scale in ((huge, 2e-38), (huge, -2e-38), (1e-20, 1e20), (1.0, 0.0), (2.0, 1e-3)):
         q = (torch.rand(1, 4, 5, 32) * size).to(DEVICE, dtype)
-        check(q.float(), view, 8 * NEAR[dtype], scale=scale)  # of scores up to 50
+        check_against_reference(
+            q.float(), view, 8 * NEAR[dtype], scale=scale
+        )  # for scores up to 50
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 0.5, 20.0, 1e3, 1e6, 1e30])
-def test_caps_of_any_size(softcap: float) -> None:
-    view = seen("raw", 5)
-    check(asking(view, 2, 5), view, softcap=softcap)
-    check(asking(view, 2, 5) * 100, view, softcap=softcap, near=1e-4)
+def test_softcaps_of_any_size(softcap: float) -> None:
+    view = make_view("raw", 5)
+    check_against_reference(make_queries(view, 2, 5), view, softcap=softcap)
+    check_against_reference(make_queries(view, 2, 5) * 100, view, softcap=softcap, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("far", [pytest.param(2**31 - 1, marks=pytest.mark.laws), 2**31, 2**40])
-def test_a_rule_may_reach_further_than_32_bits(far: int) -> None:
-    view = seen("affine4", 5, start=[0, 30])
-    q = asking(view, 2, 5)
-    for mask in (Mask(window=far, sinks=far), Mask(chunk=far), Mask(window=far, chunk=far)):
+@pytest.mark.parametrize("window", [pytest.param(2**31 - 1, marks=pytest.mark.laws), 2**31, 2**40])
+def test_mask_ranges_may_exceed_32_bits(window: int) -> None:
+    view = make_view("affine4", 5, start=[0, 30])
+    q = make_queries(view, 2, 5)
+    for mask in (
+        Mask(window=window, sinks=window),
+        Mask(chunk=window),
+        Mask(window=window, chunk=window),
+    ):
         rule = kernel_launch._make_visibility_args(
             AttentionRequest(q, 1.0, mask), KernelView.from_view(view)
         )
         assert max(rule.window, rule.mask_sinks, rule.chunk) < 2**31
-        check(q, view, mask=mask)
+        check_against_reference(q, view, mask=mask)
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    once(
+    thin_rows(
         product(
             ["raw", "affine4/turbo3"], ["", "window=40,sinks=0", "window=70,sinks=5", "sinks=70"]
         )
     ),
 )
-def test_sequences_of_any_lengths_are_read_together(text: str, rule: str) -> None:
-    """One of them is too short for all queries to be tokens of it."""
+def test_sequences_of_different_lengths_are_read_together(text: str, rule: str) -> None:
+    """One sequence is too short for all queries to be its tokens."""
     spec, caches = ",".join(filter(None, (text, rule, "tail=3"))), []
     for count in (200, 5, 131):
         cache = Cache(1, spec)
@@ -205,12 +218,12 @@ def test_sequences_of_any_lengths_are_read_together(text: str, rule: str) -> Non
     state = merge(caches)[0]
     for queries, prefill in ((1, None), (9, "dense"), (30, "stored")):
         view = state.append(*torch.randn(2, 3, 1, queries, 32, device=DEVICE), prefill=prefill)
-        check(asking(view, 1, queries), view)
-    check(asking(view, 2, 3), state.view(3))
+        check_against_reference(make_queries(view, 1, queries), view)
+    check_against_reference(make_queries(view, 2, 3), state.view(3))
 
 
-def test_a_sequence_gets_the_same_whatever_stands_beside_it() -> None:
-    """To the bit, where as many programs read it."""
+def test_output_of_a_sequence_is_independent_of_the_batch() -> None:
+    """To the bit, if the same number of programs reads it."""
     caches = [Cache(1, "affine4,tail=3") for _ in range(3)]
     for cache, count in zip(caches, (150, 150, 90), strict=True):
         cache[0].append(*torch.randn(2, 1, 2, count, 32, device=DEVICE))
@@ -223,39 +236,37 @@ def test_a_sequence_gets_the_same_whatever_stands_beside_it() -> None:
     assert torch.equal(*outs)
 
 
-def test_nobody_sees_what_is_hidden() -> None:
+def test_hidden_rows_are_never_read() -> None:
     for text in ("raw", "affine4,sinks=3"):
-        view = seen(text, 5, dims=(32, 32), start=[0, 30])
+        view = make_view(text, 5, dims=(32, 32), start=[0, 30])
         view = view._replace(page_table=view.page_table.mask_leading_rows([70, 2]))
-        check(asking(view, 2, 5), view)
+        check_against_reference(make_queries(view, 2, 5), view)
 
 
 @pytest.mark.parametrize("page", [8, 48])
-def test_open_pages_may_be_of_any_size(page: int) -> None:
+def test_open_pages_may_hold_any_number_of_rows(page: int) -> None:
     recipe: Any = parse("raw,window=70,sinks=5", 1).layers[0]
     state: Any = Cache(spec=CacheSpec((replace(recipe, page=page),)))[0]
     for queries in (90, 20, 1):
         view = state.append(*torch.randn(2, 1, 2, queries, 32, device=DEVICE))
-        check(asking(view, 2, queries), view)
+        check_against_reference(make_queries(view, 2, queries), view)
 
 
-def test_a_prompt_that_sees_its_own_rows_dense() -> None:
+def test_prefill_sees_its_own_rows_dense() -> None:
     state: Any = Cache(1, "affine4,tail=0")[0]
     state.append(*torch.randn(2, 1, 1, 100, 32, device=DEVICE))
     view = state.append(*torch.randn(2, 1, 1, 130, 32, device=DEVICE), prefill="dense")
-    check(asking(view, 1, 130), view)
+    check_against_reference(make_queries(view, 1, 130), view)
 
 
 @pytest.mark.parametrize(
     ("text", "side", "odd"),
-    once(
+    thin_rows(
         product(["raw", "affine8", "affine4", "turbo3"], ["keys", "values"], [math.nan, math.inf])
     ),
 )
-def test_an_odd_row_reaches_those_who_see_it_and_nobody_else(
-    text: str, side: str, odd: float
-) -> None:
-    """In a sealed page and behind it, in the padding and not."""
+def test_nonfinite_row_reaches_only_queries_that_see_it(text: str, side: str, odd: float) -> None:
+    """In a sealed page and after it, inside the padding and outside."""
     for queries in (1, 20):
         state: Any = Cache(1, f"{text},window=20,sinks=0,tail=0,prefill=stored,slack=200")[0]
         rows = dict(zip(("keys", "values"), torch.randn(2, 2, 2, 140, 32), strict=True))
@@ -273,10 +284,12 @@ def test_an_odd_row_reaches_those_who_see_it_and_nobody_else(
 
 @pytest.mark.parametrize(
     ("text", "side"),
-    once(product(["affine8", "affine4", "affine8,rotate", "turbo4", "turbo2"], ["keys", "values"])),
+    thin_rows(
+        product(["affine8", "affine4", "affine8,rotate", "turbo4", "turbo2"], ["keys", "values"])
+    ),
 )
-def test_what_no_float16_holds_stays_finite(text: str, side: str) -> None:
-    """Rows of bfloat16 come that large, and what their codes say may be more than they were."""
+def test_values_beyond_float16_stay_finite(text: str, side: str) -> None:
+    """bfloat16 rows can be this large, and their codes may decode to larger values."""
     for queries in (1, 5):
         state: Any = Cache(1, f"{text},tail=3,prefill=stored")[0]
         rows = dict(zip(("keys", "values"), torch.randn(2, 1, 2, 150, 32).bfloat16(), strict=True))
@@ -285,108 +298,108 @@ def test_what_no_float16_holds_stays_finite(text: str, side: str) -> None:
         keys, values = (row.to(DEVICE) for row in rows.values())
         state.append(keys[:, :, :-queries], values[:, :, :-queries])
         view = state.append(keys[:, :, -queries:], values[:, :, -queries:])
-        q = asking(view, 2, queries).float()
+        q = make_queries(view, 2, queries).float()
         ours, theirs = (attend(q, view, backend=b) for b in (NAME, "reference"))
         assert ((ours - theirs).norm() / theirs.norm()) < 2e-3
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8", "turbo4"])
-def test_a_query_that_is_no_number_gives_none(text: str) -> None:
+def test_nan_query_gives_nan(text: str) -> None:
     for dtype in NEAR:
-        view = seen(text, 3, dtype=dtype)
-        q = asking(view, 2, 3, dtype)
+        view = make_view(text, 3, dtype=dtype)
+        q = make_queries(view, 2, 3, dtype)
         q[0, 1, 0, 3] = math.nan
         ours, theirs = (attend(q, view, backend=b).isnan() for b in (NAME, "reference"))
         assert torch.equal(ours, theirs)
 
 
-def test_strides_are_those_of_the_tensors() -> None:
-    view = seen("affine4", 5, dtype=torch.float16, start=[0, 9])
-    q = asking(view, 2, 5, torch.float16).transpose(1, 2).contiguous().transpose(1, 2)
-    check(q, view, NEAR[torch.float16])
+def test_strides_of_the_tensors_are_used() -> None:
+    view = make_view("affine4", 5, dtype=torch.float16, start=[0, 9])
+    q = make_queries(view, 2, 5, torch.float16).transpose(1, 2).contiguous().transpose(1, 2)
+    check_against_reference(q, view, NEAR[torch.float16])
 
 
-def test_fields_are_known_by_their_names() -> None:
-    view = seen("affine8/turbo4", 1, dims=(32, 32))
+def test_codec_fields_are_found_by_name() -> None:
+    view = make_view("affine8/turbo4", 1, dims=(32, 32))
     keys, values = (
         replace(side, sealed=dict(reversed(list(side.sealed.items()))))
         for side in (view.keys, view.values)
     )
     other = view._replace(keys=keys, values=values)
-    q, place = asking(view, 2, 1), TritonPageTable.from_page_table(view.page_table, DEVICE)
+    q, place = make_queries(view, 2, 1), TritonPageTable.from_page_table(view.page_table, DEVICE)
     assert torch.equal(attend(q, view, backend=NAME), attend(q, other, backend=NAME))
     rest = view.mask, place, q, 1.0, None, None
     ours, theirs = (operators.attend_token(v, *rest) for v in (view, other))
     assert torch.equal(ours, theirs)
 
 
-def test_many_queries_take_no_more_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = seen("turbo2", 20, dims=(32, 32))
-    q = asking(view, 2, 20)
+def test_many_queries_need_no_more_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view("turbo2", 20, dims=(32, 32))
+    q = make_queries(view, 2, 20)
     whole = attend(q, view, backend=NAME)
     monkeypatch.setattr(kernel_launch, "MAX_PARTIAL_VALUES", 7 * 2 * 4 * 32)
     assert (attend(q, view, backend=NAME) - whole).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("rows", list(NEAR), ids=str)
-def test_outputs_come_in_the_dtype_of_the_queries(rows: torch.dtype) -> None:
+def test_outputs_have_the_dtype_of_the_queries(rows: torch.dtype) -> None:
     for text in ("raw", "affine8"):
-        view = seen(text, 1, dtype=rows)
+        view = make_view(text, 1, dtype=rows)
         for dtype in NEAR:
-            q = asking(view, 2, 1, dtype)
+            q = make_queries(view, 2, 1, dtype)
             out = attend(q, view, backend=NAME)
             assert out.dtype == dtype
             expected = attend(q.double(), view, backend="reference")
-            # Of a bfloat16 the interpreter cuts off what does not fit.
+            # The interpreter truncates bfloat16 instead of rounding.
             assert ((out - expected).norm() / expected.norm()) < max(NEAR[rows], 2 * NEAR[dtype])
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-def test_logits_of_sinks_lie_anyhow(queries: int) -> None:
-    view = seen("raw", queries, heads=2)
-    q = asking(view, 2, queries)
+def test_sink_logits_may_have_any_strides(queries: int) -> None:
+    view = make_view("raw", queries, heads=2)
+    q = make_queries(view, 2, queries)
     for logits in (torch.tensor(3.0).expand(4), torch.arange(8.0)[::2], torch.ones(4, 2)[:, 1]):
-        check(q, view, sink_logits=logits.to(DEVICE))
+        check_against_reference(q, view, sink_logits=logits.to(DEVICE))
 
 
-def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every one of them, if not the first device; on a CPU there is nothing to choose."""
-    asked: list[torch.device] = []
+def test_kernels_launch_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every device, not only the first one; on a CPU there is no choice."""
+    devices: list[torch.device] = []
 
-    def on(device: torch.device) -> Any:
-        asked.append(device)
+    def run_on_device(device: torch.device) -> Any:
+        devices.append(device)
         return nullcontext()
 
     guard = kernel_launch.use_device(torch.device("cuda:1"))
     assert isinstance(guard, torch.cuda.device) and guard.idx == 1
     assert isinstance(kernel_launch.use_device(torch.device("cpu")), nullcontext)
     for module in (kernel_launch, operators, store_pages):
-        monkeypatch.setattr(module, "use_device", on)
+        monkeypatch.setattr(module, "use_device", run_on_device)
     cache = Cache(1, "affine4,tail=0,prefill=stored")
     view = cache[0].append(*torch.randn(2, 1, 2, 69, 32, device=DEVICE))
-    attend(asking(view, 2, 1), view, backend=NAME)
-    step = begun(cache)
-    step(asking(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
-    assert asked == [DEVICE] * (4 if GPU else 3)
+    attend(make_queries(view, 2, 1), view, backend=NAME)
+    step = make_step(cache)
+    step(make_queries(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
+    assert devices == [DEVICE] * (4 if GPU else 3)
 
 
-def begun(cache: Cache) -> TritonDecodeStep:
+def make_step(cache: Cache) -> TritonDecodeStep:
     changes = cache.expect()
     return TritonDecodeStep.from_view(
         cache[0].make_view(changes[0]), StaticTritonPageTable(changes[0], DEVICE)
     )
 
 
-def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 70,000 heads in all: an axis but the first is 65,535 long at most."""
-    asked: dict[str, list[int]] = {}
+def test_grids_stay_within_gpu_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 70,000 heads in all: every axis but the first is limited to 65,535."""
+    grids: dict[str, list[int]] = {}
 
     class Spied:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            asked[self.name] = list(grid)
+            grids[self.name] = list(grid)
             return lambda *args, **options: None
 
     cache = Cache(1, "affine8,tail=0,prefill=stored")
@@ -405,8 +418,8 @@ def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(store_rows, "STORE_BACKENDS", [TritonBackend(NAME, DEVICE.type)])
     cache[0].append(*rows.expand(2, -1, -1, 64, -1))
-    assert asked.keys() == {"attend", "merge", "put", "put_token", "seal"}
-    for first, *others in asked.values():
+    assert grids.keys() == {"attend", "merge", "put", "put_token", "seal"}
+    for first, *others in grids.values():
         assert first >= 70_000 and max(others, default=0) <= 65_535
 
 
@@ -419,49 +432,51 @@ def another_default() -> Iterator[None]:
 
 @pytest.mark.usefixtures("another_default")
 @pytest.mark.parametrize("queries", [1, 5])
-def test_the_default_dtype_is_nobody_s_business(queries: int) -> None:
-    """Partial sums and log-sum-exp were made in it."""
-    view = seen("affine8", queries, count=700)
-    q = asking(view, 2, queries).float()
+def test_default_dtype_changes_nothing(queries: int) -> None:
+    """Regression: partial sums and log-sum-exp were allocated in the default dtype."""
+    view = make_view("affine8", queries, count=700)
+    q = make_queries(view, 2, queries).float()
     _, lse = attend(q, view, backend=NAME, return_lse=True)
     assert lse.dtype == torch.float32
-    check(q, view)
+    check_against_reference(q, view)
 
 
-def test_what_it_does_not_read_is_said() -> None:
-    said = {
+def test_unsupported_views_give_a_reason() -> None:
+    reasons = {
         "affine3": "keys of Affine of 3 bits",
         "fp8": "keys of Fp8",
         "affine8/affine6": "values of Affine of 6 bits",
     }
-    for text, reason in said.items():
-        view = seen(text, 1)
+    for text, reason in reasons.items():
+        view = make_view(text, 1)
         with pytest.raises(UnsupportedView, match=reason):
-            attend(asking(view, 1, 1), view, backend=NAME)
-    view = seen("affine8", 1, dims=(40, 40))
+            attend(make_queries(view, 1, 1), view, backend=NAME)
+    view = make_view("affine8", 1, dims=(40, 40))
     with pytest.raises(UnsupportedView, match="keys 40 wide: a multiple of 16 up to 256"):
-        attend(asking(view, 1, 1), view, backend=NAME)
-    view = seen("affine8", 1)
-    with pytest.raises(UnsupportedView, match="a mask that is a tensor"):
-        attend(asking(view, 1, 1), view, backend=NAME, mask=torch.ones(1, 9, dtype=torch.bool))
+        attend(make_queries(view, 1, 1), view, backend=NAME)
+    view = make_view("affine8", 1)
+    with pytest.raises(UnsupportedView, match="an explicit mask tensor"):
+        attend(
+            make_queries(view, 1, 1), view, backend=NAME, mask=torch.ones(1, 9, dtype=torch.bool)
+        )
     with pytest.raises(UnsupportedView, match="queries with a stride of 2 from channel to channel"):
         attend(torch.randn(1, 2, 1, 64, device=DEVICE)[..., ::2], view, backend=NAME)
-    q = FakeTensorMode().from_tensor(asking(view, 1, 1))
+    q = FakeTensorMode().from_tensor(make_queries(view, 1, 1))
     with pytest.raises(UnsupportedView, match="queries in a FakeTensor"):
         attend(q, view, backend=NAME)
     with pytest.raises(UnsupportedView, match=r"queries of torch\.float64"):
-        attend(asking(view, 1, 1).double(), view, backend=NAME)
+        attend(make_queries(view, 1, 1).double(), view, backend=NAME)
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is for where there is no GPU")
-def test_rows_on_a_cpu_are_read_only_where_it_is_asked_for() -> None:
-    view = seen("raw", 1)
-    attend(asking(view, 1, 1), view)
+def test_cpu_rows_are_read_only_by_the_interpreter() -> None:
+    view = make_view("raw", 1)
+    attend(make_queries(view, 1, 1), view)
     assert not view.stats.attend_calls.keys() & {"triton", NAME}
     view.stats.attend_calls.clear()
     with pytest.raises(UnsupportedView, match="'triton' does not read this view: rows on cpu"):
-        attend(asking(view, 1, 1), view, backend="triton")
-    attend(asking(view, 1, 1), view, backend=NAME)
+        attend(make_queries(view, 1, 1), view, backend="triton")
+    attend(make_queries(view, 1, 1), view, backend=NAME)
     assert view.stats.attend_calls == {NAME: 1}
 
 
@@ -470,8 +485,8 @@ def test_rows_on_a_cpu_are_read_only_where_it_is_asked_for() -> None:
     ("before", "after"),
     [pytest.param("0", "0", marks=pytest.mark.laws), ("0", "1"), ("1", "0")],
 )
-def test_the_interpreter_is_what_triton_was_loaded_with(before: str, after: str) -> None:
-    """Whatever is set later: half of the kernels would be compiled, and die."""
+def test_interpreter_mode_is_fixed_when_triton_is_imported(before: str, after: str) -> None:
+    """A later change of the environment would compile half of the kernels, which then fail."""
     script = f"""
 import os
 import triton.language
@@ -483,17 +498,17 @@ storage.select_tiles = lambda device: None
 view = Cache(1, "affine8,tail=0,prefill=stored")[0].append(*torch.randn(2, 1, 2, 99, 32))
 attend(torch.randn(1, 2, 1, 32), view, backend="interpreted")
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": before},
     )
-    assert "the interpreter is off: set TRITON_INTERPRET=1 before" in done.stderr
+    assert "the interpreter is off: set TRITON_INTERPRET=1 before" in process.stderr
 
 
-def test_tiles_and_stages_are_what_shared_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = seen("raw", 64, dims=(256, 256))
+def test_tiles_and_stages_fit_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view("raw", 64, dims=(256, 256))
     assert TritonBackend(NAME, DEVICE.type).supports(view) is None
     for room, tile, stages in ((227, 32, 1), (100, 16, 1), (84, 16, 1)):
         monkeypatch.setattr(
@@ -501,14 +516,14 @@ def test_tiles_and_stages_are_what_shared_memory_holds(monkeypatch: pytest.Monke
         )
         assert LaunchPlan.make(KernelView.from_view(view), 2, 128).tile_queries == tile
         assert kernel_launch._choose_num_stages(KernelView.from_view(view), tile) == stages
-    narrow = seen("raw", 1, dims=(64, 64), dtype=torch.bfloat16)
+    narrow = make_view("raw", 1, dims=(64, 64), dtype=torch.bfloat16)
     for room, stages in ((227, 3), (55, 3), (48, 2), (20, 1)):
         monkeypatch.setattr(
             kernel_launch, "get_available_shared_bytes", lambda device, room=room: room << 10
         )
         assert kernel_launch._choose_num_stages(KernelView.from_view(narrow), 16) == stages
     monkeypatch.setattr(triton, "get_available_shared_bytes", lambda device: 64 << 10)
-    reason = "rows that take 86016 bytes of shared memory: 65536 are there"
+    reason = "rows need 86016 bytes of shared memory: the device has 65536"
     assert TritonBackend(NAME, DEVICE.type).supports(view) == reason
 
 
@@ -525,9 +540,9 @@ SELECTED = (
 )
 
 
-@pytest.mark.parametrize(("text", "queries"), once(itertools.product(SELECTED, [1, 3])))
-def test_pages_that_are_chosen_are_read_alone(text: str, queries: int) -> None:
-    view = seen(f"{text},select=2:0", queries, heads=2, count=800, start=[0, 190])
+@pytest.mark.parametrize(("text", "queries"), thin_rows(itertools.product(SELECTED, [1, 3])))
+def test_only_selected_pages_are_read(text: str, queries: int) -> None:
+    view = make_view(f"{text},select=2:0", queries, heads=2, count=800, start=[0, 190])
     q = torch.randn(2, 4, queries, 32, device=DEVICE)
     assert (
         TritonBackend(NAME, DEVICE.type).select_pages(AttentionRequest(q, 1.0, view.mask), view)

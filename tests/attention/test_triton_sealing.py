@@ -1,4 +1,4 @@
-"""What the triton backend stores: the bytes of the reference, wherever rows come from."""
+"""Test pages stored by the triton backend: the bytes of the reference, from any source of rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attention.kernels import DEVICE, GPU, NAME, needed
-from attention.rows import odd_rows
-from cache.tagged import same
+from attention.rows import make_hard_rows
+from cache.tagged import assert_same
 from kvant import Cache
 from kvant.attention import store_rows
 from kvant.attention.reference import ReferenceBackend
@@ -23,12 +23,13 @@ from kvant.codecs import Affine, Codebook
 from kvant.codecs.packing import tree_sum
 from kvant.contracts import Codec, PagedTensors
 from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
-from thin import once
+from thin import thin_rows
 
 pytestmark = [
     needed,
-    pytest.mark.usefixtures("pages_as_on_a_gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+    pytest.mark.usefixtures("gpu_page_layout"),
+    # the interpreter warns of NaN and infinity
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODECS: list[Codec] = [
@@ -44,17 +45,19 @@ CODECS: list[Codec] = [
 
 @pytest.fixture
 def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of the interpreter takes as long for any number of rows."""
+    """The time of an interpreter program does not depend on the number of rows."""
     if not GPU:
         monkeypatch.setattr(store_pages, "ROWS_PER_PROGRAM", 32)
 
 
-def same_bytes(codec: Codec, rows: Tensor) -> bool:
-    """Are pages [B, n, H, P, D] sealed as the codec seals them, from open pages and from rows that
-    came just now? Or not at all."""
+def seals_same_bytes(codec: Codec, rows: Tensor) -> bool:
+    """Whether pages [B, n, H, P, D] are sealed like the codec seals them.
+
+    Covers open pages and new rows; None if the backend cannot seal them.
+    """
     rows = rows.to(DEVICE)
     batch, count, heads, page, dim = rows.shape
-    came = rows.transpose(1, 2).flatten(2, 3)
+    num_new = rows.transpose(1, 2).flatten(2, 3)
     fields = {
         name: torch.zeros(
             (7 + batch * count, heads, page, field.width), dtype=field.dtype, device=DEVICE
@@ -63,13 +66,13 @@ def same_bytes(codec: Codec, rows: Tensor) -> bool:
     }
     side = PagedTensors(codec, rows.flatten(0, 1).contiguous(), fields, None)
     slots = 5 + torch.randperm(batch * count).numpy()
-    which = np.arange(batch * count)
-    paged = which % 2 == 0
-    seals = np.stack([which // count, slots, which, which % count * page], 1)
+    index = np.arange(batch * count)
+    paged = index % 2 == 0
+    seals = np.stack([index // count, slots, index, index % count * page], 1)
     seals[~paged, 2] = -1
     nowhere = PageTable.make_empty(LayerGroup(Paging(page, 0)), [0] * batch)
     change = AppendPlan(nowhere, nowhere, nowhere, count * page, seals=seals)
-    if not TritonBackend(NAME, DEVICE.type).store(change, {"keys": came}, {"keys": side}):
+    if not TritonBackend(NAME, DEVICE.type).store(change, {"keys": num_new}, {"keys": side}):
         return False
     for name, field in codec.seal(rows.cpu()).items():
         ours = side.sealed[name].cpu()[slots].view(torch.uint8)
@@ -79,11 +82,11 @@ def same_bytes(codec: Codec, rows: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("many_rows")
-@pytest.mark.parametrize(("codec", "dtype"), once(itertools.product(CODECS, DTYPES)), ids=str)
-def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("codec", "dtype"), thin_rows(itertools.product(CODECS, DTYPES)), ids=str)
+def test_sealed_bytes_equal_those_of_the_codec(codec: Codec, dtype: torch.dtype) -> None:
     for dim in (32, 80):
         even = isinstance(codec, Affine) or dim == 32
-        assert same_bytes(codec, odd_rows(dtype, dim)[:, :1]) == even
+        assert seals_same_bytes(codec, make_hard_rows(dtype, dim)[:, :1]) == even
 
 
 @pytest.mark.usefixtures("many_rows")
@@ -94,19 +97,21 @@ def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -
         for dim in (16, 48, 64, 96, 112, 128, 240, 256)
     ],
 )
-def test_so_are_those_of_groups_of_any_width(dim: int) -> None:
+def test_sealed_bytes_equal_those_of_the_codec_for_any_group_width(dim: int) -> None:
     for bits in (8, 4):
-        assert same_bytes(Affine(bits, 128), odd_rows(torch.float32, dim)[:, :2])
+        assert seals_same_bytes(Affine(bits, 128), make_hard_rows(torch.float32, dim)[:, :2])
 
 
 @pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize(
     "text", ["raw,window=70,sinks=3", "affine8/raw,tail=0", "affine4/turbo3,window=60,sinks=0"]
 )
-def test_rows_go_where_the_reference_puts_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chunks of all sizes, of sequences of two lengths, and of pages that others hold."""
+def test_rows_are_stored_where_the_reference_stores_them(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of all sizes, sequences of two lengths, and pages shared with others."""
     stores = TritonBackend(NAME, DEVICE.type), ReferenceBackend()
-    found = []
+    results = []
     for backend in stores:
         monkeypatch.setattr(store_rows, "STORE_BACKENDS", [backend])
         torch.manual_seed(1)
@@ -115,14 +120,14 @@ def test_rows_go_where_the_reference_puts_them(text: str, monkeypatch: pytest.Mo
         append(cache, 20)
         other = cache.extract(1)
         append(other, 3)
-        both = merge([cache, other])
+        merged = merge([cache, other])
         for count in (1, 1, 70, 1):
-            append(both, count)
-        found += [both.snapshot(), cache.snapshot(), other.snapshot()]
-        assert both.stats()["sealed"].keys() <= {backend.name}
-        both.check()
-    for ours, theirs in zip(found[:3], found[3:], strict=True):
-        same(ours, theirs)
+            append(merged, count)
+        results += [merged.snapshot(), cache.snapshot(), other.snapshot()]
+        assert merged.stats()["sealed"].keys() <= {backend.name}
+        merged.check()
+    for ours, theirs in zip(results[:3], results[3:], strict=True):
+        assert_same(ours, theirs)
 
 
 def append(cache: Cache, count: int, start: list[int] | None = None) -> None:
@@ -132,27 +137,27 @@ def append(cache: Cache, count: int, start: list[int] | None = None) -> None:
         layer.append(*rows, start=start)
 
 
-def test_what_it_does_not_store_is_left_to_others() -> None:
-    """Codecs that it does not know, where pages fall due; rows are written whatever seals them."""
+def test_unsupported_layers_are_left_to_other_backends() -> None:
+    """Pages of unknown codecs are sealed elsewhere; rows are written in any case."""
     backend = TritonBackend(NAME, DEVICE.type)
     cache = Cache(1, "fp8,tail=0")
     append(cache, 20)
     storage = cache[0].storage
     rows = {name: torch.randn(2, 2, 64, 32, device=DEVICE) for name in storage.sides}
-    few = {name: tensor[:, :, :44] for name, tensor in rows.items()}
-    for count, given, written in ((44, few, False), (43, few, True)):
+    part_of_rows = {name: tensor[:, :, :44] for name, tensor in rows.items()}
+    for count, sides, written in ((44, part_of_rows, False), (43, part_of_rows, True)):
         change = advance(cache[0].page_table, count, cache._tracker.pools[0].copy())
-        assert backend.store(change, given, storage.sides) == written
-    wide = {name: tensor.double() for name, tensor in few.items()}
-    assert not backend.store(change, wide, storage.sides)
+        assert backend.store(change, sides, storage.sides) == written
+    float32_result = {name: tensor.double() for name, tensor in part_of_rows.items()}
+    assert not backend.store(change, float32_result, storage.sides)
     assert not TritonBackend("triton", "cuda" if not GPU else "cpu").store(
-        change, few, storage.sides
+        change, part_of_rows, storage.sides
     )
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
-def test_sums_are_in_the_order_of_the_codecs(group: int) -> None:
-    """Of numbers so far apart that any other order has another sum."""
+def test_sums_follow_the_order_of_the_codecs(group: int) -> None:
+    """The numbers differ so much in size that any other order gives another sum."""
     from attention.summing import sums
 
     for dim in range(16, 257, 16):

@@ -1,4 +1,4 @@
-"""A GPU that is not there, played for those who would use it."""
+"""A simulated GPU for benchmarks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 
 
 @pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What its stream was asked for, in order; between any two events lie 250 milliseconds."""
-    asked: list[str] = []
+def stream_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operations queued on the stream, in order; any two events are 250 milliseconds apart."""
+    log: list[str] = []
     names = count()
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing  # or it has no time
+            assert enable_timing  # otherwise events have no time
             self.name = f"event {next(names)}"
 
         def record(self) -> None:
-            asked.append(self.name)
+            log.append(self.name)
 
         def synchronize(self) -> None:
-            asked.append(f"wait for {self.name}")
+            log.append(f"wait for {self.name}")
 
         def elapsed_time(self, end: Event) -> float:
             return 250.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("settle"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asked.append("hold"))
-    return asked
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("settle"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("hold"))
+    return log

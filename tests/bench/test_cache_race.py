@@ -1,4 +1,4 @@
-"""The race of caches at a context runs and says what it promises; nothing here is timed."""
+"""Test that the cache race runs and reports its fields; nothing here is timed."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cache_race.MODEL_SHAPES, "0.6b", cache_race.MODEL_SHAPES["0.6b"] | TINY)
 
 
-def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_line_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     decode.main("8,40", formats="raw,affine8", repeats=3, layers=2, peaks=False)
-    said = capsys.readouterr()
-    line = said.out.splitlines()[-1]
-    told = json.loads(line)
-    assert said.err == ""
-    assert (told["bench"], told["layers"], told["dtype"]) == ("decode", 2, "bfloat16")
-    assert told["machine"]["threads"] == torch.get_num_threads()
-    contestants = [(row["rows"], row["cache"]) for row in told["rows"]]
+    captured = capsys.readouterr()
+    line = captured.out.splitlines()[-1]
+    report = json.loads(line)
+    assert captured.err == ""
+    assert (report["bench"], report["layers"], report["dtype"]) == ("decode", 2, "bfloat16")
+    assert report["machine"]["threads"] == torch.get_num_threads()
+    contestants = [(row["rows"], row["cache"]) for row in report["rows"]]
     pairs = [(n, name) for n in (8, 40) for name in ("dynamic", "raw", "dynamic", "affine8")]
     assert contestants == pairs
-    for row in told["rows"]:
+    for row in report["rows"]:
         assert row["tokens"] == 3
         assert row["median_ms"] >= row["best_ms"] > 0 and row["ratio"] > 0
-        assert "host_ms" not in row  # on a CPU it is the same
+        assert "host_ms" not in row  # equal on a CPU, so omitted
         assert row["peak_mib"] is None
-        ours = row["cache"] != "dynamic"  # recorded once four tokens were ordinary ones
+        ours = row["cache"] != "dynamic"  # captured after four ordinary tokens
         assert (row["replayed"] is not None) == ours and (row["replayed"] or 0) < 3
         dense = row["rows"] * 2 * 2 * 2 * 32 * 2 / 2**20  # layers, sides, heads, width, bytes
         assert row["rest_mib"] == dense if row["cache"] == "dynamic" else row["rest_mib"] > 0
 
 
-def test_packed_weights_are_measured_beside_those_of_the_model(
+def test_packed_weights_are_measured_along_with_dense_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packings: list[kvant.Packing] = []
 
-    def packed(model: Any) -> None:
+    def pack_and_record(model: Any) -> None:
         packings.append(kvant.pack(model))
 
-    monkeypatch.setattr(cache_race, "pack", packed)
+    monkeypatch.setattr(cache_race, "pack", pack_and_record)
     decode.main("8", formats="raw,affine8", repeats=3, layers=2, pack=True, peaks=False)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     names = ["dynamic", "raw", "raw packed", "dynamic", "affine8", "affine8 packed"]
     assert [row["cache"] for row in rows] == names
     assert all(row["tokens"] == 3 and row["ratio"] > 0 for row in rows)
-    assert [len(one.layers) + len(one.left) for one in packings] == [2 * 7 + 1]
+    assert [len(packing.layers) + len(packing.left) for packing in packings] == [2 * 7 + 1]
 
 
-def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> None:
+def test_both_caches_hold_the_same_rows_and_are_read_like_a_user_does() -> None:
     task = cache_race.RaceTask(layers=2, repeats=3)
     theirs, ours = cache_race.measure_pair(
         cache_race.build_model(task.model_sizes), "raw", 40, task
@@ -83,45 +83,47 @@ def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> N
 
 
 @pytest.mark.parametrize("name", ["dynamic", "affine8"])
-def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
+def test_peak_memory_is_a_number_where_the_system_reports_it(name: str) -> None:
     task = cache_race.RaceTask(layers=1, repeats=2)
-    found = cache_race.measure_peak(task, name, 40, torch.get_num_threads())
-    assert (found is None) == (clock.reset_resident_peak() is None)
-    assert found is None or found >= 0
+    peak = cache_race.measure_peak(task, name, 40, torch.get_num_threads())
+    assert (peak is None) == (clock.reset_resident_peak() is None)
+    assert peak is None or peak >= 0
 
 
 @pytest.mark.parametrize(
-    ("contexts", "given", "why"),
+    ("contexts", "options", "message"),
     [
-        ("0", {}, "1 row"),
+        ("0", {}, "1 or more"),
         ("8", {"formats": "raww"}, "raww"),
         ("8", {"shape": "9b"}, "--shape 9b: known are 0.6b, 8b"),
         ("8", {"baseline": "quick"}, "--baseline quick: known are dynamic, static"),
-        ("8", {"compiled": True}, "--compile: what is compiled is the CUDA graph of a GPU"),
+        ("8", {"compiled": True}, "--compile: only the CUDA graph of a GPU can be compiled"),
         ("8", {"device": "tpu"}, "--device tpu: known are cpu, cuda"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(contexts: str, given: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        decode.main(contexts, layers=1, peaks=False, **given)
+def test_invalid_arguments_are_refused(
+    contexts: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode.main(contexts, layers=1, peaks=False, **options)
 
 
-def test_packed_weights_are_for_a_cpu() -> None:
+def test_packed_weights_need_a_cpu() -> None:
     with pytest.raises(ValueError, match="--pack: weights are packed for a CPU, not for cuda"):
         cache_race.RaceTask(device=DEVICES["cuda"], packed=True)
 
 
-def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_length(
+def test_static_baseline_holds_the_same_rows_and_recompiles_per_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: list[str] = []
+    calls: list[str] = []
 
-    def compiled(forward: Any, **how: Any) -> Any:
-        done.append(how["mode"])
+    def record_compile(forward: Any, **options: Any) -> Any:
+        calls.append(options["mode"])
         return forward
 
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    monkeypatch.setattr(torch, "compile", record_compile)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("reset"))
     task = cache_race.RaceTask(layers=2, repeats=3, baseline="static")
     model = cache_race.build_model(task.model_sizes)
     for context in (40, 60):
@@ -134,16 +136,16 @@ def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_len
             keys, values = state.read()[:2]
             torch.testing.assert_close(layer.keys[:, :, :context], keys[:, :, :context])
             torch.testing.assert_close(layer.values[:, :, :length], values, atol=2e-2, rtol=2e-2)
-    assert done.count("reset") == 2 and done[:2] == ["reset", "reduce-overhead"]
+    assert calls.count("reset") == 2 and calls[:2] == ["reset", "reduce-overhead"]
 
 
-def test_another_process_can_be_given_a_task() -> None:
+def test_tasks_run_in_another_process() -> None:
     for device in DEVICES.values():
         task = pickle.loads(pickle.dumps(cache_race.RaceTask(shape="8b", device=device)))
         assert (task.shape, task.device.name) == ("8b", device.name)
 
 
-def test_the_larger_shape_has_eight_billion_weights() -> None:
+def test_larger_shape_has_eight_billion_weights() -> None:
     sizes = cache_race.RaceTask(shape="8b").model_sizes
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))

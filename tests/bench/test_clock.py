@@ -1,4 +1,4 @@
-"""Clocks: the machine's own, and events in the stream of a GPU, which is played here."""
+"""Test the wall clock, and events in the stream of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from kvant.bench.clock import CudaClock, Lap, WallClock
 
 
 @pytest.fixture(autouse=True)
-def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Every look at the machine's clock is a second later."""
-    looks = count()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(looks)))
-    return looks
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Advance the wall clock by a second per reading."""
+    readings = count()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(readings)))
+    return readings
 
 
-def test_the_machine_tells_what_a_call_took_until_it_returned() -> None:
-    wall, called = WallClock(), []
+def test_wall_clock_measures_a_call_until_it_returns() -> None:
+    wall, calls = WallClock(), []
     wall.start_turn()
     wall.synchronize()
-    lap = wall.time_call(lambda: called.append(1))
-    assert (called, lap.seconds, wall.describe_laps([lap])) == ([1], 1.0, {})
+    lap = wall.time_call(lambda: calls.append(1))
+    assert (calls, lap.seconds, wall.describe_laps([lap])) == ([1], 1.0, {})
 
 
-def test_events_stand_around_each_call_and_are_read_when_all_are_done(done: list[str]) -> None:
+def test_events_surround_each_call_and_are_read_at_the_end(stream_log: list[str]) -> None:
     events = CudaClock()
     events.start_turn()
-    laps = [events.time_call(lambda name=name: done.append(name)) for name in ("first", "second")]
+    laps = [
+        events.time_call(lambda name=name: stream_log.append(name)) for name in ("first", "second")
+    ]
     queued = ["event 0", "first", "event 1", "event 2", "second", "event 3"]
-    assert done == ["settle", "hold", *queued]  # nothing is waited for in between
+    assert stream_log == ["settle", "hold", *queued]  # no synchronization in between
     assert [lap.seconds for lap in laps] == [0.25, 0.25]
-    assert done[-2:] == ["wait for event 1", "wait for event 3"]
+    assert stream_log[-2:] == ["wait for event 1", "wait for event 3"]
 
 
-def test_what_python_took_is_told_beside(done: list[str]) -> None:
+def test_python_overhead_is_reported_separately(stream_log: list[str]) -> None:
     laps = [Lap(host, (None, None)) for host in (1.0, 2.0, 9.0)]
     assert CudaClock().describe_laps(laps) == {"host_ms": 2e3}
 
 
-def test_a_call_that_needs_the_one_before_waits_for_it(done: list[str]) -> None:
+def test_dependent_call_waits_for_the_one_before(stream_log: list[str]) -> None:
     CudaClock().synchronize()
-    assert done == ["settle"]
+    assert stream_log == ["settle"]

@@ -1,4 +1,4 @@
-"""Devices; what a GPU does is run on the CPU where it is the same, and played where it is not."""
+"""Test devices; GPU code runs on the CPU where it is equal, and is simulated elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ THERE = SimpleNamespace(
 )
 
 
-class OnCpu(CudaDevice):
-    """A GPU's ways, in the memory of this machine."""
+class CpuAsGpu(CudaDevice):
+    """A GPU interface over CPU memory."""
 
     name = "cpu"
 
 
-def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_has_the_name_torch_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu") is CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("cuda").name == "cuda"
@@ -33,7 +33,7 @@ def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) ->
         choose_device("gpu")
 
 
-def test_one_of_several_gpus_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_gpu_becomes_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -44,10 +44,10 @@ def test_one_of_several_gpus_becomes_the_current_one(monkeypatch: pytest.MonkeyP
         choose_device("cuda:2")
 
 
-def test_a_plain_pass_moves_so_many_bytes() -> None:
+def test_plain_pass_moves_the_requested_bytes() -> None:
     read = CPU.make_stream(4096)
-    assert float(read()) == 4096 // 4  # float32 ones, added up
-    copy = OnCpu().make_stream(4096)
+    assert float(read()) == 4096 // 4  # sum of float32 ones
+    copy = CpuAsGpu().make_stream(4096)
     (source,) = copy.args
     target = copy.func.__self__
     source.fill_(7)
@@ -56,50 +56,50 @@ def test_a_plain_pass_moves_so_many_bytes() -> None:
     assert bool((target == 7).all())
 
 
-def test_a_gpu_has_more_ways_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_has_more_torch_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     q, (keys, values) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 8, 16)
     monkeypatch.setattr(
-        device, "make_gpu_attention", lambda *a: {"torch flash": min, "torch flex": flex}
+        device, "make_gpu_attention", lambda *a: {"torch flash": min, "torch flex": fail_flex}
     )
     everywhere = ["torch gqa", "torch folded", "torch by hand"]
-    found, skipped = CPU.list_torch_attention(q, keys, values)
-    assert (list(found), skipped) == (everywhere, [])
-    found, skipped = OnCpu().list_torch_attention(q, keys, values)
-    assert list(found) == []
+    backends, skipped = CPU.list_torch_attention(q, keys, values)
+    assert (list(backends), skipped) == (everywhere, [])
+    backends, skipped = CpuAsGpu().list_torch_attention(q, keys, values)
+    assert list(backends) == []
     assert [line.split(":")[0] for line in skipped] == ["torch flash", "torch flex"]
 
 
-def flex(keys: torch.Tensor, values: torch.Tensor) -> None:
+def fail_flex(keys: torch.Tensor, values: torch.Tensor) -> None:
     raise RuntimeError("no such kernel")
 
 
-def test_the_machine_tells_its_gpu(
+def test_machine_description_names_its_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: THERE)
     monkeypatch.setattr(device, "_read_driver_version", lambda: "570.1")
     report.print_report("attend", [{"rows": 1}], {"batch": 8}, quiet=True, device=CudaDevice())
-    told = json.loads(capsys.readouterr().out)["machine"]
-    assert told["gpu"] == "NVIDIA Something" and told["gpu_memory"] == 2**37
-    assert (told["gpu_l2"], told["multiprocessors"]) == (2**25, 132)
-    assert (told["cuda"], told["driver"]) == (torch.version.cuda, "570.1")
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert machine["gpu"] == "NVIDIA Something" and machine["gpu_memory"] == 2**37
+    assert (machine["gpu_l2"], machine["multiprocessors"]) == (2**25, 132)
+    assert (machine["cuda"], machine["driver"]) == (torch.version.cuda, "570.1")
     assert CudaDevice().cache_nbytes == 2**25
     assert "gpu" not in report.describe_machine()
 
 
-@pytest.mark.parametrize(("said", "version"), [("570.1\n", "570.1"), ("", None)])
-def test_the_driver_is_asked_for_its_version(
-    said: str, version: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("smi_output", "version"), [("570.1\n", "570.1"), ("", None)])
+def test_driver_version_is_queried(
+    smi_output: str, version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device.shutil, "which", lambda tool: tool)
-    done = SimpleNamespace(stdout=said)
-    monkeypatch.setattr(device.subprocess, "run", lambda words, **how: done)
+    process = SimpleNamespace(stdout=smi_output)
+    monkeypatch.setattr(device.subprocess, "run", lambda words, **options: process)
     assert device._read_driver_version() == version
     monkeypatch.setattr(device.shutil, "which", lambda tool: None)
     assert device._read_driver_version() is None
 
 
-def test_a_peak_of_a_gpu_is_what_work_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_peak_counts_only_added_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         now = most = 700
 
@@ -109,7 +109,7 @@ def test_a_peak_of_a_gpu_is_what_work_adds(monkeypatch: pytest.MonkeyPatch) -> N
     def reset() -> None:
         Memory.most = Memory.now
 
-    Memory.most = 9999  # of what was before
+    Memory.most = 9999  # left by earlier work
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: Memory.now)

@@ -1,4 +1,4 @@
-"""A benchmark's JSON as tables for a page."""
+"""Test the Markdown tables of benchmark results."""
 
 from __future__ import annotations
 

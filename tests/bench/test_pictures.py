@@ -1,4 +1,4 @@
-"""The pictures of docs/ are drawn from what is there: one command, all of them."""
+"""Test that one command draws all plots of docs/ from the stored results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ELSEWHERE = {"quality.png"}  # tools/quality_page.py
 TOOL = runpy.run_path(str(ROOT / "tools" / "pictures.py"))
 
 
-def test_what_pages_show_is_what_is_drawn() -> None:
-    shown = {
+def test_plots_in_the_docs_match_their_data() -> None:
+    documented = {
         (page.parent / name).relative_to(DOCS).as_posix()
         for page in DOCS.rglob("*.md")
         for name in re.findall(r"!\[[^]]*\]\((.+?\.png)\)", page.read_text(encoding="utf-8"))
     }
-    assert shown - ELSEWHERE == set(TOOL["PICTURES"])
-    assert all((DOCS / name).exists() for name in shown)
+    assert documented - ELSEWHERE == set(TOOL["PICTURES"])
+    assert all((DOCS / name).exists() for name in documented)
 
 
-def test_a_series_has_a_figure_for_each_number_of_clients() -> None:
+def test_series_has_a_figure_for_each_client_count() -> None:
     rows = [
         {"way": way, "clients": clients, "tokens_s": clients * each}
         for clients in (1, 4)
@@ -37,7 +37,7 @@ def test_a_series_has_a_figure_for_each_number_of_clients() -> None:
 
 
 @pytest.mark.parametrize("name", TOOL["PICTURES"])
-def test_it_is_drawn(name: str, tmp_path: Path) -> None:
+def test_plot_is_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="only pictures need it")
     file = tmp_path / "a.png"
     TOOL["PICTURES"][name](file)

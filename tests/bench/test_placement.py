@@ -1,4 +1,4 @@
-"""On a GPU everything lies there: shown with tensors that have a device and no values."""
+"""Test that a GPU benchmark allocates on the GPU only, with fake tensors."""
 
 from __future__ import annotations
 
@@ -15,59 +15,66 @@ SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim"
 TASK = attend.AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)
 
 
-class Elsewhere(CudaDevice):
-    """A GPU without memory: tensors there do not meet those of the CPU."""
+class FakeGpu(CudaDevice):
+    """A GPU without memory: its tensors do not mix with those of the CPU."""
 
     name = "meta"
     cache_nbytes = 200_000
 
 
 @pytest.fixture(autouse=True)
-def played(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, stream_log: list[str]) -> None:
     class Generator(torch.Generator):
-        """There is none for tensors without values."""
+        """A stand-in: fake tensors have no generator."""
 
-        def __new__(cls, where: str = "cpu") -> Generator:
+        def __new__(cls, device: str = "cpu") -> Generator:
             return super().__new__(cls)
 
     monkeypatch.setattr(torch, "Generator", Generator)
-    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
-    monkeypatch.setitem(device.DEVICES, "meta", Elsewhere())
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setitem(device.DEVICES, "meta", FakeGpu())
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention(monkeypatch: pytest.MonkeyPatch, done: list[str], queries: int) -> None:
+def test_attention_runs_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, stream_log: list[str], queries: int
+) -> None:
     def read(q: Any, view: Any, backend: Any) -> None:
         assert {q.device.type, view.keys.open.device.type} == {"meta"}
 
     monkeypatch.setattr(attend, "attend", read)
     monkeypatch.setattr(attend, "explain", lambda view: SimpleNamespace(backend="triton"))
     monkeypatch.setattr(
-        device, "make_gpu_attention", lambda *a: make_gpu_attention(*a, lambda flex, **how: flex)
+        device,
+        "make_gpu_attention",
+        lambda *a: make_gpu_attention(*a, lambda flex, **options: flex),
     )
     task = attend.AttendTask(**vars(TASK) | {"queries": queries})
-    rows, skipped = attend.measure_attention(640, ["affine8"], task, Elsewhere())
-    ways = ["torch gqa", "torch folded", "torch by hand", "torch flash"]
-    assert [row["way"] for row in rows] == [*ways, "stream", "raw", "affine8"]
-    assert [line.split(",")[0] for line in skipped] == ["torch flex: ValueError"]  # of the device
+    rows, skipped = attend.measure_attention(640, ["affine8"], task, FakeGpu())
+    backends = ["torch gqa", "torch folded", "torch by hand", "torch flash"]
+    assert [row["way"] for row in rows] == [*backends, "stream", "raw", "affine8"]
+    # of the fake device
+    assert [line.split(",")[0] for line in skipped] == ["torch flex: ValueError"]
     assert all(row["median_ms"] == 250.0 and "host_ms" in row for row in rows)
-    assert done.count("hold") == TASK.repeats + 1
+    assert stream_log.count("hold") == TASK.repeats + 1
 
 
 @pytest.mark.parametrize("baseline", ["dynamic", "static"])
-def test_a_decoded_token(done: list[str], baseline: str) -> None:
+def test_decode_runs_on_the_gpu(stream_log: list[str], baseline: str) -> None:
     sizes = cache_race.MODEL_SHAPES["0.6b"] | SIZES
-    model = cache_race.build_model(sizes, Elsewhere())
-    held = [*model.parameters(), *model.buffers(), *cache_race.random_rows(model, 40)]
-    assert {one.device.type for one in held} == {"meta"}
-    seen: list[str] = []
+    model = cache_race.build_model(sizes, FakeGpu())
+    tensors = [*model.parameters(), *model.buffers(), *cache_race.draw_random_rows(model, 40)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    calls: list[str] = []
     model.model.embed_tokens.register_forward_pre_hook(
-        lambda _, given: seen.append(given[0].device.type)
+        lambda _, args: calls.append(args[0].device.type)
     )
-    task = cache_race.RaceTask(repeats=2, device=Elsewhere(), baseline=baseline)
+    task = cache_race.RaceTask(repeats=2, device=FakeGpu(), baseline=baseline)
     pair = cache_race.measure_pair(model, "affine8", 40, task)
-    assert seen == ["meta"] * len(seen) and len(seen) == 2 * (task.warmup_tokens + 2)
-    assert [one.seconds for one in pair] == [[0.25, 0.25]] * 2
-    assert [lap for lap in done if lap == "settle"] == ["settle"] * 2 * (task.warmup_tokens + 2)
+    assert calls == ["meta"] * len(calls) and len(calls) == 2 * (task.warmup_tokens + 2)
+    assert [tensor.seconds for tensor in pair] == [[0.25, 0.25]] * 2
+    assert [lap for lap in stream_log if lap == "settle"] == ["settle"] * 2 * (
+        task.warmup_tokens + 2
+    )
     figures = pair[1].summarize(pair[0], None)
     assert figures["median_ms"] == 250.0 and figures["host_ms"] > 0

@@ -1,7 +1,7 @@
-"""Random lives of caches in integers, against lists of positions: the law of Extent.
+"""Random operations on integer caches against lists of positions: the invariants of PageTable.
 
-A layer is two dictionaries here, from slots to the rows in them; a row is the token that it is of,
-and whether it was decoded. What a query should read is said by the rule of architecture.md alone.
+A layer is two dictionaries here, from slots to their rows; a row is its token and whether it was
+decoded. The expected rows of a query follow from the rule in architecture.md alone.
 """
 
 from __future__ import annotations
@@ -22,61 +22,65 @@ from kvant.cache.advance import (
 from kvant.cache.tracker import StateTracker
 from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
 
-Row = tuple[int, bool]  # the token, and was it decoded?
+Row = tuple[int, bool]  # token, and whether it was decoded
 
 
 @dataclass
 class Rows:
-    """What a layer holds, by slot."""
+    """The rows of a layer, by slot."""
 
     page: int
     open: dict[int, list[Row | None]] = field(default_factory=dict)
     sealed: dict[int, list[Row | None]] = field(default_factory=dict)
 
-    def do(self, change: AppendPlan, came: list[list[Row]]) -> None:
-        """What a layer does in a forward whose rows, padding included, are `came`."""
-        for source, to in change.copies.tolist():
-            self.open[to] = list(self.open[source])
-        for source, to in change.reopens.tolist():
-            self.open[to] = [row and (row[0], True) for row in self.sealed[source]]
-        for which, slot, first, count, column in change.writes.tolist():
+    def apply(self, plan: AppendPlan, new_rows: list[list[Row]]) -> None:
+        """Apply an append plan to a layer; `num_new` counts new rows, padding included."""
+        for source, target in plan.copies.tolist():
+            self.open[target] = list(self.open[source])
+        for source, target in plan.reopens.tolist():
+            self.open[target] = [row and (row[0], True) for row in self.sealed[source]]
+        for sequence, slot, first, count, column in plan.writes.tolist():
             assert first + count <= self.page
             rows = self.open.setdefault(slot, [None] * self.page)
-            rows[first : first + count] = came[which][column : column + count]
-        for which, slot, source, column in change.seals.tolist():
-            rows = came[which][column : column + self.page] if source < 0 else self.open[source]
+            rows[first : first + count] = new_rows[sequence][column : column + count]
+        for sequence, slot, source, column in plan.seals.tolist():
+            rows = (
+                new_rows[sequence][column : column + self.page] if source < 0 else self.open[source]
+            )
             assert len(rows) == self.page and None not in rows, "a page sealed before it is full"
             self.sealed[slot] = list(rows)
 
 
 @dataclass
 class Sequence:
-    """What a sequence is said to hold: its tokens, and how far it ever was since it was decoded."""
+    """The expected content of a sequence: its tokens, and its maximum length since the last
+    decode.
+    """
 
     tokens: list[int]
-    to_come: int = 0  # columns of padding that are still to come
+    pending_padding: int = 0  # padding columns not yet appended
 
 
-class Told(StateTracker):
-    """A ledger, and how far it is from the furthest that it ever was."""
+class TrackedState(StateTracker):
+    """A cache state, and its distance from the maximum length."""
 
     back = 0
 
 
 class Life:
-    """Some caches of one kind, which share pools."""
+    """Several caches of one layer group that share pools."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.kind = self.any_kind()
-        self.pools = Pools.make(self.kind)
-        self.rows = Rows(self.kind.page)
-        self.idle = self.ledger()  # who shares pools moves no pages
-        self.caches: list[tuple[Told, list[Sequence]]] = [(self.ledger(), [])]
+        self.group = self.draw_group()
+        self.pools = Pools.make(self.group)
+        self.rows = Rows(self.group.page)
+        self.idle = self.make_tracker()  # a second holder, so that pages are not moved
+        self.caches: list[tuple[TrackedState, list[Sequence]]] = [(self.make_tracker(), [])]
         self.token = 0
-        self.story = [str(self.kind)]
+        self.history = [str(self.group)]
 
-    def any_kind(self) -> LayerGroup:
+    def draw_group(self) -> LayerGroup:
         pick = self.random.choice
         tail = pick([None, 0, 1, 3, 9])
         return LayerGroup(
@@ -87,196 +91,221 @@ class Life:
             step=pick([0, 8]),
         )
 
-    def ledger(self) -> Told:
-        return Told([self.kind], [self.pools], [0])
+    def make_tracker(self) -> TrackedState:
+        return TrackedState([self.group], [self.pools], [0])
 
-    def live(self, steps: int) -> None:
+    def run(self, steps: int) -> None:
         verbs = [self.append] * 4 + [
-            self.die,
+            self.abandon_forward,
             self.rewind,
             self.select,
             self.fork,
             self.merge,
-            self.forget,
+            self.drop_cache,
         ]
         for _ in range(steps):
             verb = self.random.choice(verbs)
-            self.story.append(verb.__name__)
+            self.history.append(verb.__name__)
             try:
                 verb()
-                for ledger, sequences in self.caches:
-                    check(self.kind, self.rows, ledger, sequences)
+                for tracker, sequences in self.caches:
+                    check_newest_token(self.group, self.rows, tracker, sequences)
                 self.caches[0][0].check()
             except Exception as error:
-                raise AssertionError("; ".join(self.story)) from error
+                raise AssertionError("; ".join(self.history)) from error
 
-    def any(self) -> tuple[Told, list[Sequence]]:
+    def pick_cache(self) -> tuple[TrackedState, list[Sequence]]:
         return self.random.choice(self.caches)
 
     def append(self) -> None:
-        ledger, sequences = self.any()
-        change, came = self.begin(ledger, sequences)
-        look(self.kind, self.rows, change, came, sequences)
-        ledger.commit_layer(0)
-        ledger.back = max(0, ledger.back - change.num_new)
+        tracker, sequences = self.pick_cache()
+        plan, new_rows = self.start_forward(tracker, sequences)
+        check_forward(self.group, self.rows, plan, new_rows, sequences)
+        tracker.commit_layer(0)
+        tracker.back = max(0, tracker.back - plan.num_new)
 
-    def die(self) -> None:
-        """A forward that writes, or not, and never comes to its end."""
-        ledger, sequences = self.any()
-        before = [Sequence(list(s.tokens), s.to_come) for s in sequences]
-        self.begin(ledger, sequences)
+    def abandon_forward(self) -> None:
+        """Start a forward, with or without writes, and abandon it."""
+        tracker, sequences = self.pick_cache()
+        before = [Sequence(list(s.tokens), s.pending_padding) for s in sequences]
+        self.start_forward(tracker, sequences)
         sequences[:] = before
-        ledger.rollback()
+        tracker.rollback()
 
-    def begin(self, ledger: Told, sequences: list[Sequence]) -> tuple[AppendPlan, list[list[Row]]]:
+    def start_forward(
+        self, tracker: TrackedState, sequences: list[Sequence]
+    ) -> tuple[AppendPlan, list[list[Row]]]:
         count = self.random.choice([1, 1, 1, 2, 3, 7, 20])
         if not sequences:
             batch = self.random.randint(1, 3)
             sequences += [Sequence([], self.random.choice([0, 0, 2, 9])) for _ in range(batch)]
         dense = count > 1 and self.random.random() < 0.5
-        start = [s.to_come for s in sequences] if ledger.is_empty else None
-        change = ledger.plan_append(0, len(sequences), count, start, new_rows_dense=dense)
-        self.story[-1] += f"({count}, {dense})"
-        came: list[list[Row]] = []
+        start = [s.pending_padding for s in sequences] if tracker.is_empty else None
+        plan = tracker.plan_append(0, len(sequences), count, start, new_rows_dense=dense)
+        self.history[-1] += f"({count}, {dense})"
+        new_rows: list[list[Row]] = []
         for sequence in sequences:
             new = list(range(self.token, self.token + count))
             self.token += count
-            came.append([(token, False) for token in new])
-            skipped = min(sequence.to_come, count)
-            sequence.to_come -= skipped
+            new_rows.append([(token, False) for token in new])
+            skipped = min(sequence.pending_padding, count)
+            sequence.pending_padding -= skipped
             sequence.tokens = sequence.tokens + new[skipped:]
-        self.rows.do(change, came)
-        return change, came
+        self.rows.apply(plan, new_rows)
+        return plan, new_rows
 
     def rewind(self) -> None:
-        ledger, sequences = self.any()
-        if not ledger.batch:
+        tracker, sequences = self.pick_cache()
+        if not tracker.batch:
             return
-        extent = ledger.state.page_tables[0]
-        back = self.random.choice([0, 1, 2, 5, 11])
-        to = np.maximum(extent.lengths - back, -extent.padding)
-        if not mask_reachable(extent, to).all():
-            assert back > self.kind.slack or ledger.back, f"{back} tokens back"
+        page_table = tracker.state.page_tables[0]
+        num_rewound = self.random.choice([0, 1, 2, 5, 11])
+        new_length = np.maximum(page_table.lengths - num_rewound, -page_table.padding)
+        if not mask_reachable(page_table, new_length).all():
+            assert num_rewound > self.group.slack or tracker.back, f"{num_rewound} tokens back"
             return
-        self.story[-1] += f"({back})"
-        change = rewind_table(extent, to, self.pools)
-        assert is_exact_rewind(extent, to) == (len(change.reopens) == 0)
-        if ledger.back + back <= self.kind.slack:
-            assert is_exact_rewind(extent, to), f"{back} tokens back"
-        ledger.back += back
-        self.rows.do(change, [])
-        with ledger.guard_counts():
-            ledger.replace_tables([change.new_table], (), [(0, change.allocated_slots)])
-        for sequence, length in zip(sequences, to.tolist(), strict=True):
+        self.history[-1] += f"({num_rewound})"
+        plan = rewind_table(page_table, new_length, self.pools)
+        assert is_exact_rewind(page_table, new_length) == (len(plan.reopens) == 0)
+        if tracker.back + num_rewound <= self.group.slack:
+            assert is_exact_rewind(page_table, new_length), f"{num_rewound} tokens back"
+        tracker.back += num_rewound
+        self.rows.apply(plan, [])
+        with tracker.guard_counts():
+            tracker.replace_tables([plan.new_table], (), [(0, plan.allocated_slots)])
+        for sequence, length in zip(sequences, new_length.tolist(), strict=True):
             sequence.tokens = sequence.tokens[: max(length, 0)]
-            sequence.to_come = max(-length, 0)
+            sequence.pending_padding = max(-length, 0)
 
     def select(self) -> None:
-        ledger, sequences = self.any()
+        tracker, sequences = self.pick_cache()
         if not sequences:
             return
         index = [self.random.randrange(len(sequences)) for _ in range(self.random.randint(1, 3))]
-        with ledger.guard_counts():
-            ledger.replace_tables(
-                [select_sequences(ledger.state.page_tables[0], np.array(index))], ()
+        with tracker.guard_counts():
+            tracker.replace_tables(
+                [select_sequences(tracker.state.page_tables[0], np.array(index))], ()
             )
-        sequences[:] = [Sequence(list(sequences[i].tokens), sequences[i].to_come) for i in index]
+        sequences[:] = [
+            Sequence(list(sequences[i].tokens), sequences[i].pending_padding) for i in index
+        ]
 
     def fork(self) -> None:
-        """And one cache goes, where there are too many."""
-        ledger, sequences = self.any()
-        twin = self.ledger()
-        twin.back = ledger.back
-        if ledger.batch:
-            extent = ledger.state.page_tables[0]
-            with twin.guard_counts():
-                twin.replace_tables([select_sequences(extent, np.arange(extent.batch))], ())
-        self.caches.append((twin, [Sequence(list(s.tokens), s.to_come) for s in sequences]))
+        """Fork a cache, and drop one if there are too many."""
+        tracker, sequences = self.pick_cache()
+        clone = self.make_tracker()
+        clone.back = tracker.back
+        if tracker.batch:
+            page_table = tracker.state.page_tables[0]
+            with clone.guard_counts():
+                clone.replace_tables(
+                    [select_sequences(page_table, np.arange(page_table.batch))], ()
+                )
+        self.caches.append(
+            (clone, [Sequence(list(s.tokens), s.pending_padding) for s in sequences])
+        )
         if len(self.caches) > 3:
             del self.caches[self.random.randrange(3)]
 
     def merge(self) -> None:
-        """All sequences that are past their padding, side by side."""
-        filled = [(one, s) for one, s in self.caches if s and all(not x.to_come for x in s)]
+        """Merge all sequences that are past their padding."""
+        filled = [
+            (tracker, s)
+            for tracker, s in self.caches
+            if s and all(not x.pending_padding for x in s)
+        ]
         if not filled or sum(len(s) for _, s in filled) > 4:
             return
-        merged = self.ledger()
-        merged.back = max(one.back for one, _ in filled)
+        merged = self.make_tracker()
+        merged.back = max(tracker.back for tracker, _ in filled)
         with merged.guard_counts():
             merged.replace_tables(
-                [concat_tables([one.state.page_tables[0] for one, _ in filled])], ()
+                [concat_tables([tracker.state.page_tables[0] for tracker, _ in filled])], ()
             )
         copies = [Sequence(list(x.tokens)) for _, s in filled for x in s]
         self.caches.append((merged, copies))
         if len(self.caches) > 3:
             del self.caches[self.random.randrange(3)]
 
-    def forget(self) -> None:
-        ledger, sequences = self.any()
-        with ledger.guard_counts():
-            ledger.replace_tables([], ())
-        ledger.back = 0
+    def drop_cache(self) -> None:
+        tracker, sequences = self.pick_cache()
+        with tracker.guard_counts():
+            tracker.replace_tables([], ())
+        tracker.back = 0
         sequences.clear()
 
 
-def check(kind: LayerGroup, rows: Rows, ledger: Told, sequences: list[Sequence]) -> None:
-    """What the newest token of each sequence sees, in whatever state it sees it."""
-    if not ledger.state.page_tables:
+def check_newest_token(
+    group: LayerGroup, rows: Rows, tracker: TrackedState, sequences: list[Sequence]
+) -> None:
+    """Compare the rows that the newest token of each sequence sees, sealed or dense."""
+    if not tracker.state.page_tables:
         assert not sequences
         return
-    extent = ledger.state.page_tables[0]
-    assert extent.lengths.tolist() == [len(s.tokens) - s.to_come for s in sequences]
-    for which, sequence in enumerate(sequences):
+    page_table = tracker.state.page_tables[0]
+    assert page_table.lengths.tolist() == [len(s.tokens) - s.pending_padding for s in sequences]
+    for index, sequence in enumerate(sequences):
         if sequence.tokens:
             query = len(sequence.tokens) - 1
-            reads(kind, rows, extent, which, sequence.tokens, query, None, False)
+            reads_visible_rows(group, rows, page_table, index, sequence.tokens, query, None, False)
 
 
-def look(
-    kind: LayerGroup,
+def check_forward(
+    group: LayerGroup,
     rows: Rows,
-    change: AppendPlan,
-    came: list[list[Row]],
+    plan: AppendPlan,
+    new_rows: list[list[Row]],
     sequences: list[Sequence],
 ) -> None:
-    """What every query of a forward sees."""
-    for which, sequence in enumerate(sequences):
+    """Compare the rows that every query of a forward sees."""
+    for index, sequence in enumerate(sequences):
         length = len(sequence.tokens)
-        for query in range(max(0, length - change.num_new), length):
-            own = came[which] if change.reads_new_rows else None
-            dense = change.reads_new_rows and change.new_rows_dense
-            reads(kind, rows, change.read_table, which, sequence.tokens, query, own, dense)
+        for query in range(max(0, length - plan.num_new), length):
+            sequence_new_rows = new_rows[index] if plan.reads_new_rows else None
+            dense = plan.reads_new_rows and plan.new_rows_dense
+            reads_visible_rows(
+                group,
+                rows,
+                plan.read_table,
+                index,
+                sequence.tokens,
+                query,
+                sequence_new_rows,
+                dense,
+            )
 
 
-def reads(
-    kind: LayerGroup,
+def reads_visible_rows(
+    group: LayerGroup,
     rows: Rows,
-    extent: PageTable,
-    which: int,
+    page_table: PageTable,
+    index: int,
     tokens: list[int],
     query: int,
-    own: list[Row] | None,
+    new_rows: list[Row] | None,
     dense: bool,
 ) -> None:
-    """Does the query at this position find every row that it sees, in the state it sees it in?"""
-    page, length = kind.page, len(tokens)
-    came = length if own is None else length - len(own)
-    due = kind.paging.count_due_pages(query + 1) * page
+    """Whether the query at this position finds every visible row in the expected state."""
+    page, length = group.page, len(tokens)
+    first_new = length if new_rows is None else length - len(new_rows)
+    due = group.paging.count_due_pages(query + 1) * page
     for key in range(query + 1):
-        seen = kind.window is None or query - key < kind.window or key < kind.sinks
-        if not seen:
+        visible = group.window is None or query - key < group.window or key < group.sinks
+        if not visible:
             continue
-        at, row = divmod(key, page)
-        as_it_came = dense and key >= came
-        if key >= kind.sinks and key < due and not as_it_came:
-            assert extent.first_sealed[which] <= at < extent.stop_sealed[which], f"page {at}"
-            found = rows.sealed[int(extent.sealed_table[which, at])][row]
-        elif own is not None and key >= max(came, 0):
-            found = own[key - came]
+        position, row = divmod(key, page)
+        as_it_came = dense and key >= first_new
+        if key >= group.sinks and key < due and not as_it_came:
+            assert page_table.first_sealed[index] <= position < page_table.stop_sealed[index], (
+                f"page {position}"
+            )
+            row_in_page = rows.sealed[int(page_table.sealed_table[index, position])][row]
+        elif new_rows is not None and key >= max(first_new, 0):
+            row_in_page = new_rows[key - first_new]
         else:
-            opened = extent.first_open[which] <= at < extent.stop_open[which]
-            assert opened or at < kind.num_sink_pages, f"page {at} is not open"
-            found = rows.open[int(extent.open_table[which, at])][row]
-        assert found is not None and found[0] == tokens[key], (
-            f"sequence {which}, query {query}, position {key}: {found}, not {tokens[key]}"
+            opened = page_table.first_open[index] <= position < page_table.stop_open[index]
+            assert opened or position < group.num_sink_pages, f"page {position} is not open"
+            row_in_page = rows.open[int(page_table.open_table[index, position])][row]
+        assert row_in_page is not None and row_in_page[0] == tokens[key], (
+            f"sequence {index}, query {query}, position {key}: {row_in_page}, not {tokens[key]}"
         )

@@ -1,7 +1,7 @@
-"""Rows whose value is their position, so that a failure reads [7, 8, 9, 11].
+"""Rows whose value is their position, so that a failure prints [7, 8, 9, 11].
 
-Sequence b and head h add 1000 * (b * heads + h): rows of another head cannot pass for one's own.
-Every channel of a row is alike, which affine formats store exactly.
+Sequence b and head h add 1000 * (b * heads + h), so rows of different heads differ. All channels of
+a row are equal, which affine formats store exactly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvant.contracts import Codec, Retention, Snapshot, Tiles, View
 from kvant.recipes import Recipe
 
 
-class One:
-    """A cache of one layer, with the verbs of both."""
+class LayerCache:
+    """A cache of one layer, with the operations of both."""
 
     def __init__(
         self, spec: Recipe, tiles: Tiles | None = None, cache: Cache | None = None
@@ -29,20 +29,20 @@ class One:
         layer = self.cache[0]
         return getattr(layer if hasattr(layer, name) else self.cache, name)
 
-    def fork(self) -> One:
-        return One(self.spec, cache=self.cache.fork())
+    def fork(self) -> LayerCache:
+        return LayerCache(self.spec, cache=self.cache.fork())
 
     def recode(self, spec: LayerSpec) -> None:
         self.cache.recode(CacheSpec((spec,)))
 
     def snapshot(self) -> Snapshot:
-        """Its parts, by names without that of the layer."""
+        """Return the parts of the layer's snapshot without the layer name."""
         whole = self.cache.snapshot()
-        parts = [{n.removeprefix("0/"): x for n, x in told.items()} for told in _parts(whole)]
+        parts = [{n.removeprefix("0/"): x for n, x in part.items()} for part in _parts(whole)]
         return Snapshot(*parts)
 
     def restore(self, snapshot: Snapshot) -> None:
-        parts = [{f"0/{name}": x for name, x in told.items()} for told in _parts(snapshot)]
+        parts = [{f"0/{name}": x for name, x in part.items()} for part in _parts(snapshot)]
         self.cache.restore(Snapshot(*parts))
 
 
@@ -50,7 +50,7 @@ def _parts(snapshot: Snapshot) -> tuple[Any, Any]:
     return snapshot.tensors, snapshot.numbers
 
 
-def rows(
+def make_rows(
     start: int,
     stop: int,
     batch: int = 1,
@@ -58,35 +58,40 @@ def rows(
     dim: int = 8,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[batch, heads, stop - start, dim]."""
+    """Return rows [batch, heads, stop - start, dim]."""
     owner = 1000 * torch.arange(batch * heads).view(batch, heads, 1, 1)
     return (owner + torch.arange(start, stop).view(1, 1, -1, 1)).to(dtype).repeat(1, 1, 1, dim)
 
 
-def put(state: PagedLayer | One, count: int, **shape: int) -> View:
+def append_rows(state: PagedLayer | LayerCache, count: int, **shape: int) -> View:
     """Append the next `count` rows."""
-    new = rows(state.length, state.length + count, **shape)
+    new = make_rows(state.length, state.length + count, **shape)
     view: View = state.append(new, new)
     return view
 
 
-def forward(cache: Cache, count: int, upto: int | None = None, **shape: int) -> list[View]:
-    """Append the next `count` rows to every layer, or to the first `upto` of them."""
+def forward(cache: Cache, count: int, num_appended: int | None = None, **shape: int) -> list[View]:
+    """Append the next `count` rows to every layer, or to the first `num_appended` of them."""
     place = cache.length
-    new = rows(place, place + count, **shape)
-    return [cache[i].append(new, new) for i in range(len(cache) if upto is None else upto)]
+    new = make_rows(place, place + count, **shape)
+    return [
+        cache[i].append(new, new)
+        for i in range(len(cache) if num_appended is None else num_appended)
+    ]
 
 
-def told(state: PagedLayer | One, sequence: int = 0, head: int = 0) -> list[int]:
-    """The tags that one head reads, if all channels and both sides say the same."""
+def read_tags(state: PagedLayer | LayerCache, sequence: int = 0, head: int = 0) -> list[int]:
+    """Return the tags that one head reads, after checking that all channels and both sides
+    agree.
+    """
     keys, values = state.read()
     assert torch.equal(keys, values)
     assert torch.equal(keys, keys[..., :1].expand_as(keys))
     return [round(v) for v in keys[sequence, head, :, 0].tolist()]
 
 
-def same(a: Snapshot, b: Snapshot) -> None:
-    """Bit for bit; NaN equals itself."""
+def assert_same(a: Snapshot, b: Snapshot) -> None:
+    """Whether two results are equal bit for bit; NaN equals itself."""
     assert a.numbers == b.numbers
     assert a.tensors.keys() == b.tensors.keys()
     for name, tensor in a.tensors.items():
@@ -96,11 +101,11 @@ def same(a: Snapshot, b: Snapshot) -> None:
         assert torch.equal(*bits), name
 
 
-def layer(text: str) -> LayerSpec:
+def make_layer(text: str) -> LayerSpec:
     spec = parse(text, 1).layers[0]
     assert isinstance(spec, LayerSpec)
     return spec
 
 
-def recipe(codec: Codec, rule: Retention, **rest: int) -> LayerSpec:
+def make_recipe(codec: Codec, rule: Retention, **rest: int) -> LayerSpec:
     return LayerSpec(codec, codec, rule, **rest)  # type: ignore[arg-type]

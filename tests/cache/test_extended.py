@@ -1,4 +1,4 @@
-"""A cache that comes from elsewhere shares pages with one that begins with the same tokens."""
+"""Test that a restored cache shares pages with a cache of the same first tokens."""
 
 from __future__ import annotations
 
@@ -11,64 +11,73 @@ from cache.test_pieces import SPECS
 HELD = ((1, 64), (63, 200), (64, 65), (128, 300), (256, 256), (300, 200), (300, 513))
 
 
-def grown(spec: str, *stops: int) -> kvant.Cache:
-    """A cache of rows whose values are their positions, in chunks that end there."""
+def make_cache(spec: str, *stops: int) -> kvant.Cache:
+    """Return a cache of rows whose values are their positions, in chunks with these ends."""
     cache, begin = kvant.Cache(3, spec), 0
     for stop in stops:
-        append(cache, begin, stop)
+        append_rows(cache, begin, stop)
         begin = stop
     return cache
 
 
-def append(cache: kvant.Cache, begin: int, stop: int) -> None:
+def append_rows(cache: kvant.Cache, begin: int, stop: int) -> None:
     rows = torch.arange(begin, stop, dtype=torch.float32)[:, None] + torch.arange(64) / 64
     for layer in range(3):
         cache[layer].append(rows.expand(1, 2, -1, -1) + layer, -rows.expand(1, 2, -1, -1))
 
 
-def same(one: kvant.Cache, other: kvant.Cache) -> None:
-    found, expected = one.snapshot(), other.snapshot()
-    assert found.tensors.keys() == expected.tensors.keys()
+def assert_same(first: kvant.Cache, second: kvant.Cache) -> None:
+    actual, expected = first.snapshot(), second.snapshot()
+    assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
+        assert torch.equal(actual.tensors[name], tensor), name
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["elsewhere", "in_its_pools"])
-@pytest.mark.parametrize(("held", "length"), HELD)
+@pytest.mark.parametrize("diverges", [True, False], ids=["elsewhere", "in_its_pools"])
+@pytest.mark.parametrize(("base_length", "length"), HELD)
 @pytest.mark.parametrize("spec", SPECS)
-def test_it_is_the_other_cache_and_whole_pages_are_shared(
-    spec: str, held: int, length: int, apart: bool
+def test_extended_cache_equals_its_source_and_shares_whole_pages(
+    spec: str, base_length: int, length: int, diverges: bool
 ) -> None:
-    base = grown(spec, held)
-    other = kvant.Cache(3, spec) if apart else base.fork()
+    base = make_cache(spec, base_length)
+    other = kvant.Cache(3, spec) if diverges else base.fork()
     other.reset()
-    append(other, 0, min(held, length))
-    if held < length:
-        append(other, held, length)
+    append_rows(other, 0, min(base_length, length))
+    if base_length < length:
+        append_rows(other, base_length, length)
     before = base.snapshot()
     extended = base.import_sequence(other)
-    same(extended, other)
+    assert_same(extended, other)
     base.check()
-    for kind, one in enumerate(extended._tracker.state.page_tables):
-        had = base._tracker.state.page_tables[kind]
-        if one.layer_group.seals:
-            there, pages = (
-                range(had.first_sealed[0], had.stop_sealed[0]),
-                one.list_sealed_pages()[1],
+    for group, page_table in enumerate(extended._tracker.state.page_tables):
+        base_table = base._tracker.state.page_tables[group]
+        if page_table.layer_group.seals:
+            shared_slots, pages = (
+                range(base_table.first_sealed[0], base_table.stop_sealed[0]),
+                page_table.list_sealed_pages()[1],
             )
-            tables = one.sealed_table[0], had.sealed_table[0]
+            tables = page_table.sealed_table[0], base_table.sealed_table[0]
         else:
-            whole = min(held, length) // one.layer_group.page
-            there, pages = range(had.first_open[0], whole), one.list_open_pages()[1]
-            tables = one.open_table[0], had.open_table[0]
-        shared = [number for number in pages.tolist() if number in there]
+            whole = min(base_length, length) // page_table.layer_group.page
+            shared_slots, pages = (
+                range(base_table.first_open[0], whole),
+                page_table.list_open_pages()[1],
+            )
+            tables = page_table.open_table[0], base_table.open_table[0]
+        shared = [number for number in pages.tolist() if number in shared_slots]
         assert tables[0][shared].tolist() == tables[1][shared].tolist()
-        mine = {*one.list_open_slots().tolist()}, {*one.list_sealed_slots().tolist()}
-        theirs = {*had.list_open_slots().tolist()}, {*had.list_sealed_slots().tolist()}
-        assert sum(len(a & b) for a, b in zip(mine, theirs, strict=True)) == len(shared)
-    append(extended, length, length + 70)  # in pages of its own
-    append(other, length, length + 70)
-    same(extended, other)
+        own_slots = (
+            {*page_table.list_open_slots().tolist()},
+            {*page_table.list_sealed_slots().tolist()},
+        )
+        theirs = (
+            {*base_table.list_open_slots().tolist()},
+            {*base_table.list_sealed_slots().tolist()},
+        )
+        assert sum(len(a & b) for a, b in zip(own_slots, theirs, strict=True)) == len(shared)
+    append_rows(extended, length, length + 70)  # in separate pages
+    append_rows(other, length, length + 70)
+    assert_same(extended, other)
     now = base.snapshot()
     assert all(torch.equal(now.tensors[name], tensor) for name, tensor in before.tensors.items())
     del extended
@@ -76,9 +85,9 @@ def test_it_is_the_other_cache_and_whole_pages_are_shared(
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8,tail=0", "turbo4v4,tail=0"])
-def test_what_is_shared_is_never_written(spec: str) -> None:
-    """Other rows in the pages that both have are not taken."""
-    base, other = grown(spec, 200), kvant.Cache(3, spec)
+def test_shared_pages_are_never_written(spec: str) -> None:
+    """Different rows for shared pages are ignored."""
+    base, other = make_cache(spec, 200), kvant.Cache(3, spec)
     rows = torch.full((1, 2, 300, 64), 1e4)
     for layer in range(3):
         other[layer].append(rows, rows)
@@ -86,16 +95,16 @@ def test_what_is_shared_is_never_written(spec: str) -> None:
     extended = base.import_sequence(other)
     now = base.snapshot()
     assert all(torch.equal(now.tensors[name], tensor) for name, tensor in before.tensors.items())
-    for mine, old, new in zip(extended[0].read(), base[0].read(), other[0].read(), strict=True):
-        assert torch.equal(mine[:, :, :192], old[:, :, :192])
-        assert torch.equal(mine[:, :, 192:], new[:, :, 192:])
+    for actual, old, new in zip(extended[0].read(), base[0].read(), other[0].read(), strict=True):
+        assert torch.equal(actual[:, :, :192], old[:, :, :192])
+        assert torch.equal(actual[:, :, 192:], new[:, :, 192:])
 
 
 def test_a_batch_is_refused() -> None:
-    one = grown("raw", 10)
-    two = kvant.merge([grown("raw", 10), grown("raw", 12)])
-    for base, other in ((one, two), (two, one)):
-        with pytest.raises(ValueError, match=r"sequences by .: both have to be of one"):
+    single = make_cache("raw", 10)
+    two = kvant.merge([make_cache("raw", 10), make_cache("raw", 12)])
+    for base, other in ((single, two), (two, single)):
+        with pytest.raises(ValueError, match=r"import of . sequences, . here: one each is needed"):
             base.import_sequence(other)
     with pytest.raises(ValueError, match="recode it"):
-        one.import_sequence(grown("affine8", 20))
+        single.import_sequence(make_cache("affine8", 20))

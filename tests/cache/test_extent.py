@@ -1,4 +1,6 @@
-"""The law of Extent: 10,000 random lives in integers, and what they do not show."""
+"""Test the invariants of PageTable: 10,000 random integer caches, and cases that they do not
+cover.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from cache.lives import Life
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives(seed: int) -> None:
+def test_random_page_tables(seed: int) -> None:
     for life in range(60):
-        Life(1000 * seed + life).live(15)
+        Life(1000 * seed + life).run(15)
 
 
 @pytest.mark.laws
-def test_ten_thousand_lives() -> None:
+def test_ten_thousand_random_page_tables() -> None:
     for seed in range(10_000):
-        Life(seed).live(25)
+        Life(seed).run(25)

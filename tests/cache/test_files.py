@@ -1,4 +1,4 @@
-"""A cache in a file: what was saved comes back; anything else is refused before it is loaded."""
+"""Test a cache in a file: saved caches round-trip; anything else is refused before it is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import kvant.cache.files
-from cache.tagged import forward, layer, same, told
+from cache.tagged import assert_same, forward, make_layer, read_tags
 from cache.tiled import Tiled
 from kvant import (
     Cache,
@@ -48,7 +48,7 @@ SPECS = (
 )
 
 
-def filled(text: str, count: int = 200, batch: int = 2, padded: bool = False) -> Cache:
+def make_filled_cache(text: str, count: int = 200, batch: int = 2, padded: bool = False) -> Cache:
     cache = Cache(3, text)
     start = [0, 70][:batch] if padded else None
     for state in cache:
@@ -57,9 +57,9 @@ def filled(text: str, count: int = 200, batch: int = 2, padded: bool = False) ->
     return cache
 
 
-def hybrid() -> Cache:
-    group = GroupSpec((("rows", layer("affine8")), ("memory", RecurrentSpec(4))))
-    cache = Cache(None, CacheSpec((layer("raw"), group, RecurrentSpec(), SharedSpec(0))))
+def make_hybrid() -> Cache:
+    group = GroupSpec((("rows", make_layer("affine8")), ("memory", RecurrentSpec(4))))
+    cache = Cache(None, CacheSpec((make_layer("raw"), group, RecurrentSpec(), SharedSpec(0))))
     for count in (70, 60):
         cache[0].append(*torch.randn(2, 1, 1, count, 8))
         cache[1]["rows"].append(*torch.randn(2, 1, 1, count, 8))
@@ -76,114 +76,116 @@ def round_trip(cache: Cache, folder: Path) -> Cache:
 
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
-def test_a_loaded_cache_is_the_saved_one_and_goes_on_like_it(
+def test_loaded_cache_equals_the_saved_one_and_continues_like_it(
     text: str, padded: bool, tmp_path: Path
 ) -> None:
-    cache = filled(text, padded=padded)
+    cache = make_filled_cache(text, padded=padded)
     loaded = round_trip(cache, tmp_path)
     assert loaded.spec == cache.spec
     assert (loaded.length, loaded.num_rows) == (cache.length, cache.num_rows)
-    # A header says how memory grows, not how much: whole pages of the rows that there are.
+    # A header states the growth policy, not the allocation: whole pages of the stored rows.
     assert loaded.nbytes_used == cache.nbytes_used <= loaded.nbytes <= cache.nbytes
-    same(cache.snapshot(), loaded.snapshot())
+    assert_same(cache.snapshot(), loaded.snapshot())
     for count in (1, 100, 1):
         keys, values = torch.randn(2, 2, 2, count, 32)
         q = torch.randn(2, 4, count, 32)
-        for one, other in zip(cache, loaded, strict=True):
-            outs = [attend(q, state.append(keys, values)) for state in (one, other)]
+        for first, second in zip(cache, loaded, strict=True):
+            outs = [attend(q, state.append(keys, values)) for state in (first, second)]
             assert torch.equal(*outs)
-    same(cache.snapshot(), loaded.snapshot())
+    assert_same(cache.snapshot(), loaded.snapshot())
     assert loaded.nbytes <= cache.nbytes
     loaded.check()
 
 
-def test_a_rewind_reaches_as_far_in_a_loaded_cache(tmp_path: Path) -> None:
+def test_rewind_reaches_equally_far_in_a_loaded_cache(tmp_path: Path) -> None:
     for text in ("affine8", "affine8,window=70,sinks=0", "raw,window=70,sinks=0"):
-        cache = filled(text)
+        cache = make_filled_cache(text)
         loaded = round_trip(cache, tmp_path)
         for each in (cache, loaded):
             each.rewind(184)
-        same(cache.snapshot(), loaded.snapshot())
+        assert_same(cache.snapshot(), loaded.snapshot())
 
 
-def test_an_empty_cache_comes_back_empty(tmp_path: Path) -> None:
+def test_empty_cache_round_trips(tmp_path: Path) -> None:
     loaded = round_trip(Cache(2, "affine8"), tmp_path)
     assert (loaded.length, loaded.nbytes, len(loaded)) == (0, 0, 2)
     forward(loaded, 3)
-    assert told(loaded[1]) == [0, 1, 2]
+    assert read_tags(loaded[1]) == [0, 1, 2]
 
 
-def test_recurrent_grouped_and_shared_layers_come_back(tmp_path: Path) -> None:
-    """A checkpoint at the present length shares its tensors, which once could not be saved."""
-    cache = hybrid()
+def test_recurrent_grouped_and_shared_layers_round_trip(tmp_path: Path) -> None:
+    """Regression: a checkpoint at the current length shares its tensors, which could not be
+    saved.
+    """
+    cache = make_hybrid()
     loaded = round_trip(cache, tmp_path)
-    same(cache.snapshot(), loaded.snapshot())
+    assert_same(cache.snapshot(), loaded.snapshot())
     assert loaded[3] is loaded[0]
     for each in (cache, loaded):
         each.rewind(70)
-    same(cache.snapshot(), loaded.snapshot())
+    assert_same(cache.snapshot(), loaded.snapshot())
 
 
-def test_tiled_pages_come_back(tmp_path: Path) -> None:
+def test_tiled_pages_round_trip(tmp_path: Path) -> None:
     plain, tiled = Cache(1, "affine8"), Cache(1, "affine8", tiles=Tiled())
     rows = torch.randn(1, 2, 200, 32)
     for cache in (plain, tiled):
         cache[0].append(rows, rows)
-    same(plain.snapshot(), round_trip(tiled, tmp_path).snapshot())
+    assert_same(plain.snapshot(), round_trip(tiled, tmp_path).snapshot())
 
 
-def test_one_sequence_of_one_head_saves_its_rows_and_not_its_buffer(tmp_path: Path) -> None:
+def test_extracted_sequence_saves_its_rows_only(tmp_path: Path) -> None:
     """Such rows are a contiguous slice of a larger buffer."""
     cache = Cache(1, "raw,capacity=10000")
     forward(cache, 3)
-    assert told(round_trip(cache, tmp_path)[0]) == [0, 1, 2]
+    assert read_tags(round_trip(cache, tmp_path)[0]) == [0, 1, 2]
     assert (tmp_path / "a.kv").stat().st_size < 2500
 
 
 def test_the_same_cache_gives_the_same_bytes(tmp_path: Path) -> None:
-    cache = filled("affine8,window=70,sinks=4")
+    cache = make_filled_cache("affine8,window=70,sinks=4")
     files = [tmp_path / name for name in "abcd"]
     for path in files:
         save(cache, path)
     assert len({path.read_bytes() for path in files}) == 1
 
 
-def test_what_is_saved_is_committed(tmp_path: Path) -> None:
-    cache = filled("raw")
+def test_only_committed_tokens_are_saved(tmp_path: Path) -> None:
+    cache = make_filled_cache("raw")
     before = cache.snapshot()
     cache[0].append(*torch.randn(2, 2, 2, 5, 32))
-    same(before, round_trip(cache, tmp_path).snapshot())
+    assert_same(before, round_trip(cache, tmp_path).snapshot())
 
 
 def test_a_loaded_cache_does_not_need_its_file(tmp_path: Path) -> None:
-    cache = filled("raw")
+    cache = make_filled_cache("raw")
     loaded = round_trip(cache, tmp_path)
     path = tmp_path / "a.kv"
     path.write_bytes(b"\0" * path.stat().st_size)
     path.unlink()
-    same(cache.snapshot(), loaded.snapshot())
+    assert_same(cache.snapshot(), loaded.snapshot())
 
 
-def test_a_path_may_be_text(tmp_path: Path) -> None:
-    save(filled("raw"), str(tmp_path / "a.kv"))
+def test_path_may_be_a_string(tmp_path: Path) -> None:
+    save(make_filled_cache("raw"), str(tmp_path / "a.kv"))
     assert load(str(tmp_path / "a.kv")).length == 200
 
 
-def refused(path: Path, what: str = "") -> None:
-    """One line that names the file and says what is wrong."""
+def assert_refused(path: Path, problem: str = "") -> None:
+    """Assert that loading raises one line that names the file and the problem."""
     with pytest.raises(CacheFileError) as caught:
         load(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
-    assert re.search(what, message)
+    assert re.search(problem, message)
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("good") / "a.kv"
     torch.manual_seed(0)
-    save(filled("affine8,window=70,sinks=4", 150, batch=1), path)
+    save(make_filled_cache("affine8,window=70,sinks=4", 150, batch=1), path)
     return path.read_bytes()
 
 
@@ -191,17 +193,17 @@ def test_a_file_cut_short_is_refused(good: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.kv"
     for size in range(0, len(good), 97):
         path.write_bytes(good[:size])
-        refused(path)
+        assert_refused(path)
     path.write_bytes(good[:-1])
-    refused(path, "damaged")
+    assert_refused(path, "corrupt")
 
 
-def test_a_file_with_more_behind_it_is_refused(good: bytes, tmp_path: Path) -> None:
+def test_file_with_trailing_bytes_is_refused(good: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.kv").write_bytes(good + b"\0")
-    refused(tmp_path / "a.kv", "damaged")
+    assert_refused(tmp_path / "a.kv", "corrupt")
 
 
-def test_a_byte_changed_anywhere_is_noticed(good: bytes, tmp_path: Path) -> None:
+def test_any_changed_byte_is_detected(good: bytes, tmp_path: Path) -> None:
     path, draw = tmp_path / "a.kv", random.Random(0)
     header = 8 + int.from_bytes(good[:8], "little")
     places = [draw.randrange(header) for _ in range(150)]
@@ -210,7 +212,7 @@ def test_a_byte_changed_anywhere_is_noticed(good: bytes, tmp_path: Path) -> None
         data = bytearray(good)
         data[place] ^= 1 << draw.randrange(8)
         path.write_bytes(data)
-        refused(path)
+        assert_refused(path)
 
 
 FOREIGN: dict[str, bytes] = {
@@ -227,29 +229,29 @@ FOREIGN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("data", FOREIGN.values(), ids=FOREIGN)
-def test_a_file_that_is_none_of_ours_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_file_of_another_format_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.kv").write_bytes(data)
-    refused(tmp_path / "a.kv", "not a kvant cache")
+    assert_refused(tmp_path / "a.kv", "not a kvant cache")
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}], ids=["plain", "with metadata"])
-def test_a_safetensors_file_of_others_is_refused(metadata: Any, tmp_path: Path) -> None:
+def test_foreign_safetensors_file_is_refused(metadata: Any, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata=metadata)
-    refused(tmp_path / "model.safetensors", "not a kvant cache")
+    assert_refused(tmp_path / "model.safetensors", "not a kvant cache")
 
 
-def test_a_file_that_is_missing_is_missing(tmp_path: Path) -> None:
+def test_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.kv"):
         load(tmp_path / "none.kv")
 
 
-def forged(
+def forge(
     good: bytes,
     path: Path,
     entry: Callable[[dict], Any] = lambda entry: None,
     tensors: Callable[[dict], Any] = lambda tensors: None,
 ) -> None:
-    """A file with an edited header whose checksum is right."""
+    """Write a file with an edited header and a valid checksum."""
     source = path.with_suffix(".source")
     source.write_bytes(good)
     with kvant.cache.files.safe_open(source, framework="pt") as file:
@@ -261,9 +263,9 @@ def forged(
     kvant.cache.files._write_file(parts, path, header)
 
 
-def test_a_forged_file_is_loaded_where_nothing_was_edited(good: bytes, tmp_path: Path) -> None:
+def test_forged_file_without_edits_loads(good: bytes, tmp_path: Path) -> None:
     """Otherwise the tests below could not fail."""
-    forged(good, tmp_path / "a.kv")
+    forge(good, tmp_path / "a.kv")
     assert load(tmp_path / "a.kv").length == 150
 
 
@@ -281,8 +283,10 @@ def put(*path: Any) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2]])
 def test_another_version_is_refused(version: Any, good: bytes, tmp_path: Path) -> None:
-    forged(good, tmp_path / "a.kv", put("version", version))
-    refused(tmp_path / "a.kv", "version .* of the format, 2 is needed: .* save that cache$")
+    forge(good, tmp_path / "a.kv", put("version", version))
+    assert_refused(
+        tmp_path / "a.kv", "version .* of the format, 2 is needed: .* save the new cache$"
+    )
 
 
 HEADERS: dict[str, Callable[[dict], Any]] = {
@@ -318,8 +322,8 @@ HEADERS: dict[str, Callable[[dict], Any]] = {
 def test_a_header_that_does_not_fit_the_tensors_is_refused(
     edit: Callable[[dict], Any], good: bytes, tmp_path: Path
 ) -> None:
-    forged(good, tmp_path / "a.kv", edit)
-    refused(tmp_path / "a.kv", "not a cache that can be restored")
+    forge(good, tmp_path / "a.kv", edit)
+    assert_refused(tmp_path / "a.kv", "not a cache that can be restored")
 
 
 LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, BEGINS = range(6)
@@ -345,20 +349,20 @@ def test_numbers_out_of_range_are_refused(
         numbers[0, column] = value
         tensors["0/numbers"] = numbers
 
-    forged(good, tmp_path / "a.kv", tensors=edit)
-    refused(tmp_path / "a.kv", "not a cache that can be restored")
+    forge(good, tmp_path / "a.kv", tensors=edit)
+    assert_refused(tmp_path / "a.kv", "not a cache that can be restored")
 
 
 @pytest.mark.parametrize("value", [-1, 2**64, 10**30, 1.5, "150", None, True, [150]])
 def test_numbers_of_the_header_out_of_range_are_refused(value: Any, tmp_path: Path) -> None:
-    save(hybrid(), tmp_path / "good.kv")
+    save(make_hybrid(), tmp_path / "good.kv")
     good = (tmp_path / "good.kv").read_bytes()
-    forged(good, tmp_path / "a.kv", put("numbers", "2/now", value))
-    refused(tmp_path / "a.kv", "not a cache that can be restored")
+    forge(good, tmp_path / "a.kv", put("numbers", "2/now", value))
+    assert_refused(tmp_path / "a.kv", "not a cache that can be restored")
 
 
 def test_a_length_beyond_what_tensors_count_is_refused(tmp_path: Path) -> None:
-    """Under a window such numbers fit each other, and once failed at the next append."""
+    """Regression: under a window such numbers are consistent, and failed at the next append."""
     cache = Cache(1, "raw,window=9,sinks=0")
     forward(cache, 100)
     save(cache, tmp_path / "good.kv")
@@ -369,8 +373,8 @@ def test_a_length_beyond_what_tensors_count_is_refused(tmp_path: Path) -> None:
         numbers[:, FIRST_OPEN] += 1 << 50
         tensors["0/numbers"] = numbers
 
-    forged((tmp_path / "good.kv").read_bytes(), tmp_path / "a.kv", tensors=shift)
-    refused(tmp_path / "a.kv", "numbers")
+    forge((tmp_path / "good.kv").read_bytes(), tmp_path / "a.kv", tensors=shift)
+    assert_refused(tmp_path / "a.kv", "numbers")
 
 
 TENSORS: dict[str, Callable[[dict], Any]] = {
@@ -395,13 +399,13 @@ TENSORS: dict[str, Callable[[dict], Any]] = {
 def test_tensors_that_do_not_fit_are_refused(
     edit: Callable[[dict], Any], good: bytes, tmp_path: Path
 ) -> None:
-    forged(good, tmp_path / "a.kv", tensors=edit)
-    refused(tmp_path / "a.kv", "not a cache that can be restored")
+    forge(good, tmp_path / "a.kv", tensors=edit)
+    assert_refused(tmp_path / "a.kv", "not a cache that can be restored")
 
 
 @pytest.mark.parametrize("part", [1, 2], ids=["heads", "channels"])
-def test_raw_rows_without_extent_are_refused(part: int, tmp_path: Path) -> None:
-    """No codec looks at raw rows; rows of no heads once were a cache that nobody could read."""
+def test_raw_rows_without_page_table_are_refused(part: int, tmp_path: Path) -> None:
+    """No codec checks raw rows. Regression: rows without heads loaded as an unreadable cache."""
     cache = Cache(1, "raw")
     forward(cache, 3)
     save(cache, tmp_path / "good.kv")
@@ -411,18 +415,18 @@ def test_raw_rows_without_extent_are_refused(part: int, tmp_path: Path) -> None:
     def edit(tensors: dict) -> None:
         tensors.update({f"0/{side}.open": torch.zeros(shape) for side in ("keys", "values")})
 
-    forged((tmp_path / "good.kv").read_bytes(), tmp_path / "a.kv", tensors=edit)
-    refused(tmp_path / "a.kv", "not a cache that can be restored")
+    forge((tmp_path / "good.kv").read_bytes(), tmp_path / "a.kv", tensors=edit)
+    assert_refused(tmp_path / "a.kv", "not a cache that can be restored")
 
 
 ERRORS = (OSError(28, "No space left on device"), SafetensorError("mid-way"), KeyboardInterrupt())
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_write_that_fails_leaves_the_older_file_and_nothing_else(
+def test_failed_write_leaves_only_the_older_file(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = filled("raw", 10), filled("raw", 20)
+    old, new = make_filled_cache("raw", 10), make_filled_cache("raw", 20)
     save(old, tmp_path / "a.kv")
     before = (tmp_path / "a.kv").read_bytes()
 
@@ -436,80 +440,78 @@ def test_a_write_that_fails_leaves_the_older_file_and_nothing_else(
         save(new, tmp_path / "a.kv")
     assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]
     assert (tmp_path / "a.kv").read_bytes() == before
-    same(old.snapshot(), load(tmp_path / "a.kv").snapshot())
+    assert_same(old.snapshot(), load(tmp_path / "a.kv").snapshot())
 
 
-def test_a_failing_first_write_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_first_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(kvant.cache.files, "save_file", fails)
     with pytest.raises(OSError, match="no space"):
-        save(filled("raw"), tmp_path / "a.kv")
+        save(make_filled_cache("raw"), tmp_path / "a.kv")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_a_full_disk_names_the_path_that_was_given(
+def test_full_disk_error_names_the_requested_path(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+    os_message = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
 
     def fails(tensors: dict, path: Path, metadata: dict) -> None:
-        raise SafetensorError(told)
+        raise SafetensorError(os_message)
 
     monkeypatch.setattr(kvant.cache.files, "save_file", fails)
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
-        save(filled("raw"), tmp_path / "a.kv")
+        save(make_filled_cache("raw"), tmp_path / "a.kv")
     assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / "a.kv"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_beyond_the_limit_of_the_system_names_the_path_that_was_given(
+def test_file_size_limit_error_names_the_requested_path(
     tmp_path: Path,
 ) -> None:
-    """The kernel itself refuses the rest: no file of this process may have more than 4 KB."""
+    """The kernel enforces the limit: no file of this process may exceed 4 KB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as caught:
-            save(filled("raw", 200), tmp_path / "a.kv")
+            save(make_filled_cache("raw", 200), tmp_path / "a.kv")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(tmp_path / "a.kv")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_can_only_be_read_names_the_path_that_was_given(
+def test_read_only_disk_error_names_the_requested_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(path: Path, *given: Any, **more: Any) -> None:
+    def refuses(path: Path, *args: Any, **more: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "touch", refuses)
     monkeypatch.setattr(Path, "unlink", refuses)
     with pytest.raises(OSError, match="Read-only") as caught:
-        save(filled("raw"), tmp_path / "a.kv")
+        save(make_filled_cache("raw"), tmp_path / "a.kv")
     assert caught.value.filename == str(tmp_path / "a.kv")
 
 
-def test_a_folder_that_is_missing_is_not_made(tmp_path: Path) -> None:
+def test_missing_folder_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        save(filled("raw"), tmp_path / "none" / "a.kv")
+        save(make_filled_cache("raw"), tmp_path / "none" / "a.kv")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_older_file_is_replaced(tmp_path: Path) -> None:
-    save(filled("raw", 10), tmp_path / "a.kv")
-    save(filled("affine8", 20), tmp_path / "a.kv")
+    save(make_filled_cache("raw", 10), tmp_path / "a.kv")
+    save(make_filled_cache("affine8", 20), tmp_path / "a.kv")
     assert load(tmp_path / "a.kv").length == 20
     assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]
 
 
-def test_open_rows_that_begin_behind_the_sealed_pages_are_refused(tmp_path: Path) -> None:
-    """Between the two nothing is stored; a rewind read whatever memory held there."""
+def test_open_rows_that_start_after_the_sealed_pages_are_refused(tmp_path: Path) -> None:
+    """Regression: rows between the two are not stored; a rewind read uninitialized memory."""
     cache = Cache(1, "affine8,window=64,sinks=0,tail=128,slack=256")
     for _ in range(10):
         cache[0].append(*torch.randn(2, 1, 1, 100, 8))
@@ -523,13 +525,13 @@ def test_open_rows_that_begin_behind_the_sealed_pages_are_refused(tmp_path: Path
         for name in ("0/keys.open", "0/values.open"):
             parts[name] = parts[name][64 * (15 - first) :].clone()
 
-    forged((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=cut)
+    forge((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=cut)
     with pytest.raises(CacheFileError, match="open pages from 15 on, 13 are due at 1000"):
         load(tmp_path / "bad")
 
 
-def test_pages_that_are_due_but_missing_are_refused(tmp_path: Path) -> None:
-    save(filled("affine8", 200, 1), tmp_path / "good")
+def test_missing_sealed_pages_are_refused(tmp_path: Path) -> None:
+    save(make_filled_cache("affine8", 200, 1), tmp_path / "good")
 
     def drop(parts: dict) -> None:
         for name in [name for name in parts if name.endswith((".codes", ".scale", ".bias"))]:
@@ -538,44 +540,44 @@ def test_pages_that_are_due_but_missing_are_refused(tmp_path: Path) -> None:
             parts[name] = parts[name].clone()
             parts[name][:, STOP_SEALED] = 0
 
-    forged((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=drop)
+    forge((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=drop)
     with pytest.raises(CacheFileError, match="no sealed pages, 3 are due"):
         load(tmp_path / "bad")
 
 
 def test_a_frame_of_another_width_is_refused(tmp_path: Path) -> None:
-    """It loaded once, and failed at the first attention."""
-    save(filled("affine8", 70, 1), tmp_path / "good")
+    """Regression: it loaded, and failed at the first attention."""
+    save(make_filled_cache("affine8", 70, 1), tmp_path / "good")
     frame = {"name": "diagonal", "scale": [[1.0, 2.0]]}
 
     def scale(entry: dict) -> None:
         entry["spec"]["layers"][0]["keys"]["frame"] = frame
 
-    forged((tmp_path / "good").read_bytes(), tmp_path / "bad", scale)
+    forge((tmp_path / "good").read_bytes(), tmp_path / "bad", scale)
     with pytest.raises(CacheFileError):
         load(tmp_path / "bad")
 
 
 def test_rows_without_tokens_are_refused(tmp_path: Path) -> None:
-    save(filled("raw", 5, 1), tmp_path / "good")
+    save(make_filled_cache("raw", 5, 1), tmp_path / "good")
 
     def forget(parts: dict) -> None:
         parts.update({name: parts[name] * 0 for name in parts if name.endswith("numbers")})
 
-    forged((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=forget)
+    forge((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=forget)
     with pytest.raises(CacheFileError, match=r"keys\.open is .* \[5, 2, 32\], .* \[0, 2, 32\] is"):
         load(tmp_path / "bad")
 
 
-def test_a_batch_that_is_still_within_its_padding_comes_back(tmp_path: Path) -> None:
-    """A file of a padded batch in mid-prefill was once written and never read."""
+def test_batch_within_its_padding_round_trips(tmp_path: Path) -> None:
+    """Regression: a file of a padded batch during prefill could be written and not read."""
     cache = Cache(1, "raw")
     cache[0].append(*torch.randn(2, 2, 1, 4, 8), start=[0, 10])
     save(cache, tmp_path / "early")
-    same(cache.snapshot(), load(tmp_path / "early").snapshot())
+    assert_same(cache.snapshot(), load(tmp_path / "early").snapshot())
 
 
-def test_a_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+def test_file_has_default_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    save(filled("raw", 5), tmp_path / "cache")
+    save(make_filled_cache("raw", 5), tmp_path / "cache")
     assert (tmp_path / "cache").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -1,4 +1,4 @@
-"""Memory is taken by whole pages, and what is reserved but not taken counts for nothing."""
+"""Test that memory is allocated in whole pages, and that reserved memory is not counted."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from kvant import Cache
 PAGE = 64 * 8 * 4 * 2  # bytes of 64 rows of keys and values, in float32, 8 wide
 
 
-def taken(cache: Cache, *counts: int) -> list[int]:
-    """Pages' worth of bytes after so many more tokens each."""
-    found = []
+def list_allocations(cache: Cache, *counts: int) -> list[int]:
+    """Return the pages allocated after each number of new tokens."""
+    pages = []
     for count in counts:
         forward(cache, count)
-        found.append(cache.nbytes // PAGE)
+        pages.append(cache.nbytes // PAGE)
         assert cache.nbytes % PAGE == 0
-    return found
+    return pages
 
 
 def test_memory_grows_by_pages() -> None:
-    assert taken(Cache(1, "raw"), 1, 62, 1, 1, 200, 300) == [1, 1, 1, 2, 5, 9]
+    assert list_allocations(Cache(1, "raw"), 1, 62, 1, 1, 200, 300) == [1, 1, 1, 2, 5, 9]
 
 
-def test_a_step_takes_several_pages_at_once() -> None:
-    assert taken(Cache(1, "raw,step=256"), 1, 255, 1, 300) == [4, 4, 8, 12]
+def test_step_allocates_several_pages_at_once() -> None:
+    assert list_allocations(Cache(1, "raw,step=256"), 1, 255, 1, 300) == [4, 4, 8, 12]
 
 
-def test_a_capacity_takes_all_pages_at_once() -> None:
-    assert taken(Cache(1, "raw,capacity=1000"), 1, 500) == [16, 16]
+def test_capacity_allocates_all_pages_at_once() -> None:
+    assert list_allocations(Cache(1, "raw,capacity=1000"), 1, 500) == [16, 16]
 
 
 @pytest.mark.parametrize("window", [1, 64, 100, 500])
 @pytest.mark.parametrize("slack", [0, 16])
-def test_a_window_takes_what_is_kept_and_two_pages(window: int, slack: int) -> None:
+def test_window_allocates_its_rows_plus_two_pages(window: int, slack: int) -> None:
     cache = Cache(1, f"raw,window={window},sinks=0,slack={slack}")
-    most = -(-(window + slack) // 64) + 2
-    assert max(taken(cache, *[1] * 700)) <= most
-    assert max(taken(cache, 300, 1000, 64, 1)) <= most
+    expected_pages = -(-(window + slack) // 64) + 2
+    assert max(list_allocations(cache, *[1] * 700)) <= expected_pages
+    assert max(list_allocations(cache, 300, 1000, 64, 1)) <= expected_pages
 
 
 @pytest.mark.parametrize("count", [16, 128, 256])
 @pytest.mark.parametrize("form", ["affine8", "affine4", "turbo4"])
-def test_a_small_compressed_cache_takes_at_most_a_page_more_than_raw(form: str, count: int) -> None:
+def test_small_compressed_cache_needs_at_most_a_page_more_than_raw(form: str, count: int) -> None:
     cache, raw = Cache(2, form), Cache(2, "raw")
-    for one in (cache, raw):
-        forward(one, count)
+    for cache_ in (cache, raw):
+        forward(cache_, count)
     assert cache.nbytes <= raw.nbytes + 2 * PAGE
 
 
-def test_pages_that_several_caches_hold_are_there_once() -> None:
+def test_pages_shared_by_caches_are_counted_once() -> None:
     cache = Cache(1, "raw")
     forward(cache, 640)
-    twins = [cache.fork() for _ in range(3)]
-    forward(twins[0], 1)
-    assert [one.nbytes // PAGE for one in (cache, *twins)] == [10, 11, 10, 10]
+    forks = [cache.fork() for _ in range(3)]
+    forward(forks[0], 1)
+    assert [copy_.nbytes // PAGE for copy_ in (cache, *forks)] == [10, 11, 10, 10]
     assert cache._tracker.pools[0].open.size == 11
 
 
-def test_chunks_of_a_prompt_move_no_sealed_page() -> None:
-    """Bug: what a chunk took was given back by copying all that there was, chunk by chunk."""
+def test_prefill_chunks_move_no_sealed_page() -> None:
+    """Regression: pages of a chunk were freed by copying the whole cache for every chunk."""
     cache = Cache(2, "affine4,prefill=stored")
     places = set()
     for _ in range(64):

@@ -1,4 +1,4 @@
-"""Moves between devices whose kernels want pages otherwise: the same rows, read where they are."""
+"""Test moves between devices with different page layouts: equal rows, readable there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.kernels import needed
-from cache.tagged import forward, layer, rows, same
+from cache.tagged import assert_same, forward, make_layer, make_rows
 from cache.tiled import Tiled
 from kvant import Cache, CacheSpec, RecurrentSpec, attend, explain
 from kvant.attention.native import NATIVE_TILES
@@ -29,35 +29,37 @@ TEXTS = (
 
 
 @contextmanager
-def devices_like(tiles: Tiles | None) -> Iterator[None]:
-    """Every device wants pages to lie so: `None` is how a GPU does."""
+def set_device_layout(tiles: Tiles | None) -> Iterator[None]:
+    """Set the page layout of every device: `None` is the layout of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "select_tiles", lambda device: tiles)
         yield
 
 
-def grown(text: str, tiles: Tiles | None, count: int = 300, given: Tiles | None = None) -> Cache:
-    """Always the same rows, on a device that wants them in `tiles`."""
+def make_cache(
+    text: str, tiles: Tiles | None, count: int = 300, initial_tiles: Tiles | None = None
+) -> Cache:
+    """Return a cache with fixed rows on a device that stores pages in `tiles`."""
     torch.manual_seed(1)
-    cache = Cache(1, text, tiles=given)
-    with devices_like(tiles):
-        append(cache, 150)
-        append(cache, count - 150)
+    cache = Cache(1, text, tiles=initial_tiles)
+    with set_device_layout(tiles):
+        append_rows(cache, 150)
+        append_rows(cache, count - 150)
     return cache
 
 
-def append(cache: Cache, count: int) -> None:
-    """All by the rule, so that it does not matter how many come at once."""
+def append_rows(cache: Cache, count: int) -> None:
+    """Append rows under the prefill rule, so that the chunk size does not matter."""
     batch = cache.batch or 2
     rows = torch.randn(batch, 2, count, 32), torch.randn(batch, 2, count, 48)
     cache[0].append(*rows, start=None if cache.length else [0, 9], prefill="stored")
 
 
-def alike(cache: Cache, twin: Cache) -> None:
-    """The same, byte for byte and where it lies."""
-    same(cache.snapshot(), twin.snapshot())
-    ours, theirs = cache[0].view(), twin[0].view()
-    assert (ours.keys.tiles, cache.nbytes) == (theirs.keys.tiles, twin.nbytes)
+def assert_same_layout(cache: Cache, expected: Cache) -> None:
+    """Assert equal caches, byte for byte and in layout."""
+    assert_same(cache.snapshot(), expected.snapshot())
+    ours, theirs = cache[0].view(), expected[0].view()
+    assert (ours.keys.tiles, cache.nbytes) == (theirs.keys.tiles, expected.nbytes)
     for side, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
         for name, field in side.sealed.items():
             slots = (torch.from_numpy(v.page_table.list_sealed_slots()) for v in (ours, theirs))
@@ -65,8 +67,8 @@ def alike(cache: Cache, twin: Cache) -> None:
             assert torch.equal(*pages), name
 
 
-def move(cache: Cache, tiles: Tiles | None) -> None:
-    with devices_like(tiles):
+def move_cache(cache: Cache, tiles: Tiles | None) -> None:
+    with set_device_layout(tiles):
         cache.move("cpu")
 
 
@@ -75,110 +77,115 @@ def move(cache: Cache, tiles: Tiles | None) -> None:
     "way", [(NATIVE_TILES, None), (None, NATIVE_TILES)], ids=["from a CPU", "to a CPU"]
 )
 @pytest.mark.parametrize("text", TEXTS)
-def test_pages_lie_as_if_they_had_been_made_there(
+def test_moved_pages_equal_pages_built_on_the_target(
     text: str, way: tuple[Tiles | None, Tiles | None], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "MAX_PAGES_PER_MOVE", at_once)
-    cache, there = (grown(text, tiles) for tiles in way)
+    cache, target = (make_cache(text, tiles) for tiles in way)
     before = cache.snapshot()
-    move(cache, way[1])
-    same(cache.snapshot(), before)
-    alike(cache, there)
+    move_cache(cache, way[1])
+    assert_same(cache.snapshot(), before)
+    assert_same_layout(cache, target)
 
 
-def test_the_ways_of_the_test_above_differ() -> None:
-    ours, theirs = (grown("affine8", tiles)[0].view().keys.sealed for tiles in (NATIVE_TILES, None))
+def test_compared_targets_differ_in_layout() -> None:
+    ours, theirs = (
+        make_cache("affine8", tiles)[0].view().keys.sealed for tiles in (NATIVE_TILES, None)
+    )
     assert not torch.equal(ours["codes"][0], theirs["codes"][0])
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_everything_goes_on_after_a_move(text: str) -> None:
-    """Appends that seal more, rewinds, forks, selections, another recipe, restores."""
-    cache, twin = grown(text, NATIVE_TILES), grown(text, None)
-    move(cache, None)
-    with devices_like(None):
-        for one in (cache, twin):
+def test_cache_continues_after_a_move(text: str) -> None:
+    """Appends that seal pages, rewinds, forks, selections, another recipe, restores."""
+    cache, reference = make_cache(text, NATIVE_TILES), make_cache(text, None)
+    move_cache(cache, None)
+    with set_device_layout(None):
+        for copy_ in (cache, reference):
             torch.manual_seed(2)
-            append(one, 100)
-            one.rewind(one.length - 5)
-            append(one, 90)
-        alike(cache, twin)
+            append_rows(copy_, 100)
+            copy_.rewind(copy_.length - 5)
+            append_rows(copy_, 90)
+        assert_same_layout(cache, reference)
         q = torch.randn(2, 4, 1, 32)
-        outs = [attend(q, one[0].view(), backend="reference") for one in (cache, twin)]
+        outs = [attend(q, copy_[0].view(), backend="reference") for copy_ in (cache, reference)]
         assert torch.equal(*outs)
-        back = grown(text, None)
-        back.restore(cache.snapshot())
-        for one in (cache.fork(), back):
-            same(one.snapshot(), twin.snapshot())
-        for one in (cache, twin):
-            one.select(torch.tensor([1, 1, 0]))
+        target = make_cache(text, None)
+        target.restore(cache.snapshot())
+        for copy_ in (cache.fork(), target):
+            assert_same(copy_.snapshot(), reference.snapshot())
+        for copy_ in (cache, reference):
+            copy_.select(torch.tensor([1, 1, 0]))
             if "capacity" not in text:
-                one.recode("affine8,window=90,sinks=0")
+                copy_.recode("affine8,window=90,sinks=0")
             torch.manual_seed(3)
-            append(one, 70)
-        alike(cache, twin)
+            append_rows(copy_, 70)
+        assert_same_layout(cache, reference)
 
 
-def test_a_round_trip_leaves_everything_as_it_was() -> None:
-    cache, twin = grown("affine4/turbo3", NATIVE_TILES), grown("affine4/turbo3", NATIVE_TILES)
+def test_round_trip_restores_everything() -> None:
+    cache, reference = (
+        make_cache("affine4/turbo3", NATIVE_TILES),
+        make_cache("affine4/turbo3", NATIVE_TILES),
+    )
     for tiles in (None, NATIVE_TILES):
-        move(cache, tiles)
-    alike(cache, twin)
+        move_cache(cache, tiles)
+    assert_same_layout(cache, reference)
 
 
-def test_a_forward_that_was_moved_can_be_undone() -> None:
+def test_moved_forward_can_be_rolled_back() -> None:
     cache, rows = Cache(2, "affine8,prefill=stored"), torch.randn(2, 1, 2, 100, 32)
-    with devices_like(NATIVE_TILES):
+    with set_device_layout(NATIVE_TILES):
         for state in cache:
             state.append(*rows)
         before = cache.snapshot()
-        cache[0].append(*rows)  # seals more
-    with devices_like(None):
+        cache[0].append(*rows)  # seals pages
+    with set_device_layout(None):
         cache[0].move(torch.device("cpu"))
         assert (cache[0].length, cache[0].view().keys.tiles) == (200, None)
         cache.rollback()
         assert (cache[0].length, cache[0].view().keys.tiles) == (100, None)
-    same(cache.snapshot(), before)
+    assert_same(cache.snapshot(), before)
 
 
-def test_tiles_that_were_asked_for_stay() -> None:
-    cache = grown("affine8", NATIVE_TILES, given=Tiled())
+def test_requested_tiles_survive_a_move() -> None:
+    cache = make_cache("affine8", NATIVE_TILES, initial_tiles=Tiled())
     before = cache[0].view().keys.sealed["codes"]
-    move(cache, None)
+    move_cache(cache, None)
     assert cache[0].view().keys.tiles == Tiled()
     assert torch.equal(cache[0].view().keys.sealed["codes"][:2], before[:2])
 
 
-def test_pages_are_moved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise all of them would be held three times."""
-    cache, asked = grown("affine8", NATIVE_TILES, 64 * 40), []
+def test_pages_move_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all pages would exist three times."""
+    cache, batch_sizes = make_cache("affine8", NATIVE_TILES, 64 * 40), []
     swap = storage.retile
 
-    def spied(name, pages, old, new):
-        asked.append(len(pages))
+    def record_batch(name, pages, old, new):
+        batch_sizes.append(len(pages))
         return swap(name, pages, old, new)
 
-    monkeypatch.setattr(storage, "retile", spied)
-    move(cache, None)
+    monkeypatch.setattr(storage, "retile", record_batch)
+    move_cache(cache, None)
     assert (
-        max(asked)
+        max(batch_sizes)
         == storage.MAX_PAGES_PER_MOVE
         < len(cache[0].view().page_table.list_sealed_slots())
     )
 
 
-def test_a_device_may_be_named_by_its_kind() -> None:
-    """Rows that come later say which one it is."""
-    cache = grown("affine8", NATIVE_TILES)
-    cache.move("cpu:0")  # on which tensors say "cpu"
-    append(cache, 3)
+def test_device_may_be_named_by_its_type() -> None:
+    """Later rows determine the device index."""
+    cache = make_cache("affine8", NATIVE_TILES)
+    cache.move("cpu:0")  # its tensors report "cpu"
+    append_rows(cache, 3)
     assert cache.length == 303
 
 
-def test_other_devices_take_pages_as_they_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_choose_their_own_page_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     like = {"cpu": NATIVE_TILES, "meta": None}
     monkeypatch.setattr(storage, "select_tiles", lambda device: like[device.type])
-    cache = grown("affine8", NATIVE_TILES)
+    cache = make_cache("affine8", NATIVE_TILES)
     nbytes = cache.nbytes
     cache.move("meta")
     view = cache[0].view()
@@ -187,28 +194,28 @@ def test_other_devices_take_pages_as_they_like_them(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(get_library().functions is None, reason="no native library")
-def test_what_comes_from_a_gpu_is_read_natively() -> None:
-    cache = grown("affine8", None)
-    assert "sealed pages that lie otherwise" in str(explain(cache[0].view()))
+def test_cache_from_a_gpu_is_read_by_cpu_kernels() -> None:
+    cache = make_cache("affine8", None)
+    assert "sealed pages in another arrangement" in str(explain(cache[0].view()))
     cache.move("cpu")
     assert explain(cache[0].view()).backend == "native"
 
 
 @needed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
-def test_what_comes_from_a_cpu_is_read_by_kernels_for_gpus() -> None:
-    cache, q = grown("affine8", NATIVE_TILES), torch.randn(2, 4, 1, 32)
+def test_cache_from_a_cpu_is_read_by_gpu_kernels() -> None:
+    cache, q = make_cache("affine8", NATIVE_TILES), torch.randn(2, 4, 1, 32)
     expected = attend(q, cache[0].view(), backend="reference")
-    move(cache, None)
+    move_cache(cache, None)
     assert torch.allclose(attend(q, cache[0].view(), backend="interpreted"), expected, atol=1e-5)
 
 
-def test_a_move_goes_on_counting() -> None:
-    recurs = CacheSpec((layer("affine8"), RecurrentSpec()))
+def test_move_keeps_the_counters() -> None:
+    recurs = CacheSpec((make_layer("affine8"), RecurrentSpec()))
     cache = Cache(None, recurs)
-    forward(cache, 3, upto=1)
+    forward(cache, 3, num_appended=1)
     cache.rollback()
-    new = rows(0, 3)
+    new = make_rows(0, 3)
     cache[0].append(new, new)
     cache[1].append(3, {"x": torch.zeros(1, 2)})
     changes, stats = cache.num_changes, cache.stats()

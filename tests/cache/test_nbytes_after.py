@@ -1,4 +1,4 @@
-"""What `nbytes_after` says is the most that memory then is: random lives of real caches."""
+"""Test that `nbytes_after` is an upper bound of the allocation, on random real caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIM = 32  # which all formats can store
 COMING = (1, 1, 3, 16, 64, 65, 100, 250)
 
 
-def any_spec(pick: Any) -> str:
+def draw_spec(pick: Any) -> str:
     form = pick(["raw", "affine8", "affine4"])
     options = [
         pick(["", "window=20", "window=64", "window=100", "window=150"]),
@@ -30,8 +30,10 @@ def any_spec(pick: Any) -> str:
     return ",".join([form, *filter(None, options)])
 
 
-def change(cache: Cache, other: list[Cache], dice: random.Random) -> tuple[Cache, str]:
-    """Something that moves pages, or lets others hold them."""
+def apply_random_operation(
+    cache: Cache, other: list[Cache], dice: random.Random
+) -> tuple[Cache, str]:
+    """Apply a random operation that moves or shares pages."""
     verb = dice.choice(["", "", "rewind", "fork", "select", "drop"])
     if verb == "rewind":
         cache.rewind(cache.reachable(cache.length - dice.randint(0, 80)))
@@ -45,50 +47,55 @@ def change(cache: Cache, other: list[Cache], dice: random.Random) -> tuple[Cache
     return cache, verb
 
 
-def come(cache: Cache, count: int, at_once: bool) -> int:
-    """The most bytes while so many tokens come."""
-    most = 0
+def append_and_measure(cache: Cache, count: int, at_once: bool) -> int:
+    """Append tokens and return the peak allocation."""
+    peak = 0
     for part in [count] if at_once else [1] * count:
         forward(cache, part, dim=DIM, batch=max(cache.batch, 1))
-        most = max(most, cache.nbytes)
-    return most
+        peak = max(peak, cache.nbytes)
+    return peak
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_memory_is_never_more_than_was_said(seed: int) -> None:
-    """Slots that a rewind had left free hid those that the next tokens took, and so did forks."""
+def test_allocated_bytes_never_exceed_the_forecast(seed: int) -> None:
+    """Regression: slots freed by a rewind, or shared by forks, hid the slots of the next tokens."""
     dice = random.Random(seed)
-    story: list[object] = [any_spec(dice.choice)]
+    story: list[object] = [draw_spec(dice.choice)]
     cache, other = Cache(1, str(story[0])), list[Cache]()
-    story.append(come(cache, dice.randint(1, 300), at_once=True))
+    story.append(append_and_measure(cache, dice.randint(1, 300), at_once=True))
     for _ in range(6):
-        cache, verb = change(cache, other, dice)
+        cache, verb = apply_random_operation(cache, other, dice)
         count, at_once = dice.choice(COMING), dice.random() < 0.5
         story.append((verb, count, at_once))
-        said = cache.nbytes_after(count)
-        assert cache.nbytes <= said and come(cache, count, at_once) <= said, story
+        forecast = cache.nbytes_after(count)
+        assert cache.nbytes <= forecast and append_and_measure(cache, count, at_once) <= forecast, (
+            story
+        )
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_of_a_recode_it_is_never_more(seed: int) -> None:
+def test_recode_never_exceeds_the_forecast(seed: int) -> None:
     dice = random.Random(1000 + seed)
-    cache = Cache(1, any_spec(dice.choice))
-    come(cache, dice.randint(1, 300), at_once=True)
+    cache = Cache(1, draw_spec(dice.choice))
+    append_and_measure(cache, dice.randint(1, 300), at_once=True)
     for _ in range(3):
-        spec, count = any_spec(dice.choice), dice.choice(COMING)
+        spec, count = draw_spec(dice.choice), dice.choice(COMING)
         try:
-            said = cache.nbytes_after(count, spec)
+            forecast = cache.nbytes_after(count, spec)
             cache.recode(spec)
-        except SpecError:  # of rows that a window let go
+        except SpecError:  # rows evicted by a window
             continue
-        assert cache.nbytes <= said and come(cache, count, dice.random() < 0.5) <= said, spec
+        assert (
+            cache.nbytes <= forecast
+            and append_and_measure(cache, count, dice.random() < 0.5) <= forecast
+        ), spec
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_cache_by_itself_does_come_to_it(seed: int) -> None:
-    """Over two pages of tokens, one by one: so the bound is no larger than it has to be."""
+def test_forecast_is_reached_by_a_single_cache(seed: int) -> None:
+    """The bound is tight: it is reached within two pages of single tokens."""
     dice = random.Random(2000 + seed)
-    cache = Cache(1, any_spec(dice.choice))
-    come(cache, 200, at_once=True)
-    said = cache.nbytes_after(130)
-    assert come(cache, 130, at_once=False) == said
+    cache = Cache(1, draw_spec(dice.choice))
+    append_and_measure(cache, 200, at_once=True)
+    forecast = cache.nbytes_after(130)
+    assert append_and_measure(cache, 130, at_once=False) == forecast

@@ -1,4 +1,4 @@
-"""A cache in pieces is the cache: what arrives of it has the same snapshot to the bit."""
+"""Test a cache restored page by page: its snapshot equals the source to the bit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SPECS = (
 LENGTHS = (1, 63, 64, 65, 128, 200, 256, 300, 513)
 
 
-def filled(spec: str, length: int) -> kvant.Cache:
-    """A cache of rows whose values are their positions, read in two chunks and a token."""
+def make_filled_cache(spec: str, length: int) -> kvant.Cache:
+    """Return a cache of rows whose values are their positions, from two chunks and a token."""
     cache = kvant.Cache(3, spec)
     rows = torch.arange(length, dtype=torch.float32)[:, None] + torch.arange(64) / 64
     for begin, stop in ((0, length // 2), (length // 2, length - 1), (length - 1, length)):
@@ -49,117 +49,129 @@ def filled(spec: str, length: int) -> kvant.Cache:
     return cache
 
 
-def pages_in(pieces: PageSet, kind: int, numbers: Sequence[int]) -> Fields:
-    found = {
+def read_pages(pieces: PageSet, group: int, numbers: Sequence[int]) -> Fields:
+    fields = {
         name: torch.empty(len(numbers), *shape, dtype=dtype)
-        for name, (dtype, shape) in get_page_shapes(pieces.cache, kind).items()
+        for name, (dtype, shape) in get_page_shapes(pieces.cache, group).items()
     }
     if numbers:
-        pieces.copy_pages(kind, numbers, found)
-    return found
+        pieces.copy_pages(group, numbers, fields)
+    return fields
 
 
-def put(arrival: RestoreBuffer, pieces: PageSet, run: int = 3) -> None:
-    """All pages that are missing, the last ones first."""
-    for kind, missing in arrival.missing_slots.items():
+def store_missing_pages(arrival: RestoreBuffer, pieces: PageSet, run: int = 3) -> None:
+    """Store all missing pages, the last ones first."""
+    for group, missing in arrival.missing_slots.items():
         numbers = sorted(missing)
         for first in reversed(range(0, len(numbers), run)):
-            some = numbers[first : first + run]
-            for part in (some,) if some[-1] - some[0] < run else ([n] for n in some):
+            run_of_pages = numbers[first : first + run]
+            for part in (
+                (run_of_pages,)
+                if run_of_pages[-1] - run_of_pages[0] < run
+                else ([n] for n in run_of_pages)
+            ):
                 arrival.write_pages(
-                    kind, range(part[0], part[-1] + 1), pages_in(pieces, kind, part)
+                    group, range(part[0], part[-1] + 1), read_pages(pieces, group, part)
                 )
 
 
-def same(one: kvant.Cache, other: kvant.Cache) -> None:
-    found, expected = one.snapshot(), other.snapshot()
-    assert found.tensors.keys() == expected.tensors.keys()
+def assert_same(first: kvant.Cache, second: kvant.Cache) -> None:
+    actual, expected = first.snapshot(), second.snapshot()
+    assert actual.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
-        assert torch.equal(found.tensors[name], tensor), name
+        assert torch.equal(actual.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_arrives_is_the_cache(spec: str, length: int) -> None:
-    cache = filled(spec, length)
+def test_restored_cache_equals_the_source(spec: str, length: int) -> None:
+    cache = make_filled_cache(spec, length)
     pieces, empty = PageSet(cache), kvant.Cache(3, spec)
     rest = pieces.snapshot_tail_state()
     assert dict(enumerate(pieces.page_ranges)) == list_required_pages(empty, length, rest)
     arrival = RestoreBuffer(empty, length, rest)
-    put(arrival, pieces)
-    again = arrival.finish(length)
-    same(again, cache)
+    store_missing_pages(arrival, pieces)
+    restored = arrival.finish(length)
+    assert_same(restored, cache)
     for layer in range(3):
-        for one, other in zip(again[layer].read(), cache[layer].read(), strict=True):
-            assert torch.equal(one, other)
+        for first, second in zip(restored[layer].read(), cache[layer].read(), strict=True):
+            assert torch.equal(first, second)
     assert not empty.length
     empty.check()
 
 
-@pytest.mark.parametrize("held", [64, 200, 300])
+@pytest.mark.parametrize("other_length", [64, 200, 300])
 @pytest.mark.parametrize("spec", SPECS)
-def test_it_lies_in_the_pools_of_another_and_shares_what_that_one_has(spec: str, held: int) -> None:
-    cache, other = filled(spec, 300), filled(spec, held)
+def test_restored_cache_shares_pages_with_the_other_cache(spec: str, other_length: int) -> None:
+    cache, other = make_filled_cache(spec, 300), make_filled_cache(spec, other_length)
     before, pieces = other.snapshot(), PageSet(cache)
     arrival = RestoreBuffer(other.fork(), 300, pieces.snapshot_tail_state())
-    put(arrival, pieces)
-    again = arrival.finish(300)
-    same(again, cache)
-    for kind, missing in arrival.missing_slots.items():
-        had, now = other._tracker.state.page_tables[kind], again._tracker.state.page_tables[kind]
+    store_missing_pages(arrival, pieces)
+    restored = arrival.finish(300)
+    assert_same(restored, cache)
+    for group, missing in arrival.missing_slots.items():
+        other_table, now = (
+            other._tracker.state.page_tables[group],
+            restored._tracker.state.page_tables[group],
+        )
         sealed = now.layer_group.seals
-        there = set((had.list_sealed_slots() if sealed else had.list_open_slots()).tolist())
-        new = set((now.list_sealed_slots() if sealed else now.list_open_slots()).tolist()) - there
+        other_slots = set(
+            (other_table.list_sealed_slots() if sealed else other_table.list_open_slots()).tolist()
+        )
+        new = (
+            set((now.list_sealed_slots() if sealed else now.list_open_slots()).tolist())
+            - other_slots
+        )
         assert set(missing.values()) <= new
-    again.check()
-    del arrival, again
+    restored.check()
+    del arrival, restored
     other.check()
     now = other.snapshot()
     assert all(torch.equal(now.tensors[name], x) for name, x in before.tensors.items())
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,tail=70"])
-def test_the_other_cache_moves_while_pages_come(spec: str) -> None:
-    cache, other = filled(spec, 300), filled(spec, 100)
-    empty, pieces = other.fork(), PageSet(cache)
+def test_other_cache_may_reallocate_while_pages_arrive(spec: str) -> None:
+    cache, second = make_filled_cache(spec, 300), make_filled_cache(spec, 100)
+    empty, pieces = second.fork(), PageSet(cache)
     empty.reset()
     arrival = RestoreBuffer(empty, 300, pieces.snapshot_tail_state())
-    there = [storage.sides for storage in other._tracker.state.storages.values()]
-    copies = [other.fork() for _ in range(30)]
-    put(arrival, pieces, 1)
-    for copy in copies:  # each takes pages of its own: memory grows, and moves
+    old_sides = [storage.sides for storage in second._tracker.state.storages.values()]
+    copies = [second.fork() for _ in range(30)]
+    store_missing_pages(arrival, pieces, 1)
+    for copy in copies:  # each allocates pages, so memory is reallocated
         chunk = torch.ones(1, 2, 300, 64)
         for layer in range(3):
             copy[layer].append(chunk, chunk)
-    now = [storage.sides for storage in other._tracker.state.storages.values()]
-    assert all(one is not two for one, two in zip(there, now, strict=True))
-    same(arrival.finish(300), cache)
-    other.check()
+    now = [storage.sides for storage in second._tracker.state.storages.values()]
+    assert all(first is not two for first, two in zip(old_sides, now, strict=True))
+    assert_same(arrival.finish(300), cache)
+    second.check()
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "fp8,page=128", "affine6,slack=0"])
-@pytest.mark.parametrize("came", [256, 128])
-def test_whole_pages_need_no_rest(spec: str, came: int) -> None:
-    cache = filled(spec, 300)
+@pytest.mark.parametrize("arrived", [256, 128])
+def test_whole_pages_need_no_tail_state(spec: str, arrived: int) -> None:
+    cache = make_filled_cache(spec, 300)
     pieces, empty = PageSet(cache), kvant.Cache(3, spec)
     arrival = RestoreBuffer(
         empty, 256, make_empty_tail_state(empty, 256, {0: get_page_shapes(cache, 0)})
     )
-    count = came // cache.spec.layers[0].page
-    arrival.write_pages(0, range(count), pages_in(pieces, 0, range(count)))
-    again = arrival.finish(came)
-    assert again.length == came
-    cache.rewind(came)
+    count = arrived // cache.spec.layers[0].page
+    arrival.write_pages(0, range(count), read_pages(pieces, 0, range(count)))
+    restored = arrival.finish(arrived)
+    assert restored.length == arrived
+    cache.rewind(arrived)
     for layer in range(3):
-        for one, other in zip(again[layer].read(), cache[layer].read(), strict=True):
-            assert torch.equal(one, other)
+        for first, second in zip(restored[layer].read(), cache[layer].read(), strict=True):
+            assert torch.equal(first, second)
 
 
-def test_what_is_dropped_leaves_its_slots() -> None:
-    cache, empty = filled("affine8", 300), kvant.Cache(3, "affine8")
+def test_dropped_restore_frees_its_slots() -> None:
+    cache, empty = make_filled_cache("affine8", 300), kvant.Cache(3, "affine8")
     pieces = PageSet(cache)
     arrival = RestoreBuffer(empty, 300, pieces.snapshot_tail_state())
-    arrival.write_pages(0, range(2), pages_in(pieces, 0, range(2)))
+    arrival.write_pages(0, range(2), read_pages(pieces, 0, range(2)))
     assert sum(pool.size - pool.num_free for pool in empty._tracker.pools[0]) > 4
     del arrival
     empty.check()
@@ -168,12 +180,12 @@ def test_what_is_dropped_leaves_its_slots() -> None:
         assert pool.num_free == pool.size
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
-    cache, empty = filled("affine8", 200), kvant.Cache(3, "affine8")
+def test_inconsistent_pages_are_refused() -> None:
+    cache, empty = make_filled_cache("affine8", 200), kvant.Cache(3, "affine8")
     pieces = PageSet(cache)
     rest = pieces.snapshot_tail_state()
-    pages = dict(pages_in(pieces, 0, pieces.page_ranges[0]))
-    another = PageSet(filled("affine8", 201)).snapshot_tail_state()
+    pages = dict(read_pages(pieces, 0, pieces.page_ranges[0]))
+    another = PageSet(make_filled_cache("affine8", 201)).snapshot_tail_state()
     with pytest.raises(SnapshotMismatch, match="200 tokens"):
         RestoreBuffer(empty, 200, another)
     without = Snapshot({k: v for k, v in rest.tensors.items() if not k.endswith("numbers")}, {})
@@ -203,8 +215,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
         PageSet(empty)
 
 
-def numbered(rest: Snapshot, column: int, value: int) -> Snapshot:
-    """With another number in every layer."""
+def change_layer_number(rest: Snapshot, column: int, value: int) -> Snapshot:
+    """Give every layer a different number."""
     tensors = dict(rest.tensors)
     for name in tensors:
         if name.endswith("numbers"):
@@ -214,10 +226,10 @@ def numbered(rest: Snapshot, column: int, value: int) -> Snapshot:
 
 
 def test_sequences_of_another_length_or_number_are_refused() -> None:
-    cache = filled("affine4", 300)
+    cache = make_filled_cache("affine4", 300)
     rest = PageSet(cache).snapshot_tail_state()
     with pytest.raises(SnapshotMismatch, match="of 300 tokens"):
-        RestoreBuffer(kvant.Cache(3, "affine4"), 300, numbered(rest, PADDING, 5))
+        RestoreBuffer(kvant.Cache(3, "affine4"), 300, change_layer_number(rest, PADDING, 5))
     with pytest.raises(ValueError, match="a cache of 2 sequences"):
         RestoreBuffer(kvant.merge([cache, cache]), 400, rest)
     spec = CacheSpec((kvant.Cache(1, "raw").spec.layers[0], RecurrentSpec()))
@@ -227,14 +239,14 @@ def test_sequences_of_another_length_or_number_are_refused() -> None:
     rest, empty = PageSet(hybrid).snapshot_tail_state(), kvant.Cache(spec=spec)
     for batch, length in ((1, 120), (1, 80), (2, 100)):
         state = {"1/now.h": torch.zeros(batch, 4)}
-        told = Snapshot({**rest.tensors, **state}, {**rest.numbers, "1/now": length})
-        with pytest.raises(SnapshotMismatch, match=r"one at 100|batches of"):
-            RestoreBuffer(empty, 100, told)
+        bad_tail = Snapshot({**rest.tensors, **state}, {**rest.numbers, "1/now": length})
+        with pytest.raises(SnapshotMismatch, match=r"one of 100|batches of"):
+            RestoreBuffer(empty, 100, bad_tail)
     empty.check()
 
 
-def test_a_rest_without_rows_is_of_the_tensors_of_its_pages() -> None:
-    cache = filled("affine8,slack=0", 256)
+def test_tail_state_without_rows_takes_the_tensors_of_its_pages() -> None:
+    cache = make_filled_cache("affine8,slack=0", 256)
     rest, shapes = PageSet(cache).snapshot_tail_state(), {0: get_page_shapes(cache, 0)}
     check_tail_shapes(rest, shapes)
     for name in ("0/keys.open", "2/values.codes"):
@@ -244,8 +256,8 @@ def test_a_rest_without_rows_is_of_the_tensors_of_its_pages() -> None:
                 check_tail_shapes(Snapshot({**rest.tensors, name: wrong}, {}), shapes)
 
 
-def test_once_it_is_over_nothing_is_put() -> None:
-    cache, other = filled("affine8", 300), filled("affine8", 300)
+def test_finished_restore_ignores_further_pages() -> None:
+    cache, other = make_filled_cache("affine8", 300), make_filled_cache("affine8", 300)
     empty, pieces = other.fork(), PageSet(cache)
     empty.reset()
     with RestoreBuffer(empty, 300, pieces.snapshot_tail_state()) as arrival:
@@ -253,18 +265,18 @@ def test_once_it_is_over_nothing_is_put() -> None:
     for pool in empty._tracker.pools[0]:
         pool.collect_orphans()
     assert not other._tracker.pools[0].sealed.ref_counts[list(slots.values())].any()
-    others = other.fork()  # takes these slots
+    fork = other.fork()  # holds these slots
     for layer in range(3):
-        others[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
-    before = others.snapshot()
-    put(arrival, pieces)
-    after = others.snapshot()
+        fork[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
+    before = fork.snapshot()
+    store_missing_pages(arrival, pieces)
+    after = fork.snapshot()
     assert all(torch.equal(after.tensors[name], x) for name, x in before.tensors.items())
     other.check()
 
 
-def test_an_arrival_without_memory_takes_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, other = filled("raw", 6400), filled("raw", 300)
+def test_restore_without_a_target_allocates_its_own_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = make_filled_cache("raw", 6400), make_filled_cache("raw", 300)
     empty, pieces, reserved = other.fork(), PageSet(cache), storage.reserve_tensor
     empty.reset()
 

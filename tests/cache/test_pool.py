@@ -1,4 +1,4 @@
-"""Slots: the order in which they are taken, and what those cost that nobody ever took."""
+"""Test slots: the order of allocation, and the cost of unallocated slots."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import numpy as np
 from kvant.cache.pool import Pool
 
 
-def test_slots_that_were_freed_are_taken_first_then_fresh_ones_in_order() -> None:
+def test_freed_slots_are_reused_before_fresh_ones() -> None:
     pool = Pool(4)
     assert pool.allocate(3).tolist() == [0, 1, 2]
     pool.drop_references(np.array([2, 0]))
     assert (pool.size, pool.num_free) == (4, 3)
-    twin = pool.copy()
-    for each in (pool, twin):
+    clone = pool.copy()
+    for each in (pool, clone):
         assert each.allocate(4).tolist() == [0, 2, 3, 4]
         assert (each.size, each.num_free) == (8, 3)
     pool.drop_references(np.array([1]))
-    pool.drop_references(np.array([4, 3]))  # what was dropped last comes first
+    pool.drop_references(np.array([4, 3]))  # the slot dropped last is reused first
     assert pool.allocate(5).tolist() == [3, 4, 1, 5, 6]
 
 
-def test_slots_are_fresh_or_free_after_they_were_counted_anew() -> None:
+def test_recount_marks_slots_fresh_or_free() -> None:
     pool = Pool()
     pool.grow(9)
     pool.allocate(4)
-    pool.recount()  # nobody holds any
+    pool.recount()  # no slot has a holder
     assert pool.num_free == 9
     pool.check()
     assert pool.allocate(6).tolist() == list(range(6))
 
 
-def test_slots_that_nobody_took_cost_their_counts_and_no_more() -> None:
+def test_unallocated_slots_cost_only_their_counts() -> None:
     pool = Pool(1 << 21)
     tracemalloc.start()
     try:
@@ -42,6 +42,6 @@ def test_slots_that_nobody_took_cost_their_counts_and_no_more() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    held = pool.ref_counts.nbytes + pool.slot_versions.nbytes
-    assert peak < held + 1.5 * pool.ref_counts.nbytes  # a second array while they are counted anew
+    array_nbytes = pool.ref_counts.nbytes + pool.slot_versions.nbytes
+    assert peak < array_nbytes + 1.5 * pool.ref_counts.nbytes  # a recount needs a second array
     assert pool.num_free == pool.size == 1 << 21

@@ -1,4 +1,4 @@
-"""Rows that go behind a prompt: who stays, where they lie, and what all verbs make of it."""
+"""Test pruned prompts: which rows survive, where they are stored, and every operation on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvant
 from attention.kernels import NAME, needed
-from cache.tagged import One
+from cache.tagged import LayerCache
 from kvant import CacheError, RewindError, SpecError, attend, parse
 from kvant.cache.files import read_header
 from kvant.cache.pruning import MAX_DECODE_EXCESS, NUM_PROTECTED_ROWS
@@ -21,22 +21,22 @@ from kvant.contracts import Mask, ScoreInput, Snapshot
 from kvant.recipes import LayerSpec
 from kvant.scores import SCORES
 from laws import oracle
-from laws.cases import COARSE, FORMATS, readers
-from thin import once
+from laws.cases import COARSE, FORMATS, list_readers
+from thin import thin_rows
 
 HEADS, GROUP, DIM = 3, 2, 32
-LENGTHS = (300, 190, 64)  # side by side, the shorter ones behind padding
+LENGTHS = (300, 190, 64)  # batched, the shorter ones after padding
 START = [0, 110, 236]
 
 
-def spec_of(text: str) -> LayerSpec:
+def make_spec(text: str) -> LayerSpec:
     layer = parse(text, 1).layers[0]
     assert isinstance(layer, LayerSpec)
     return layer
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    """[..., T, D]: the same for the same seed, however many rows are asked for."""
+def make_noise(*shape: int, seed: int = 0) -> Tensor:
+    """Return noise [..., T, D], equal for the same seed and any number of rows."""
     generator = torch.Generator().manual_seed(seed)
     if len(shape) == 1:
         return torch.randn(shape, generator=generator)
@@ -44,177 +44,181 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(count, *lead, dim, generator=generator).movedim(0, -2).contiguous()
 
 
-def prompt(text: str, *, batch: int = 1, count: int = 300, chunk: int = 300, **how: Any) -> One:
-    """A layer that read a prompt, and was asked by each of its tokens."""
-    state = One(spec_of(text))
+def prefill_layer(
+    text: str, *, batch: int = 1, count: int = 300, chunk: int = 300, **options: Any
+) -> LayerCache:
+    """Prefill a layer with a prompt and record the queries of each token."""
+    state = LayerCache(make_spec(text))
     keys, values, queries = (
-        noise(batch, heads, count, DIM, seed=seed)
+        make_noise(batch, heads, count, DIM, seed=seed)
         for seed, heads in enumerate((HEADS, HEADS, HEADS * GROUP))
     )
     for place in range(0, count, chunk):
-        some = slice(place, place + chunk)
-        start = how.get("start") if place == 0 else None
-        view = state.append(keys[:, :, some], values[:, :, some], start=start)
-        attend(queries[:, :, some], view)
+        part = slice(place, place + chunk)
+        start = options.get("start") if place == 0 else None
+        view = state.append(keys[:, :, part], values[:, :, part], start=start)
+        attend(queries[:, :, part], view)
     return state
 
 
-def kept_rows(state: One, sequence: int = 0) -> list[list[Tensor]]:
-    """The keys and the values of each head that are there."""
+def surviving_rows(state: LayerCache, sequence: int = 0) -> list[list[Tensor]]:
+    """Return the surviving keys and values of each head."""
     rows, positions = state.read(), state.positions()
-    there = (positions[sequence] >= 0).expand(HEADS, -1)
-    return [[side[sequence, h, there[h]] for side in rows] for h in range(HEADS)]
+    mask = (positions[sequence] >= 0).expand(HEADS, -1)
+    return [[side[sequence, h, mask[h]] for side in rows] for h in range(HEADS)]
 
 
-def step(state: One, seed: int) -> Tensor:
-    """What one more token of each sequence attends to."""
+def attend_next_token(state: LayerCache, seed: int) -> Tensor:
+    """Return the attention of one more token of each sequence."""
     batch = state.batch
-    view = state.append(*(noise(batch, HEADS, 1, DIM, seed=seed + side) for side in (0, 1)))
-    out: Tensor = attend(noise(batch, HEADS * GROUP, 1, DIM, seed=seed + 2), view)
+    view = state.append(*(make_noise(batch, HEADS, 1, DIM, seed=seed + side) for side in (0, 1)))
+    out: Tensor = attend(make_noise(batch, HEADS * GROUP, 1, DIM, seed=seed + 2), view)
     return out
 
 
 KINDS = (*SCORES, "snapkv:adaptive", "keydiff:adaptive")
 
 
-def worded(kind: str, keep: str = "30%") -> str:
-    name, _, adaptive = kind.partition(":")
+def format_prune(method: str, keep: str = "30%") -> str:
+    name, _, adaptive = method.partition(":")
     return f"prune={name}:{keep}" + (f":{adaptive}" if adaptive else "")
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"),
+    ("form", "method"),
     [
-        *once([(f, k) for f in FORMATS for k in KINDS], lambda row: row),
+        *thin_rows([(f, k) for f in FORMATS for k in KINDS], lambda row: row),
         *(pytest.param(f, k, marks=pytest.mark.laws) for f in FORMATS for k in KINDS),
     ],
 )
-def test_attention_is_over_the_rows_that_were_kept(form: str, kind: str) -> None:
-    state = prompt(f"{form},{worded(kind)}", batch=3, start=START)
-    before = [kept_rows(state, b) for b in range(3)]
+def test_attention_covers_the_rows_that_survive_a_prune(form: str, method: str) -> None:
+    state = prefill_layer(f"{form},{format_prune(method)}", batch=3, start=START)
+    before = [surviving_rows(state, b) for b in range(3)]
     assert [len(before[b][0][0]) for b in range(3)] == list(LENGTHS)
     state.prune()
     state.check()
     for b, length in enumerate(LENGTHS):
         keep = max(-(-length * 3 // 10), NUM_PROTECTED_ROWS)
-        after = kept_rows(state, b)
+        after = surviving_rows(state, b)
         counts = [len(keys) for keys, _ in after]
-        assert sum(counts) == HEADS * keep and ("adaptive" in kind or set(counts) == {keep})
-        near = 0.0 if form == "raw" else 0.3  # sealed once more, at other places
+        assert sum(counts) == HEADS * keep and ("adaptive" in method or set(counts) == {keep})
+        tolerance = 0.0 if form == "raw" else 0.3  # sealed a second time at new positions
         for (keys, values), (old_keys, old_values) in zip(after, before[b], strict=True):
             assert torch.equal(keys[-8:], old_keys[-8:]) or form != "raw"
-            now, then = torch.cat([keys, values], 1), torch.cat([old_keys, old_values], 1)
-            gaps = (now[:, None] - then).norm(dim=-1)
+            now, old_rows = torch.cat([keys, values], 1), torch.cat([old_keys, old_values], 1)
+            gaps = (now[:, None] - old_rows).norm(dim=-1)
             nearest = gaps.min(1)
-            assert float(nearest.values.max()) <= near * (2 * DIM) ** 0.5 + 1e-4
-            assert (nearest.indices.diff() > 0).all()  # each once, in their order
+            assert float(nearest.values.max()) <= tolerance * (2 * DIM) ** 0.5 + 1e-4
+            assert (nearest.indices.diff() > 0).all()  # each once, in order
     for seed in range(100, 500, 100):
-        view = state.append(*(noise(3, HEADS, 1, DIM, seed=seed + side) for side in (0, 1)))
-        q = noise(3, HEADS * GROUP, 1, DIM, seed=seed + 2)
-        for backend in readers(view):
+        view = state.append(*(make_noise(3, HEADS, 1, DIM, seed=seed + side) for side in (0, 1)))
+        q = make_noise(3, HEADS * GROUP, 1, DIM, seed=seed + 2)
+        for backend in list_readers(view):
             out = attend(q, view, backend=backend)
             for b in range(3):
-                for h, (keys, values) in enumerate(kept_rows(state, b)):
-                    mine = slice(GROUP * h, GROUP * (h + 1))
-                    seen = torch.ones(1, 1, len(keys), dtype=torch.bool)
-                    expected = oracle.attention(
-                        q[b : b + 1, mine], keys[None, None], values[None, None], seen
+                for h, (keys, values) in enumerate(surviving_rows(state, b)):
+                    query_heads = slice(GROUP * h, GROUP * (h + 1))
+                    visible = torch.ones(1, 1, len(keys), dtype=torch.bool)
+                    expected = oracle.exact_attention(
+                        q[b : b + 1, query_heads], keys[None, None], values[None, None], visible
                     )
                     worst = 1e-5 if backend == "reference" or form == "raw" else COARSE
-                    assert float((out[b : b + 1, mine] - expected).abs().max()) < worst
+                    assert float((out[b : b + 1, query_heads] - expected).abs().max()) < worst
 
 
 @needed
-@pytest.mark.usefixtures("pages_as_on_a_gpu")
+@pytest.mark.usefixtures("gpu_page_layout")
 @pytest.mark.parametrize("form", ["raw", "affine8", "affine4v8", "turbo4"])
-def test_kernels_of_triton_read_them(form: str) -> None:
-    state = prompt(f"{form},prune=snapkv:30%:adaptive", batch=3, start=START)
+def test_triton_kernels_read_pruned_rows(form: str) -> None:
+    state = prefill_layer(f"{form},prune=snapkv:30%:adaptive", batch=3, start=START)
     state.prune()
-    view = state.append(*(noise(3, HEADS, 1, DIM, seed=side) for side in (60, 61)))
-    q = noise(3, HEADS * GROUP, 1, DIM, seed=62)
-    found, expected = (attend(q, view, backend=name) for name in (NAME, "reference"))
-    assert float((found - expected).abs().max()) < 2e-3
+    view = state.append(*(make_noise(3, HEADS, 1, DIM, seed=side) for side in (60, 61)))
+    q = make_noise(3, HEADS * GROUP, 1, DIM, seed=62)
+    actual, expected = (attend(q, view, backend=name) for name in (NAME, "reference"))
+    assert float((actual - expected).abs().max()) < 2e-3
 
 
-def best(scores: Tensor, count: int) -> list[int]:
+def top_indices(scores: Tensor, count: int) -> list[int]:
     order = sorted(range(len(scores)), key=lambda i: (-float(scores[i]), i))
     return sorted(order[:count])
 
 
-def brute_force(kind: str, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-    """The scores of all rows [H, n], one at a time."""
+def brute_force(method: str, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    """Compute the scores of all rows [H, n], one at a time."""
     count = keys.shape[1]
-    found = torch.zeros(HEADS, count, dtype=torch.float64)
+    scores = torch.zeros(HEADS, count, dtype=torch.float64)
     for h in range(HEADS):
-        if kind == "keydiff":
+        if method == "keydiff":
             mean = sum(k / k.norm() for k in keys[h]) / count
             for i, k in enumerate(keys[h]):
-                found[h, i] = -(k @ mean) / (k.norm() * mean.norm())
+                scores[h, i] = -(k @ mean) / (k.norm() * mean.norm())
             continue
-        width = {"snapkv": 64, "tova": 1, "expected": 512}[kind]
+        width = {"snapkv": 64, "tova": 1, "expected": 512}[method]
         group = queries[GROUP * h : GROUP * (h + 1), -width:] * DIM**-0.5
-        if kind == "expected":
-            for asking in group:
-                mean, spread = asking.mean(0), asking.T.cov(correction=0)
+        if method == "expected":
+            for head_queries in group:
+                mean, spread = head_queries.mean(0), head_queries.T.cov(correction=0)
                 logits = torch.stack([mean @ k + k @ spread @ k / 2 for k in keys[h]])
-                found[h] += logits.softmax(0) / GROUP
-            found[h] *= values[h].norm(dim=1)
-            found[h, :4] = torch.inf
+                scores[h] += logits.softmax(0) / GROUP
+            scores[h] *= values[h].norm(dim=1)
+            scores[h, :4] = torch.inf
             continue
-        for asking in group:
-            for t, q in enumerate(asking):
-                seen = count - len(asking) + t + 1
-                weights = torch.stack([q @ k for k in keys[h, :seen]]).softmax(0)
-                found[h, :seen] += weights / (len(asking) * GROUP)
-        if kind == "snapkv":
-            padded = torch.nn.functional.pad(found[h], (2, 2))
-            found[h] = torch.stack([padded[i : i + 5].mean() for i in range(count)])
-    return found.mean(0).repeat(HEADS, 1) if kind == "tova" else found
+        for head_queries in group:
+            for t, q in enumerate(head_queries):
+                visible = count - len(head_queries) + t + 1
+                weights = torch.stack([q @ k for k in keys[h, :visible]]).softmax(0)
+                scores[h, :visible] += weights / (len(head_queries) * GROUP)
+        if method == "snapkv":
+            padded = torch.nn.functional.pad(scores[h], (2, 2))
+            scores[h] = torch.stack([padded[i : i + 5].mean() for i in range(count)])
+    return scores.mean(0).repeat(HEADS, 1) if method == "tova" else scores
 
 
 @pytest.mark.parametrize("chunk", [300, 77])
-@pytest.mark.parametrize("kind", [name for name in SCORES if name != "random"])
-def test_the_rows_that_stay_are_the_best_by_the_score(kind: str, chunk: int) -> None:
-    state = prompt(f"raw,prune={kind}:80", chunk=chunk)
-    given = [noise(1, n, 300, DIM, seed=i)[0].double() for i, n in enumerate((3, 3, 6))]
-    scores = brute_force(kind, *given)
+@pytest.mark.parametrize("method", [name for name in SCORES if name != "random"])
+def test_rows_with_the_best_scores_survive(method: str, chunk: int) -> None:
+    state = prefill_layer(f"raw,prune={method}:80", chunk=chunk)
+    inputs = [make_noise(1, n, 300, DIM, seed=i)[0].double() for i, n in enumerate((3, 3, 6))]
+    scores = brute_force(method, *inputs)
     scores[:, -NUM_PROTECTED_ROWS:] = torch.inf
-    expected = [best(scores[h], 80) for h in range(HEADS)]
+    expected = [top_indices(scores[h], 80) for h in range(HEADS)]
     state.prune()
-    for h, (keys, _) in enumerate(kept_rows(state)):
-        assert torch.equal(keys, noise(1, HEADS, 300, DIM)[0, h, expected[h]])
+    for h, (keys, _) in enumerate(surviving_rows(state)):
+        assert torch.equal(keys, make_noise(1, HEADS, 300, DIM)[0, h, expected[h]])
 
 
-def test_heads_share_what_they_keep_by_the_score_of_all() -> None:
-    state = prompt("raw,prune=snapkv:80:adaptive")
-    given = [noise(1, n, 300, DIM, seed=i)[0].double() for i, n in enumerate((3, 3, 6))]
-    scores = brute_force("snapkv", *given)
+def test_heads_share_the_rows_chosen_by_the_total_score() -> None:
+    state = prefill_layer("raw,prune=snapkv:80:adaptive")
+    inputs = [make_noise(1, n, 300, DIM, seed=i)[0].double() for i, n in enumerate((3, 3, 6))]
+    scores = brute_force("snapkv", *inputs)
     scores[:, -NUM_PROTECTED_ROWS:] = torch.inf
-    safe = [set(best(scores[h], NUM_PROTECTED_ROWS)) for h in range(HEADS)]
-    others = [(-float(scores[h, i]), h, i) for h in range(HEADS) for i in range(300)]
-    others = sorted(one for one in others if one[2] not in safe[one[1]])
-    for _, h, i in others[: HEADS * (80 - NUM_PROTECTED_ROWS)]:
+    safe = [set(top_indices(scores[h], NUM_PROTECTED_ROWS)) for h in range(HEADS)]
+    candidates = [(-float(scores[h, i]), h, i) for h in range(HEADS) for i in range(300)]
+    candidates = sorted(
+        candidate for candidate in candidates if candidate[2] not in safe[candidate[1]]
+    )
+    for _, h, i in candidates[: HEADS * (80 - NUM_PROTECTED_ROWS)]:
         safe[h].add(i)
     state.prune()
-    found = [keys for keys, _ in kept_rows(state)]
-    assert [len(keys) for keys in found] == [len(one) for one in safe]
-    assert len(set(map(len, found))) > 1
-    for h, keys in enumerate(found):
-        assert torch.equal(keys, noise(1, HEADS, 300, DIM)[0, h, sorted(safe[h])])
+    kept_keys = [keys for keys, _ in surviving_rows(state)]
+    assert [len(keys) for keys in kept_keys] == [len(candidate) for candidate in safe]
+    assert len(set(map(len, kept_keys))) > 1
+    for h, keys in enumerate(kept_keys):
+        assert torch.equal(keys, make_noise(1, HEADS, 300, DIM)[0, h, sorted(safe[h])])
 
 
-def test_what_keeps_all_changes_no_bit() -> None:
-    plain, pruned = prompt("affine4"), prompt("affine4,prune=snapkv:100%")
+def test_prune_that_keeps_all_changes_no_bit() -> None:
+    plain, pruned = prefill_layer("affine4"), prefill_layer("affine4,prune=snapkv:100%")
     assert pruned.prune() == 0
     for seed in (100, 200):
-        assert torch.equal(step(plain, seed), step(pruned, seed))
+        assert torch.equal(attend_next_token(plain, seed), attend_next_token(pruned, seed))
 
 
 @pytest.mark.parametrize("form", ["raw", "affine8", "affine4", "turbo3,tail=0"])
 @pytest.mark.parametrize("count", [20, 64, 300, 1000])
-def test_what_stays_is_planned_to_the_byte(form: str, count: int) -> None:
+def test_surviving_bytes_are_planned_exactly(form: str, count: int) -> None:
     spec = f"{form},prune=random:25%"
-    state = prompt(spec, batch=2, count=count, chunk=count)
+    state = prefill_layer(spec, batch=2, count=count, chunk=count)
     shape = kvant.Shape(1, HEADS, DIM, DIM, torch.float32)
     plan = kvant.plan(shape, spec, context=count, sequences=2)
     assert state.nbytes <= plan.nbytes
@@ -222,8 +226,8 @@ def test_what_stays_is_planned_to_the_byte(form: str, count: int) -> None:
     assert state.nbytes == plan.nbytes_kept
 
 
-def test_memory_is_that_of_the_rows_that_stay() -> None:
-    state = prompt("raw,prune=random:64", count=1000, chunk=1000)
+def test_memory_equals_that_of_the_surviving_rows() -> None:
+    state = prefill_layer("raw,prune=random:64", count=1000, chunk=1000)
     before = state.nbytes
     assert state.prune() == 936
     page = 2 * 64 * DIM * 4
@@ -231,66 +235,66 @@ def test_memory_is_that_of_the_rows_that_stay() -> None:
     assert state.length == 1000 and state.prune() == 0
 
 
-@pytest.mark.parametrize("kind", ["tova", "keydiff", "random", "snapkv"])
-def test_while_tokens_are_decoded_scores_prune_that_can(kind: str) -> None:
-    state, held = prompt(f"affine8,prune={kind}:64"), []
+@pytest.mark.parametrize("method", ["tova", "keydiff", "random", "snapkv"])
+def test_scores_that_allow_it_prune_during_decode(method: str) -> None:
+    state, lengths = prefill_layer(f"affine8,prune={method}:64"), []
     for seed in range(1000, 1000 + 10 * (2 * MAX_DECODE_EXCESS + 5), 10):
         state.prune()
-        held.append(len(kept_rows(state)[0][0]))
-        step(state, seed)
-    if kind == "snapkv":
-        assert held == list(range(64, 64 + len(held)))
+        lengths.append(len(surviving_rows(state)[0][0]))
+        attend_next_token(state, seed)
+    if method == "snapkv":
+        assert lengths == list(range(64, 64 + len(lengths)))
     else:
-        assert held == [64 + i % (MAX_DECODE_EXCESS + 1) for i in range(len(held))]
+        assert lengths == [64 + i % (MAX_DECODE_EXCESS + 1) for i in range(len(lengths))]
     state.check()
 
 
-def test_a_prompt_behind_a_reply_is_pruned_with_it() -> None:
-    state = prompt("raw,prune=snapkv:25%")
+def test_second_prompt_is_pruned_together_with_the_reply() -> None:
+    state = prefill_layer("raw,prune=snapkv:25%")
     state.prune()
-    view = state.append(*(noise(1, HEADS, 100, DIM, seed=n) for n in (7, 8)))
-    attend(noise(1, HEADS * GROUP, 100, DIM, seed=9), view)
-    assert state.prune() == 75 and len(kept_rows(state)[0][0]) == 100
+    view = state.append(*(make_noise(1, HEADS, 100, DIM, seed=n) for n in (7, 8)))
+    attend(make_noise(1, HEADS * GROUP, 100, DIM, seed=9), view)
+    assert state.prune() == 75 and len(surviving_rows(state)[0][0]) == 100
 
 
-def test_nobody_goes_back_to_what_is_gone() -> None:
-    state = prompt("affine8,prune=keydiff:64")
+def test_rewind_to_pruned_rows_is_refused() -> None:
+    state = prefill_layer("affine8,prune=keydiff:64")
     state.prune()
     for seed in (100, 200, 300):
-        step(state, seed)
-    expected = [step(state, 400), state.rewind(303)][0]
-    assert torch.equal(step(state, 400), expected)
+        attend_next_token(state, seed)
+    expected = [attend_next_token(state, 400), state.rewind(303)][0]
+    assert torch.equal(attend_next_token(state, 400), expected)
     assert state.reachable(299) == 0 and state.reachable(300) == 300
-    for gone in (299, 1):
-        with pytest.raises(RewindError, match="a prune has let go"):
-            state.rewind(gone)
+    for length in (299, 1):
+        with pytest.raises(RewindError, match="pruned rows are lost"):
+            state.rewind(length)
     assert state.length == 304
     state.rewind(300)
     assert state.trim(300) == 300 and state.length == 0
     state.check()
 
 
-def test_queries_that_nobody_saw_are_an_error_that_changes_nothing() -> None:
-    state = One(spec_of("affine8,prune=snapkv:64"))
-    state.append(noise(1, HEADS, 300, DIM), noise(1, HEADS, 300, DIM, seed=1))
+def test_prune_without_queries_raises_and_changes_nothing() -> None:
+    state = LayerCache(make_spec("affine8,prune=snapkv:64"))
+    state.append(make_noise(1, HEADS, 300, DIM), make_noise(1, HEADS, 300, DIM, seed=1))
     before = state.nbytes
-    with pytest.raises(CacheError, match="nobody saw"):
+    with pytest.raises(CacheError, match="were not recorded"):
         state.prune()
     assert state.nbytes == before and state.length == 300
     state.check()
 
 
-def test_a_prompt_that_was_taken_back_in_part_is_pruned_by_what_is_left() -> None:
-    part = prompt("raw,prune=snapkv:64")
+def test_partly_rewound_prompt_is_pruned_by_its_remaining_queries() -> None:
+    part = prefill_layer("raw,prune=snapkv:64")
     part.rewind(290)
-    same = [noise(1, n, 300, DIM, seed=i)[:, :, :290] for i, n in enumerate((3, 3, 6))]
-    whole = One(spec_of("raw,prune=snapkv:64"))
+    same = [make_noise(1, n, 300, DIM, seed=i)[:, :, :290] for i, n in enumerate((3, 3, 6))]
+    whole = LayerCache(make_spec("raw,prune=snapkv:64"))
     attend(same[2], whole.append(*same[:2]))
-    # The queries that were taken back are 10 of the 64.
+    # 10 of the 64 queries were rewound.
     assert whole.prune() == part.prune() == 226
 
 
-VERBS: dict[str, Callable[[One], None]] = {
+VERBS: dict[str, Callable[[LayerCache], None]] = {
     "fork": lambda state: None,
     "select": lambda state: state.select([2, 0, 0]),
     "extract": lambda state: None,
@@ -301,111 +305,115 @@ VERBS: dict[str, Callable[[One], None]] = {
 
 
 @pytest.mark.parametrize("form", ["raw", "affine4,tail=0", "turbo3"])
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("moment", ["before", "behind"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_verbs_keep_what_is_there(verb: str, when: str, form: str) -> None:
-    """Before a prune they keep what was asked, too: but a snapshot, which holds no queries."""
-    kind = "keydiff" if verb == "restore" else "snapkv"
-    state = prompt(f"{form},prune={kind}:40:adaptive", batch=3, start=START)
+def test_operations_keep_the_surviving_rows(verb: str, moment: str, form: str) -> None:
+    """Recorded queries survive all operations before a prune, except snapshots, which hold none."""
+    method = "keydiff" if verb == "restore" else "snapkv"
+    state = prefill_layer(f"{form},prune={method}:40:adaptive", batch=3, start=START)
     plain = state.fork()
-    if when == "behind":
+    if moment == "behind":
         plain.prune(), state.prune()
     VERBS[verb](state)
-    if verb == "restore" and when == "before":
-        return  # a cache that comes from elsewhere knows of no prompt
+    if verb == "restore" and moment == "before":
+        return  # a restored cache has no recorded prompt
     chosen = [0, 1, 2]
     if verb == "select":
         chosen = [2, 0, 0]
     if verb == "fork":
         state = state.fork()
     if verb == "extract":
-        state, chosen = One(state.spec, cache=state.cache.extract(1)), [1]
-    if when == "before":
+        state, chosen = LayerCache(state.spec, cache=state.cache.extract(1)), [1]
+    if moment == "before":
         plain.prune(), state.prune()
     state.check()
-    rows = [noise(3, HEADS, 1, DIM, seed=n) for n in (50, 51)]
-    q = noise(3, HEADS * GROUP, 1, DIM, seed=52)
+    rows = [make_noise(3, HEADS, 1, DIM, seed=n) for n in (50, 51)]
+    q = make_noise(3, HEADS * GROUP, 1, DIM, seed=52)
     expected = attend(q, plain.append(*rows))[chosen]
-    found = attend(q[chosen], state.append(*(r[chosen] for r in rows)))
-    assert torch.allclose(found, expected, atol=1e-6)
+    actual = attend(q[chosen], state.append(*(r[chosen] for r in rows)))
+    assert torch.allclose(actual, expected, atol=1e-6)
     state.check()
 
 
 def test_caches_of_different_lengths_are_merged() -> None:
-    states = [prompt("affine4,prune=snapkv:25%:adaptive", count=n, chunk=n) for n in (400, 130, 90)]
+    states = [
+        prefill_layer("affine4,prune=snapkv:25%:adaptive", count=n, chunk=n) for n in (400, 130, 90)
+    ]
     for state in states:
         state.prune()
-    merged = One(states[0].spec, cache=kvant.merge([state.cache for state in states]))
-    rows = [noise(3, HEADS, 1, DIM, seed=n) for n in (50, 51)]
-    q = noise(3, HEADS * GROUP, 1, DIM, seed=52)
-    found = attend(q, merged.append(*rows))
+    merged = LayerCache(states[0].spec, cache=kvant.merge([state.cache for state in states]))
+    rows = [make_noise(3, HEADS, 1, DIM, seed=n) for n in (50, 51)]
+    q = make_noise(3, HEADS * GROUP, 1, DIM, seed=52)
+    actual = attend(q, merged.append(*rows))
     for b, state in enumerate(states):
-        alone = attend(q[b : b + 1], state.append(*(r[b : b + 1] for r in rows)))
-        assert torch.allclose(found[b : b + 1], alone, atol=1e-6)
+        single = attend(q[b : b + 1], state.append(*(r[b : b + 1] for r in rows)))
+        assert torch.allclose(actual[b : b + 1], single, atol=1e-6)
     merged.check()
     merged.remove(0)
     assert merged.lengths == [131, 91]
 
 
-def test_a_fork_of_a_pruned_cache_shares_its_pages() -> None:
-    state = prompt("affine8,prune=keydiff:128")
+def test_fork_of_a_pruned_cache_shares_its_pages() -> None:
+    state = prefill_layer("affine8,prune=keydiff:128")
     other = state.fork()
     state.prune()
-    assert other.length == 300 and len(kept_rows(other)[0][0]) == 300
-    twin = state.fork()
+    assert other.length == 300 and len(surviving_rows(other)[0][0]) == 300
+    fork = state.fork()
     pooled = state.measure_pools()
     assert pooled["nbytes_shared"] > 0
-    assert torch.equal(step(twin, 100), step(state, 100))
-    for one in (other, twin, state):
-        one.check()
+    assert torch.equal(attend_next_token(fork, 100), attend_next_token(state, 100))
+    for state_ in (other, fork, state):
+        state_.check()
 
 
-@pytest.mark.parametrize("kind", ["keydiff:100", "keydiff:100:adaptive"])
-def test_a_file_holds_what_stays(tmp_path: Path, kind: str) -> None:
-    state = prompt(f"affine4,prune={kind}", batch=3, start=START)
+@pytest.mark.parametrize("method", ["keydiff:100", "keydiff:100:adaptive"])
+def test_file_holds_the_surviving_rows(tmp_path: Path, method: str) -> None:
+    state = prefill_layer(f"affine4,prune={method}", batch=3, start=START)
     state.prune()
     kvant.save(state.cache, tmp_path / "cache")
     head = read_header(tmp_path / "cache")
     assert (head.padded_lengths, head.count_key_heads("0/keys.open")) == ((300,) * 3, HEADS)
-    back = One(state.spec, cache=kvant.load(tmp_path / "cache"))
-    assert torch.equal(step(state, 100), step(back, 100))
-    assert back.reachable(299) == 0
-    back.check()
+    loaded = LayerCache(state.spec, cache=kvant.load(tmp_path / "cache"))
+    assert torch.equal(attend_next_token(state, 100), attend_next_token(loaded, 100))
+    assert loaded.reachable(299) == 0
+    loaded.check()
 
 
-@pytest.mark.parametrize("kind", ["keydiff:100", "keydiff:100:adaptive"])
-def test_a_recode_stores_what_stays(kind: str) -> None:
-    state, plain = (prompt(f"raw,prune={kind}") for _ in range(2))
+@pytest.mark.parametrize("method", ["keydiff:100", "keydiff:100:adaptive"])
+def test_recode_stores_the_surviving_rows(method: str) -> None:
+    state, plain = (prefill_layer(f"raw,prune={method}") for _ in range(2))
     state.prune(), plain.prune()
-    state.recode(replace(state.spec, keys=spec_of("affine8").keys, values=spec_of("fp8").values))
+    state.recode(
+        replace(state.spec, keys=make_spec("affine8").keys, values=make_spec("fp8").values)
+    )
     state.check()
-    expected, found = step(plain, 100), step(state, 100)
-    assert not torch.equal(found, expected) and float((found - expected).abs().max()) < 0.1
+    expected, actual = attend_next_token(plain, 100), attend_next_token(state, 100)
+    assert not torch.equal(actual, expected) and float((actual - expected).abs().max()) < 0.1
     with pytest.raises(SpecError, match="reset"):
-        state.recode(spec_of("affine8"))
-    other = prompt("raw")
-    if "adaptive" not in kind:
-        other.recode(spec_of(f"affine8,prune={kind}"))
+        state.recode(make_spec("affine8"))
+    other = prefill_layer("raw")
+    if "adaptive" not in method:
+        other.recode(make_spec(f"affine8,prune={method}"))
         assert other.prune() == 200 and other.length == 300
         return
-    with pytest.raises(SpecError, match="lie apart"):
-        other.recode(spec_of(f"affine8,prune={kind}"))
+    with pytest.raises(SpecError, match="stores key heads separately"):
+        other.recode(make_spec(f"affine8,prune={method}"))
 
 
-def nonsense() -> Iterator[tuple[str, Callable[[Snapshot], Snapshot]]]:
-    def of(column: int, value: int, row: int = 0) -> Callable[[Snapshot], Snapshot]:
-        def forged(good: Snapshot) -> Snapshot:
+def make_bad_snapshots() -> Iterator[tuple[str, Callable[[Snapshot], Snapshot]]]:
+    def edit_layer(column: int, value: int, row: int = 0) -> Callable[[Snapshot], Snapshot]:
+        def make_bad_snapshot(good: Snapshot) -> Snapshot:
             numbers = good.tensors["numbers"].clone()
             numbers[row, column] = value
             return Snapshot({**good.tensors, "numbers": numbers}, good.numbers)
 
-        return forged
+        return make_bad_snapshot
 
-    yield "a head that is further", of(0, 301)
-    yield "pruned behind the end", of(6, 301)
-    yield "pruned before what stays", of(6, 100)
-    yield "heads that were pruned at other lengths", of(6, 299)
-    yield "a head without rows", of(5, 300)
+    yield "a head that is further", edit_layer(0, 301)
+    yield "pruned behind the end", edit_layer(6, 301)
+    yield "pruned before what stays", edit_layer(6, 100)
+    yield "heads that were pruned at other lengths", edit_layer(6, 299)
+    yield "a head without rows", edit_layer(5, 300)
     yield (
         "no prune, and rows are gone",
         lambda good: Snapshot(
@@ -418,8 +426,8 @@ def nonsense() -> Iterator[tuple[str, Callable[[Snapshot], Snapshot]]]:
         "several heads in the pages of one",
         lambda good: Snapshot(
             {
-                name: one if name == "numbers" else one.repeat_interleave(2, 1)
-                for name, one in good.tensors.items()
+                name: tensor if name == "numbers" else tensor.repeat_interleave(2, 1)
+                for name, tensor in good.tensors.items()
             },
             good.numbers,
         ),
@@ -427,66 +435,72 @@ def nonsense() -> Iterator[tuple[str, Callable[[Snapshot], Snapshot]]]:
     yield "nobody knows how many heads", lambda good: Snapshot(good.tensors, {})
 
 
-@pytest.mark.parametrize("forge", [one for _, one in nonsense()], ids=[n for n, _ in nonsense()])
-def test_a_snapshot_that_does_not_fit_is_refused(forge: Callable[[Snapshot], Snapshot]) -> None:
-    state = prompt("affine8,prune=keydiff:100:adaptive")
+@pytest.mark.parametrize(
+    "forge",
+    [forge_ for _, forge_ in make_bad_snapshots()],
+    ids=[n for n, _ in make_bad_snapshots()],
+)
+def test_inconsistent_snapshot_is_refused(forge: Callable[[Snapshot], Snapshot]) -> None:
+    state = prefill_layer("affine8,prune=keydiff:100:adaptive")
     state.prune()
-    other = prompt("affine8,prune=keydiff:100:adaptive")
+    other = prefill_layer("affine8,prune=keydiff:100:adaptive")
     with pytest.raises(kvant.SnapshotMismatch):
         other.restore(forge(state.snapshot()))
-    assert other.length == 300 and len(kept_rows(other)[0][0]) == 300
+    assert other.length == 300 and len(surviving_rows(other)[0][0]) == 300
 
 
-def test_learned_sinks_take_their_part() -> None:
-    state = prompt("raw,prune=random:50")
+def test_learned_sinks_take_their_share_of_the_softmax() -> None:
+    state = prefill_layer("raw,prune=random:50")
     state.prune()
-    view = state.append(*(noise(1, HEADS, 1, DIM, seed=n) for n in (50, 51)))
-    q, logits = noise(1, HEADS * GROUP, 1, DIM, seed=52), noise(HEADS * GROUP, seed=53)
+    view = state.append(*(make_noise(1, HEADS, 1, DIM, seed=n) for n in (50, 51)))
+    q, logits = make_noise(1, HEADS * GROUP, 1, DIM, seed=52), make_noise(HEADS * GROUP, seed=53)
     out, lse = attend(q, view, sink_logits=logits, return_lse=True)
-    for h, (keys, values) in enumerate(kept_rows(state)):
+    for h, (keys, values) in enumerate(surviving_rows(state)):
         for g in range(GROUP):
-            at = GROUP * h + g
-            scores = torch.cat([keys @ q[0, at, 0] * DIM**-0.5, logits[at : at + 1]])
+            position = GROUP * h + g
+            scores = torch.cat(
+                [keys @ q[0, position, 0] * DIM**-0.5, logits[position : position + 1]]
+            )
             expected = scores.softmax(0)[:-1] @ values
-            assert torch.allclose(out[0, at, 0], expected, atol=1e-5)
-            assert torch.allclose(lse[0, at, 0], scores.logsumexp(0), atol=1e-5)
+            assert torch.allclose(out[0, position, 0], expected, atol=1e-5)
+            assert torch.allclose(lse[0, position, 0], scores.logsumexp(0), atol=1e-5)
 
 
-def test_masks_that_count_columns_are_refused_behind_a_prune() -> None:
-    state = prompt("raw,prune=random:50")
+def test_column_masks_are_refused_after_a_prune() -> None:
+    state = prefill_layer("raw,prune=random:50")
     mask = torch.ones(1, 1, 1, 300, dtype=torch.bool)
-    q = noise(1, HEADS * GROUP, 1, DIM, seed=52)
+    q = make_noise(1, HEADS * GROUP, 1, DIM, seed=52)
     every = attend(q, state.view())
     assert torch.allclose(attend(q, state.view(), mask=mask), every, atol=1e-6)
     by_head = mask.expand(1, HEADS * GROUP, 1, 300).clone()
     by_head[:, 0, :, :200] = False
-    found = attend(q, state.view(), mask=by_head)
-    assert torch.allclose(found[:, 1:], every[:, 1:], atol=1e-6)
-    assert not torch.allclose(found[:, 0], every[:, 0], atol=1e-3)
+    actual = attend(q, state.view(), mask=by_head)
+    assert torch.allclose(actual[:, 1:], every[:, 1:], atol=1e-6)
+    assert not torch.allclose(actual[:, 0], every[:, 0], atol=1e-3)
     state.prune()
     with pytest.raises(kvant.UnsupportedView, match="counts columns"):
         attend(q, state.view(), mask=mask)
     assert attend(q, state.view(), mask=Mask()).isfinite().all()
 
 
-def test_a_forward_that_died_behind_a_prune_is_taken_back() -> None:
+def test_failed_forward_after_a_prune_is_rolled_back() -> None:
     cache = kvant.Cache(2, "affine8,prune=keydiff:64")
     for layer in cache:
-        layer.append(noise(1, HEADS, 300, DIM), noise(1, HEADS, 300, DIM, seed=1))
+        layer.append(make_noise(1, HEADS, 300, DIM), make_noise(1, HEADS, 300, DIM, seed=1))
     cache.prune()
     before = cache.nbytes
-    cache[0].append(noise(1, HEADS, 1, DIM), noise(1, HEADS, 1, DIM))
+    cache[0].append(make_noise(1, HEADS, 1, DIM), make_noise(1, HEADS, 1, DIM))
     cache.rollback()
     assert (cache.length, cache.nbytes) == (300, before)
     cache.check()
 
 
-def test_a_prune_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_prune_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = kvant.Cache(2, "affine8,prune=keydiff:64")
     for layer in cache:
-        layer.append(noise(1, HEADS, 300, DIM), noise(1, HEADS, 300, DIM, seed=1))
+        layer.append(make_noise(1, HEADS, 300, DIM), make_noise(1, HEADS, 300, DIM, seed=1))
 
-    def broken(*given: Any) -> None:
+    def broken(*args: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
@@ -498,8 +512,8 @@ def test_a_prune_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache.prune() == 236
 
 
-def test_a_head_asks_by_its_own_rows_alone() -> None:
-    """Padding asks nothing, and rows that are gone are no candidates."""
+def test_each_head_scores_its_own_rows() -> None:
+    """Padding has no queries, and evicted rows are no candidates."""
     rows = ScoreInput(
         keys=torch.eye(4)[None].expand(2, -1, -1),
         values=torch.ones(2, 4, 1),
@@ -514,118 +528,120 @@ def test_a_head_asks_by_its_own_rows_alone() -> None:
     assert float(scores[0].sum()) == pytest.approx(1.0, abs=1e-5)
 
 
-def spoken(state: One, count: int, seed: int = 1000) -> None:
-    for at in range(count):
-        step(state, seed + 10 * at)
+def prefill_turn(state: LayerCache, count: int, seed: int = 1000) -> None:
+    for position in range(count):
+        attend_next_token(state, seed + 10 * position)
 
 
-def test_a_forward_that_died_is_not_heard() -> None:
+def test_queries_of_a_failed_forward_are_dropped() -> None:
     cache = kvant.Cache(2, "raw,prune=snapkv:64")
-    rows = [noise(1, n, 400, DIM, seed=i) for i, n in enumerate((HEADS, HEADS, HEADS * GROUP))]
-    for some, layers in ((slice(0, 300), (0, 1)), (slice(300, 400), (0,))):
+    rows = [make_noise(1, n, 400, DIM, seed=i) for i, n in enumerate((HEADS, HEADS, HEADS * GROUP))]
+    for part, layers in ((slice(0, 300), (0, 1)), (slice(300, 400), (0,))):
         for layer in layers:
-            keys, values, queries = (side[:, :, some] for side in rows)
+            keys, values, queries = (side[:, :, part] for side in rows)
             attend(queries, cache[layer].append(keys, values))
     cache.rollback()
-    other = prompt("raw,prune=snapkv:64")
+    other = prefill_layer("raw,prune=snapkv:64")
     assert cache.prune() == other.prune() == 236
-    for mine, its in zip(cache[0].read(), other.read(), strict=True):
-        assert torch.equal(mine, its)
+    for actual, expected in zip(cache[0].read(), other.read(), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_what_is_taken_back_asks_no_more() -> None:
-    state, whole = (prompt("raw,prune=snapkv:64") for _ in range(2))
+def test_queries_of_rewound_tokens_are_dropped() -> None:
+    state, whole = (prefill_layer("raw,prune=snapkv:64") for _ in range(2))
     state.rewind(290)
-    same = [noise(1, n, 300, DIM, seed=i)[:, :, 290:] for i, n in enumerate((3, 3, 6))]
+    same = [make_noise(1, n, 300, DIM, seed=i)[:, :, 290:] for i, n in enumerate((3, 3, 6))]
     attend(same[2], state.append(*same[:2]))
     assert state.prune() == whole.prune() == 236  # by 64 queries again
-    for mine, its in zip(state.read(), whole.read(), strict=True):
-        assert torch.equal(mine, its)
-    gone = prompt("raw,prune=snapkv:64")
-    gone.rewind(200)  # nobody knows what the tokens asked that are left: they stay
-    assert gone.prune() == 0 and step(gone, 100).isfinite().all()
+    for actual, expected in zip(state.read(), whole.read(), strict=True):
+        assert torch.equal(actual, expected)
+    rewound = prefill_layer("raw,prune=snapkv:64")
+    rewound.rewind(200)  # the queries of the remaining tokens are unknown, so their rows stay
+    assert rewound.prune() == 0 and attend_next_token(rewound, 100).isfinite().all()
 
 
-def test_a_layer_is_asked_once_by_a_forward() -> None:
-    """Other layers may read the same rows, and ask for themselves."""
-    state, whole = (One(spec_of("raw,prune=snapkv:64")) for _ in range(2))
-    rows = [noise(1, n, 300, DIM, seed=i) for i, n in enumerate((HEADS, HEADS, HEADS * GROUP))]
-    for some in (slice(0, 290), slice(290, 300)):
-        keys, values, queries = (side[:, :, some] for side in rows)
-        for one, times in ((state, 2), (whole, 1)):
-            view = one.append(keys, values)
+def test_queries_of_a_layer_are_recorded_once_per_forward() -> None:
+    """Other layers may read the same rows with their own queries."""
+    state, whole = (LayerCache(make_spec("raw,prune=snapkv:64")) for _ in range(2))
+    rows = [make_noise(1, n, 300, DIM, seed=i) for i, n in enumerate((HEADS, HEADS, HEADS * GROUP))]
+    for part in (slice(0, 290), slice(290, 300)):
+        keys, values, queries = (side[:, :, part] for side in rows)
+        for state_, times in ((state, 2), (whole, 1)):
+            view = state_.append(keys, values)
             for time in range(times):
                 attend(queries if time == 0 else -queries, view)
     assert state.prune() == whole.prune() == 236
     assert torch.equal(state.read()[0], whole.read()[0])
 
 
-@pytest.mark.parametrize("kind", ["snapkv", "snapkv:adaptive"])
-def test_queries_of_another_shape_are_refused_before_they_are_heard(kind: str) -> None:
-    state = prompt(f"raw,{worded(kind)}")
-    view = state.append(*(noise(1, HEADS, 4, DIM, seed=n) for n in (1, 2)))
+@pytest.mark.parametrize("method", ["snapkv", "snapkv:adaptive"])
+def test_queries_of_wrong_shape_are_refused_before_they_are_recorded(method: str) -> None:
+    state = prefill_layer(f"raw,{format_prune(method)}")
+    view = state.append(*(make_noise(1, HEADS, 4, DIM, seed=n) for n in (1, 2)))
     for shape in ((1, 4, 4, DIM), (2, 6, 4, DIM), (1, 6, 4, DIM + 1)):
         with pytest.raises(ValueError, match="do not fit keys of"):
-            attend(noise(*shape), view)
+            attend(make_noise(*shape), view)
     with pytest.raises(ValueError, match="mask"):
-        attend(noise(1, 6, 4, DIM), view, mask=torch.ones(1, 3, 4, 304, dtype=torch.bool))
+        attend(make_noise(1, 6, 4, DIM), view, mask=torch.ones(1, 3, 4, 304, dtype=torch.bool))
     assert state.prune() > 0
 
 
-def test_masks_that_count_columns_are_refused_of_a_single_head() -> None:
-    state = One(spec_of("raw,prune=keydiff:50"))
-    state.append(noise(1, 1, 300, DIM), noise(1, 1, 300, DIM, seed=1))
+def test_column_masks_are_refused_for_a_single_head() -> None:
+    state = LayerCache(make_spec("raw,prune=keydiff:50"))
+    state.append(make_noise(1, 1, 300, DIM), make_noise(1, 1, 300, DIM, seed=1))
     state.prune()
     with pytest.raises(kvant.UnsupportedView, match="counts columns"):
-        attend(noise(1, 2, 1, DIM), state.view(), mask=torch.ones(1, 1, 1, 300, dtype=torch.bool))
+        attend(
+            make_noise(1, 2, 1, DIM), state.view(), mask=torch.ones(1, 1, 1, 300, dtype=torch.bool)
+        )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_stays_does_not_depend_on_neighbours(kind: str) -> None:
-    beside = prompt(f"raw,{worded(kind)}", batch=3, start=START)
+@pytest.mark.parametrize("method", KINDS)
+def test_surviving_rows_do_not_depend_on_the_batch(method: str) -> None:
+    batch = prefill_layer(f"raw,{format_prune(method)}", batch=3, start=START)
     for b, length in enumerate(LENGTHS):
-        alone = One(spec_of(f"raw,{worded(kind)}"))
+        single = LayerCache(make_spec(f"raw,{format_prune(method)}"))
         rows = [
-            noise(3, n, 300, DIM, seed=i)[b : b + 1, :, 300 - length :]
+            make_noise(3, n, 300, DIM, seed=i)[b : b + 1, :, 300 - length :]
             for i, n in enumerate((3, 3, 6))
         ]
-        attend(rows[2], alone.append(*rows[:2]))
-        alone.prune()
+        attend(rows[2], single.append(*rows[:2]))
+        single.prune()
         if b == 0:
-            beside.prune()
-        for mine, its in zip(kept_rows(beside, b), kept_rows(alone), strict=True):
-            assert torch.equal(mine[0], its[0])
+            batch.prune()
+        for actual, expected in zip(surviving_rows(batch, b), surviving_rows(single), strict=True):
+            assert torch.equal(actual[0], expected[0])
 
 
-def test_a_prompt_is_pruned_where_it_is_merged() -> None:
-    """And not where it came from: caches that are merged stay as they are."""
-    fresh, pruned = (prompt("raw,prune=snapkv:64", count=n, chunk=n) for n in (300, 200))
+def test_prompt_is_pruned_when_it_is_merged() -> None:
+    """The sources of a merge stay unchanged."""
+    fresh, pruned = (prefill_layer("raw,prune=snapkv:64", count=n, chunk=n) for n in (300, 200))
     pruned.prune()
-    merged = One(fresh.spec, cache=kvant.merge([pruned.cache, fresh.cache]))
+    merged = LayerCache(fresh.spec, cache=kvant.merge([pruned.cache, fresh.cache]))
     assert int((merged.positions()[1] >= 0).sum()) == 64
     assert int((fresh.positions() >= 0).sum()) == 300
     merged.check(), fresh.check()
 
 
-@pytest.mark.parametrize("kind", ["tova", "keydiff"])
-def test_who_joins_those_who_decode_disturbs_nobody(kind: str) -> None:
-    one, other = (prompt(f"raw,prune={kind}:64", count=n, chunk=n) for n in (300, 200))
-    spoken(one, MAX_DECODE_EXCESS + 1)
-    merged = One(one.spec, cache=kvant.merge([one.cache, other.cache]))
+@pytest.mark.parametrize("method", ["tova", "keydiff"])
+def test_merging_into_a_decoding_batch_changes_no_other_sequence(method: str) -> None:
+    first, second = (prefill_layer(f"raw,prune={method}:64", count=n, chunk=n) for n in (300, 200))
+    prefill_turn(first, MAX_DECODE_EXCESS + 1)
+    merged = LayerCache(first.spec, cache=kvant.merge([first.cache, second.cache]))
     before = merged.positions()
-    spoken(merged, 3)
+    prefill_turn(merged, 3)
     assert int((before[0] >= 0).sum()) == 64 + MAX_DECODE_EXCESS + 1
     assert int((merged.positions()[0] >= 0).sum()) == 67
     merged.check()
 
 
-@pytest.mark.parametrize("kind", ["tova", "keydiff", "snapkv"])
-def test_a_token_that_is_part_of_a_prompt_prunes_nothing(kind: str) -> None:
+@pytest.mark.parametrize("method", ["tova", "keydiff", "snapkv"])
+def test_single_token_of_a_prompt_triggers_no_prune(method: str) -> None:
     state, whole = (
-        prompt(f"raw,prune={kind}:64", count=299, chunk=299),
-        prompt(f"raw,prune={kind}:64"),
+        prefill_layer(f"raw,prune={method}:64", count=299, chunk=299),
+        prefill_layer(f"raw,prune={method}:64"),
     )
-    rows = [noise(1, n, 300, DIM, seed=i)[:, :, 299:] for i, n in enumerate((3, 3, 6))]
+    rows = [make_noise(1, n, 300, DIM, seed=i)[:, :, 299:] for i, n in enumerate((3, 3, 6))]
     with state.cache.prompt_mode():
         attend(rows[2], state.append(*rows[:2]))
     assert int((state.positions() >= 0).sum()) == 300
@@ -633,19 +649,19 @@ def test_a_token_that_is_part_of_a_prompt_prunes_nothing(kind: str) -> None:
     assert torch.equal(state.read()[0], whole.read()[0])
 
 
-def test_memory_of_a_capacity_is_planned() -> None:
+def test_memory_of_a_fixed_capacity_is_planned() -> None:
     spec = "affine8,capacity=1024,prune=keydiff:100"
     shape = kvant.Shape(1, HEADS, DIM, DIM, torch.float32)
     plan = kvant.plan(shape, spec, context=300)
-    state = prompt(spec)
+    state = prefill_layer(spec)
     state.prune()
-    spoken(state, 150)
+    prefill_turn(state, 150)
     assert state.nbytes == plan.nbytes_kept == plan.nbytes
 
 
-def test_a_prune_moves_memory_once() -> None:
-    state, moves = prompt("affine8,prune=snapkv:100"), []
+def test_prune_reallocates_once() -> None:
+    state, moves = prefill_layer("affine8,prune=snapkv:100"), []
     for seed in range(200):
-        step(state, 5000 + 10 * seed)
+        attend_next_token(state, 5000 + 10 * seed)
         moves.append(id(state.cache[0].storage))
     assert len(set(moves)) == 1

@@ -1,4 +1,4 @@
-"""Recoding one attention layer, with rows that carry their position."""
+"""Test recoding of one attention layer, with rows that carry their position."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import random
 import pytest
 import torch
 
-from cache.tagged import One, layer, put, rows, same, told
+from cache.tagged import LayerCache, append_rows, assert_same, make_layer, make_rows, read_tags
 from kvant import Cache, CapacityError, LayerSpec, SpecError, attend, load, save
 from kvant.attention.reference import has_visible_rows
 from kvant.contracts import Mask
 from kvant.retention import Window
 
 
-def grown(text: str, count: int, **shape: int) -> One:
-    state = One(layer(text))
-    put(state, count, **shape)
+def make_layer_of(text: str, count: int, **shape: int) -> LayerCache:
+    state = LayerCache(make_layer(text))
+    append_rows(state, count, **shape)
     return state
 
 
-def recode(state: One, text: str) -> None:
-    state.recode(layer(text))
+def recode(state: LayerCache, text: str) -> None:
+    state.recode(make_layer(text))
 
 
-def last(window: int, length: int, sinks: int = 0) -> list[int]:
+def last_positions(window: int, length: int, sinks: int = 0) -> list[int]:
     first = max(sinks, length - window)
     return [*range(min(sinks, length)), *range(min(first, length), length)]
 
@@ -32,31 +32,31 @@ def last(window: int, length: int, sinks: int = 0) -> list[int]:
 @pytest.mark.parametrize("length", [1, 63, 64, 127, 128, 200, 300])
 @pytest.mark.parametrize("before", ["raw", "affine8", "affine4,tail=0"])
 @pytest.mark.parametrize("after", ["raw", "affine8", "affine4", "affine8,page=128"])
-def test_a_window_lets_rows_go(before: str, after: str, length: int) -> None:
-    state = grown(before, length)
+def test_window_evicts_rows(before: str, after: str, length: int) -> None:
+    state = make_layer_of(before, length)
     recode(state, f"{after},window=70,sinks=3")
-    assert told(state) == last(70, length, 3)
+    assert read_tags(state) == last_positions(70, length, 3)
     for _ in range(70):
-        put(state, 1)
-    assert told(state) == last(70, length + 70, 3)
+        append_rows(state, 1)
+    assert read_tags(state) == last_positions(70, length + 70, 3)
 
 
-def test_rows_that_are_dense_stay_as_they_are() -> None:
-    """Under another frame only what rounding adds; under the same one not a bit."""
+def test_dense_rows_stay_unchanged() -> None:
+    """Another frame adds rounding only; the same frame changes no bit."""
     keys = torch.randn(1, 2, 300, 32)
-    state = One(layer("turbo4,tail=100"))
+    state = LayerCache(make_layer("turbo4,tail=100"))
     state.append(keys, keys, prefill="stored")
     before = state.read(192)
     recode(state, "turbo2,tail=100")
-    for one, now in zip(before, state.read(192), strict=True):
-        assert torch.equal(one, now)
+    for old_rows, now in zip(before, state.read(192), strict=True):
+        assert torch.equal(old_rows, now)
     recode(state, "raw")
     assert (state.read(192)[0] - keys[:, :, 192:]).abs().max() < 1e-5
 
 
-def test_a_side_that_stays_is_not_encoded_again() -> None:
+def test_unchanged_side_is_not_encoded_again() -> None:
     rows = torch.randn(1, 2, 300, 32)
-    state = One(layer("affine4v3"))
+    state = LayerCache(make_layer("affine4v3"))
     state.append(rows, rows, prefill="stored")
     before, dense = state.read(), state.snapshot().tensors["keys.open"]
     recode(state, "affine4/turbo3")
@@ -65,18 +65,21 @@ def test_a_side_that_stays_is_not_encoded_again() -> None:
     assert torch.equal(state.snapshot().tensors["keys.open"], dense)
 
 
-def test_pages_that_fall_due_by_a_shorter_tail_join_those_that_are_sealed() -> None:
+def test_pages_sealed_by_a_shorter_tail_join_the_sealed_ones() -> None:
     keys = torch.randn(1, 2, 400, 32)
-    state, fresh = One(layer("affine4,tail=150")), One(layer("affine4,tail=3"))
-    for one in (state, fresh):
-        one.append(keys, keys, prefill="stored")
+    state, fresh = (
+        LayerCache(make_layer("affine4,tail=150")),
+        LayerCache(make_layer("affine4,tail=3")),
+    )
+    for copy_ in (state, fresh):
+        copy_.append(keys, keys, prefill="stored")
     recode(state, "affine4,tail=3")
-    same(state.snapshot(), fresh.snapshot())
+    assert_same(state.snapshot(), fresh.snapshot())
 
 
-def test_sinks_are_dense_from_the_oldest_rows_there_are() -> None:
+def test_sinks_are_dense_from_the_oldest_kept_rows() -> None:
     keys = torch.randn(1, 1, 200, 32)
-    state = One(layer("affine4,tail=0,sinks=2"))
+    state = LayerCache(make_layer("affine4,tail=0,sinks=2"))
     state.append(keys, keys, prefill="stored")
     sealed = state.read()[0]
     recode(state, "raw,window=20,sinks=5")
@@ -86,20 +89,20 @@ def test_sinks_are_dense_from_the_oldest_rows_there_are() -> None:
 
 
 @pytest.mark.parametrize("after", ["raw", "affine8", "affine8,sinks=9", "raw,window=500,sinks=2"])
-def test_sinks_that_touch_the_window_are_all_rows(after: str) -> None:
-    """The first rows are there as sinks only, so the whole of them may become pages again."""
-    state = grown("raw,window=60,sinks=40,slack=0", 99)
+def test_sinks_adjacent_to_the_window_keep_all_rows(after: str) -> None:
+    """All first rows survive as sinks only, so they can become pages again."""
+    state = make_layer_of("raw,window=60,sinks=40,slack=0", 99)
     recode(state, after)
-    assert told(state) == list(range(99))
+    assert read_tags(state) == list(range(99))
 
 
 def test_padded_sequences_keep_their_own_sinks() -> None:
-    new = rows(0, 200, batch=2)
-    state = One(layer("raw"))
+    new = make_rows(0, 200, batch=2)
+    state = LayerCache(make_layer("raw"))
     state.append(new, new, start=[0, 70])
     recode(state, "affine8,window=50,sinks=3")
     keys = state.read()[0][:, 0, :, 0].round().long()
-    assert keys[0].tolist() == last(50, 200, 3)
+    assert keys[0].tolist() == last_positions(50, 200, 3)
     assert keys[1].tolist() == [1070, 1071, 1072, *range(1150, 1200)]
 
 
@@ -116,65 +119,69 @@ def test_padded_sequences_keep_their_own_sinks() -> None:
             "affine8,window=51,sinks=0",
             r"window=51 of 300 tokens.*last 50",
         ),
-        ("affine4,window=50,sinks=4", "raw,window=50,sinks=5", r"sinks=5.*4 are held.*sinks=4"),
-        ("raw,window=50,sinks=0", "affine4,window=20,sinks=1", r"sinks=1.*0 are held"),
+        (
+            "affine4,window=50,sinks=4",
+            "raw,window=50,sinks=5",
+            r"sinks=5.*first 4 rows are held.*sinks=4",
+        ),
+        ("raw,window=50,sinks=0", "affine4,window=20,sinks=1", r"sinks=1.*first 0 rows are held"),
     ],
 )
-def test_rows_that_are_gone_are_refused(before: str, after: str, message: str) -> None:
-    state = grown(before, 300)
+def test_evicted_rows_are_refused(before: str, after: str, message: str) -> None:
+    state = make_layer_of(before, 300)
     snapshot = state.snapshot()
     with pytest.raises(SpecError, match=message):
         recode(state, after)
-    same(state.snapshot(), snapshot)
-    assert state.spec == layer(before)
+    assert_same(state.snapshot(), snapshot)
+    assert state.spec == make_layer(before)
 
 
-def test_a_window_may_widen_while_all_rows_are_held() -> None:
-    state = grown("raw,window=50,sinks=0", 50)
+def test_window_may_widen_while_all_rows_are_kept() -> None:
+    state = make_layer_of("raw,window=50,sinks=0", 50)
     recode(state, "affine8,window=90,sinks=3")
-    put(state, 100)
-    assert told(state) == last(90, 150, 3)
+    append_rows(state, 100)
+    assert read_tags(state) == last_positions(90, 150, 3)
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:
-    state = grown("raw", 300)
+    state = make_layer_of("raw", 300)
     with pytest.raises(CapacityError, match=r"300 tokens for a capacity of 299"):
         recode(state, "affine8,capacity=299")
     recode(state, "affine8,capacity=300")
     with pytest.raises(CapacityError):
-        put(state, 1)
+        append_rows(state, 1)
 
 
-def test_rows_of_a_width_that_the_format_cannot_store_are_refused() -> None:
-    state = grown("raw", 70, dim=20)
+def test_rows_of_unsupported_width_are_refused() -> None:
+    state = make_layer_of("raw", 70, dim=20)
     with pytest.raises(ValueError, match="20 values"):
         recode(state, "affine8")
-    assert told(state) == list(range(70))
+    assert read_tags(state) == list(range(70))
 
 
 def test_an_empty_layer_takes_the_recipe() -> None:
-    state = One(layer("raw"))
+    state = LayerCache(make_layer("raw"))
     recode(state, "affine8,window=10,sinks=0")
-    put(state, 100)
-    assert told(state) == list(range(90, 100))
+    append_rows(state, 100)
+    assert read_tags(state) == list(range(90, 100))
     state.reset()
     recode(state, "raw")
     assert (state.length, state.nbytes) == (0, 0)
-    put(state, 100, batch=2)
-    assert told(state) == list(range(100))
+    append_rows(state, 100, batch=2)
+    assert read_tags(state) == list(range(100))
 
 
-def test_rows_are_stored_in_the_dtype_that_is_asked_for() -> None:
-    state = grown("raw", 100)
+def test_rows_are_stored_in_the_requested_dtype() -> None:
+    state = make_layer_of("raw", 100)
     recode(state, "bf16")
     assert state.read()[0].dtype == torch.bfloat16
-    put(state, 1)
+    append_rows(state, 1)
     assert state.read()[0].dtype == torch.bfloat16
 
 
-def test_a_rewind_within_slack_stays_exact_where_the_format_stays() -> None:
+def test_rewind_within_slack_stays_exact_if_the_format_is_unchanged() -> None:
     keys = torch.randn(1, 1, 130, 32)
-    state = One(layer("affine2,tail=0"))
+    state = LayerCache(make_layer("affine2,tail=0"))
     state.append(keys, keys, prefill="stored")
     recode(state, "affine2,tail=0,window=100,sinks=0")
     state.rewind(127)
@@ -182,34 +189,34 @@ def test_a_rewind_within_slack_stays_exact_where_the_format_stays() -> None:
     assert state.stats.rewinds_exact == 1
 
 
-def test_no_rewind_reaches_rows_that_never_came(tmp_path: pytest.TempPathFactory) -> None:
-    """The first page of the new window begins before the rows that the old one had kept."""
+def test_rewind_never_reaches_missing_rows(tmp_path: pytest.TempPathFactory) -> None:
+    """The first page of the new window begins before the rows that the old window kept."""
     cache = Cache(1, "raw,window=100,sinks=0")
     for _ in range(2):
-        put(cache[0], 253)
+        append_rows(cache[0], 253)
     cache.recode("affine8,window=100,sinks=0")
     save(cache, f"{tmp_path}/a")
-    for one in (cache, cache.fork(), load(f"{tmp_path}/a")):
-        one.rewind(496)
-        assert has_visible_rows(one[0].view(13), 13, Mask(window=100))  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="sealed or gone"):
-            one[0].view(14)  # type: ignore[attr-defined]
-        assert one.reachable(484) == 484
-        assert one.reachable(483) == 0
-        one.rewind(484)
-        assert told(one[0]) == list(range(384, 484))
+    for copy_ in (cache, cache.fork(), load(f"{tmp_path}/a")):
+        copy_.rewind(496)
+        assert has_visible_rows(copy_[0].view(13), 13, Mask(window=100))  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="sealed or released"):
+            copy_[0].view(14)  # type: ignore[attr-defined]
+        assert copy_.reachable(484) == 484
+        assert copy_.reachable(483) == 0
+        copy_.rewind(484)
+        assert read_tags(copy_[0]) == list(range(384, 484))
 
 
-def test_rows_that_never_came_are_remembered_until_a_reset() -> None:
-    state = grown("raw,window=100,sinks=0,slack=0", 490)
+def test_missing_rows_are_remembered_until_a_reset() -> None:
+    state = make_layer_of("raw,window=100,sinks=0,slack=0", 490)
     recode(state, "affine8,window=100,sinks=0,slack=60")
     recode(state, "affine4,window=100,sinks=0,slack=60")
-    # The page that the window begins in is there from its first row, 384, on.
+    # The page where the window begins is complete from its first row, 384.
     assert state.reachable(483) == 0
     state.rewind(state.reachable(484))
-    assert told(state) == list(range(384, 484))
+    assert read_tags(state) == list(range(384, 484))
     state.reset()
-    put(state, 300)
+    append_rows(state, 300)
     assert state.reachable(250) == 250
 
 
@@ -219,54 +226,54 @@ WINDOWS = (20, 50, 64, 70, 100, 130, 200)
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[] if n < 20 else pytest.mark.laws) for n in range(60)]
 )
-def test_random_operations_read_what_is_there(seed: int) -> None:
-    """Whatever windows, pages and slacks follow each other, rows are right or refused."""
+def test_random_operations_read_the_expected_rows(seed: int) -> None:
+    """For any sequence of windows, pages and slacks, rows are right or refused."""
     dice = random.Random(seed)
     window, sinks, start = 10_000, 0, dice.choice((0, 0, 9))
-    state = One(layer("raw"))
-    new = rows(0, 300)
+    state = LayerCache(make_layer("raw"))
+    new = make_rows(0, 300)
     state.append(new, new, start=[start])
     for _ in range(40):
         verb = dice.choice(("put", "put", "rewind", "recode", "restore"))
         if verb == "put":
-            put(state, dice.choice((1, 1, 3, 40, 90)))
+            append_rows(state, dice.choice((1, 1, 3, 40, 90)))
         if verb == "rewind":
-            to = state.reachable(max(1, state.length - dice.choice((1, 5, 11, 16, 30, 70))))
-            state.rewind(to or state.length)
+            length = state.reachable(max(1, state.length - dice.choice((1, 5, 11, 16, 30, 70))))
+            state.rewind(length or state.length)
         if verb == "recode":
-            asked, kept = dice.choice(WINDOWS), dice.choice((0, 3, 30))
+            window_, sinks_ = dice.choice(WINDOWS), dice.choice((0, 3, 30))
             text = f"{dice.choice(('raw', 'affine8', 'affine4'))},page={dice.choice((64, 128))}"
             text += f",slack={dice.choice((0, 5, 16, 40))},tail={dice.choice((0, 10, 90))}"
             try:
-                recode(state, f"{text},window={asked},sinks={kept}")
-                window, sinks = asked, kept
+                recode(state, f"{text},window={window_},sinks={sinks_}")
+                window, sinks = window_, sinks_
             except SpecError:
-                assert asked > window or kept > sinks
+                assert window_ > window or sinks_ > sinks
         if verb == "restore":
             state.restore(state.snapshot())
         expect_rows(state, window, sinks, start)
 
 
-def expect_rows(state: One, window: int, sinks: int, start: int) -> None:
+def expect_rows(state: LayerCache, window: int, sinks: int, start: int) -> None:
     keys, values = state.read()
-    seen = [p for p in state.positions()[0].tolist() if p >= 0]
+    visible = [p for p in state.positions()[0].tolist() if p >= 0]
     length = state.length - start
-    assert sorted(set(seen)) == sorted(
+    assert sorted(set(visible)) == sorted(
         set(range(min(sinks, length))) | set(range(max(0, length - window), length))
     )
     for side in (keys, values):
         tags = side[0, 0, :, 0].round().long() - start
-        there = state.positions()[0] >= 0
-        assert torch.equal(tags[there], state.positions()[0][there])
+        valid = state.positions()[0] >= 0
+        assert torch.equal(tags[valid], state.positions()[0][valid])
     q = torch.zeros(1, 1, 1, 8)
     mean = attend(q, state.view())[0, 0, 0, 0].item() - start
-    assert mean == pytest.approx(sum(set(seen)) / len(set(seen)), rel=1e-4)
+    assert mean == pytest.approx(sum(set(visible)) / len(set(visible)), rel=1e-4)
 
 
-def test_values_inside_the_keys_stay_there() -> None:
-    state = One(LayerSpec(*2 * (layer("raw").keys,), Window(50), value_dim=4))
-    state.append(rows(0, 100))
-    spec = layer("affine8,window=30,sinks=0")
+def test_values_inside_keys_survive_a_recode() -> None:
+    state = LayerCache(LayerSpec(*2 * (make_layer("raw").keys,), Window(50), value_dim=4))
+    state.append(make_rows(0, 100))
+    spec = make_layer("affine8,window=30,sinks=0")
     state.recode(LayerSpec(spec.keys, spec.keys, spec.retention, value_dim=4))
     keys, values = state.read()
     assert (keys.shape[2:], values.shape[2:]) == ((30, 8), (30, 4))

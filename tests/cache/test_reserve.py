@@ -1,4 +1,4 @@
-"""Reserved memory: tensors as any others, which are no part of the process while untouched."""
+"""Test reserved memory: ordinary tensors that are not resident until touched."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ print(untouched, touched, read_resident_nbytes("VmRSS") - before)
 @pytest.mark.parametrize(
     "count", [0, 1, MIN_MAPPING_BYTES // 4 - 1, MIN_MAPPING_BYTES // 4, MIN_MAPPING_BYTES]
 )
-def test_a_tensor_as_any_other(count: int, dtype: torch.dtype) -> None:
+def test_reserved_tensor_behaves_like_any_other(count: int, dtype: torch.dtype) -> None:
     with torch.inference_mode():
-        made = reserve_tensor((count, 1), dtype, CPU)
-    assert (made.shape, made.dtype, made.is_inference()) == ((count, 1), dtype, False)
-    made.fill_(3)
-    assert made.sum(dtype=torch.float64) == 3 * count
+        tensor = reserve_tensor((count, 1), dtype, CPU)
+    assert (tensor.shape, tensor.dtype, tensor.is_inference()) == ((count, 1), dtype, False)
+    tensor.fill_(3)
+    assert tensor.sum(dtype=torch.float64) == 3 * count
 
 
 @pytest.mark.skipif(
     not (MMAP_FLAGS and Path("/proc/self/status").exists()), reason="nobody tells what is resident"
 )
-def test_what_is_not_touched_is_not_resident_and_what_is_freed_is_gone() -> None:
+def test_untouched_pages_are_not_resident_and_freed_pages_are_returned() -> None:
     run = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    untouched, touched, freed = map(int, done.stdout.split())
+    process = subprocess.run(run, capture_output=True, text=True, check=True)
+    untouched, touched, freed = map(int, process.stdout.split())
     assert untouched < 1 << 20 < 1 << 24 <= touched < 17 << 20 and freed < 1 << 20

@@ -1,4 +1,4 @@
-"""Layers of several kinds under one cache: what a verb does to one, it does to all of them."""
+"""Test layer groups under one cache: an operation applies to all of them."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from kvant import Cache, CacheSpec, RecurrentSpec, merge, parse
 from kvant.recipes import Recipe
 
 
-def cache_of(*specs: str | Recipe) -> Cache:
-    return Cache(spec=CacheSpec(tuple(layer(spec) for spec in specs)))
+def make_cache(*specs: str | Recipe) -> Cache:
+    return Cache(spec=CacheSpec(tuple(make_layer(spec) for spec in specs)))
 
 
-def layer(spec: str | Recipe) -> Recipe:
+def make_layer(spec: str | Recipe) -> Recipe:
     return parse(spec, 1).layers[0] if isinstance(spec, str) else spec
 
 
-def counted(stop: int) -> torch.Tensor:
-    """Rows whose value is their position."""
+def make_counted_rows(stop: int) -> torch.Tensor:
+    """Return rows whose value is their position."""
     return torch.arange(stop).float().view(1, 1, -1, 1).expand(1, 1, stop, 32)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_kinds_that_a_recode_joins_hold_what_all_of_them_held(order: tuple[int, int]) -> None:
-    """Bug: the integers of the first layer were those of all, and zeros passed for rows."""
+def test_layer_groups_merged_by_a_recode_keep_the_union_of_rows(order: tuple[int, int]) -> None:
+    """Regression: the page table of the first layer was used for all, and zeros were read as
+    rows.
+    """
     specs = ("affine8,tail=0", "affine8,tail=0,window=128,sinks=0")
-    cache = cache_of(*(specs[i] for i in order))
-    for one in cache:
-        one.append(counted(512), counted(512))
+    cache = make_cache(*(specs[i] for i in order))
+    for entry in cache:
+        entry.append(make_counted_rows(512), make_counted_rows(512))
     cache.recode("affine8,tail=0,window=128,sinks=0,slack=100")
     assert len(cache._tracker.layer_groups) == 1
-    to = cache.reachable(512 - 10)
-    cache.rewind(to)
-    for one in cache:
-        found, positions = one.read()[0][0, 0, :, 0], one.positions()[0]
-        assert (found - positions).abs().max() < 2
-        assert positions.tolist() == list(range(to - 128, to))
+    length = cache.reachable(512 - 10)
+    cache.rewind(length)
+    for entry in cache:
+        values, positions = entry.read()[0][0, 0, :, 0], entry.positions()[0]
+        assert (values - positions).abs().max() < 2
+        assert positions.tolist() == list(range(length - 128, length))
     assert cache.reachable(420) == 0
     cache.check()
 
 
-def test_layers_of_several_slacks_are_widened_to_one() -> None:
-    cache = cache_of("affine8,tail=0,slack=16", "affine8,tail=0,slack=100")
-    for one in cache:
-        one.append(counted(300), counted(300))
+def test_layers_of_different_slack_are_widened_to_the_largest() -> None:
+    cache = make_cache("affine8,tail=0,slack=16", "affine8,tail=0,slack=100")
+    for entry in cache:
+        entry.append(make_counted_rows(300), make_counted_rows(300))
     cache.ensure_slack(100)
     cache.rewind(230)
-    for one in cache:
-        assert (one.read()[0][0, 0, :, 0] - torch.arange(230)).abs().max() < 2
+    for entry in cache:
+        assert (entry.read()[0][0, 0, :, 0] - torch.arange(230)).abs().max() < 2
 
 
-def hybrid(counts: list[int], padding: list[int]) -> Cache:
-    """Attention beside a state that counts the tokens that are no padding."""
-    cache = cache_of("raw", RecurrentSpec())
+def make_hybrid(counts: list[int], padding: list[int]) -> Cache:
+    """Return attention next to a state that counts non-padding tokens."""
+    cache = make_cache("raw", RecurrentSpec())
     for n, count in enumerate(counts):
         forward(cache, count, padding, start=padding if n == 0 else None)
         cache.checkpoint()
@@ -64,43 +66,43 @@ def hybrid(counts: list[int], padding: list[int]) -> Cache:
 
 
 def forward(cache: Cache, count: int, padding: list[int], start: Any = None) -> None:
-    seen = cache.length + count - torch.tensor(padding).float()
+    num_tokens = cache.length + count - torch.tensor(padding).float()
     cache[0].append(*torch.randn(2, len(padding), 1, count, 16), start=start)
-    cache[1].append(count, {"seen": seen[:, None]})
+    cache[1].append(count, {"seen": num_tokens[:, None]})
 
 
-def test_a_state_counts_no_padding_of_a_sequence_that_is_extracted() -> None:
-    cache = hybrid([7, 6], [3, 0])
-    one = cache.extract(0)
-    assert (one.length, one[1].length) == (10, 10)
-    assert one.reachable(9) == 4
-    one.rewind(4)
-    assert one.lengths == [4] and one[1].read()["seen"].item() == 4
-    forward(one, 1, [0])
-    assert one.length == 5
+def test_extracted_state_counts_no_padding() -> None:
+    cache = make_hybrid([7, 6], [3, 0])
+    single = cache.extract(0)
+    assert (single.length, single[1].length) == (10, 10)
+    assert single.reachable(9) == 4
+    single.rewind(4)
+    assert single.lengths == [4] and single[1].read()["seen"].item() == 4
+    forward(single, 1, [0])
+    assert single.length == 5
 
 
-def test_a_merged_state_is_as_long_as_the_longest_sequence() -> None:
-    both = merge([hybrid([7], [3, 0]), hybrid([6], [2])])
-    assert both.lengths == [4, 7, 4] and both[1].length == both.length == 7
-    both.checkpoint()
-    forward(both, 1, [3, 0, 3])
-    both.rewind(7)
-    assert both.lengths == [4, 7, 4]
-    both.remove(1)
-    assert both.length == both[1].length == 4
+def test_merged_state_is_as_long_as_the_longest_sequence() -> None:
+    merged = merge([make_hybrid([7], [3, 0]), make_hybrid([6], [2])])
+    assert merged.lengths == [4, 7, 4] and merged[1].length == merged.length == 7
+    merged.checkpoint()
+    forward(merged, 1, [3, 0, 3])
+    merged.rewind(7)
+    assert merged.lengths == [4, 7, 4]
+    merged.remove(1)
+    assert merged.length == merged[1].length == 4
 
 
-def test_a_sequence_in_its_padding_is_neither_merged_nor_extracted() -> None:
-    cache = cache_of("raw")
+def test_sequence_within_its_padding_is_neither_merged_nor_extracted() -> None:
+    cache = make_cache("raw")
     cache[0].append(*torch.randn(2, 2, 1, 3, 16), start=[5, 0])
     for verb in (lambda: cache.extract(0), lambda: merge([cache, cache])):
-        with pytest.raises(ValueError, match="2 columns of padding are still to come"):
+        with pytest.raises(ValueError, match="lacks 2 columns of its padding"):
             verb()
     assert cache.extract(1).lengths == [3]
 
 
-def test_bytes_in_other_tiles_are_not_merged() -> None:
+def test_bytes_in_different_tiles_are_not_merged() -> None:
     caches = [Cache(1, "affine8,tail=0", tiles=tiles) for tiles in (Tiled(), Tiled(8, 4))]
     for cache in caches:
         cache[0].append(*torch.randn(2, 1, 1, 200, 32))
@@ -109,11 +111,11 @@ def test_bytes_in_other_tiles_are_not_merged() -> None:
 
 
 def test_layers_of_one_forward_have_the_same_sequences() -> None:
-    cache = cache_of("raw", "raw,window=9,sinks=0")
+    cache = make_cache("raw", "raw,window=9,sinks=0")
     cache[0].append(*torch.randn(2, 2, 1, 3, 16))
     with pytest.raises(ValueError, match="rows of 3 sequences"):
         cache[1].append(*torch.randn(2, 3, 1, 3, 16))
-    mixed = cache_of("raw", RecurrentSpec())
+    mixed = make_cache("raw", RecurrentSpec())
     mixed[0].append(*torch.randn(2, 2, 1, 3, 16))
     with pytest.raises(ValueError, match="a state of 5 sequences"):
         mixed[1].append(3, {"s": torch.zeros(5, 1)})

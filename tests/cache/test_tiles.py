@@ -1,4 +1,4 @@
-"""Tiles rearrange bytes and nothing else."""
+"""Test that tiles rearrange bytes and change nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_unpack_is_the_inverse_of_pack(shape: tuple[int, ...], tiles: Tiled) -> 
     assert torch.equal(packed.flatten().sort().values, field.flatten().sort().values)
 
 
-def test_a_tile_is_a_few_values_of_each_of_its_rows() -> None:
+def test_tile_interleaves_a_few_values_of_each_row() -> None:
     field = torch.arange(4).view(4, 1) * 10 + torch.arange(4)  # row r, value v: 10 r + v
     packed = Tiled(rows=2, width=2).pack("keys.codes", field).flatten().tolist()
     first = [0, 1, 10, 11, 2, 3, 12, 13]  # rows 0 and 1: values 0 and 1, then 2 and 3
@@ -27,13 +27,13 @@ def test_a_tile_is_a_few_values_of_each_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("shape", [(15, 4), (16, 3), (1, 5)])
-def test_a_field_that_tiles_do_not_divide_stays_as_it_is(shape: tuple[int, int]) -> None:
+def test_field_not_divisible_into_tiles_stays_plain(shape: tuple[int, int]) -> None:
     field = torch.arange(shape[0] * shape[1]).view(shape)
     assert Tiled().pack("keys.codes", field) is field
     assert Tiled().unpack("keys.codes", field) is field
 
 
-def test_page_after_page_is_tiled_alike() -> None:
+def test_every_page_is_tiled_the_same_way() -> None:
     field = torch.randint(0, 256, (3, 2, 64, 8), dtype=torch.uint8)
     one_by_one = torch.stack([Tiled().pack("keys.codes", page) for page in field])
     assert torch.equal(Tiled().pack("keys.codes", field), one_by_one)
@@ -57,7 +57,7 @@ def test_snapshots_and_files_hold_canonical_rows(text: str, tmp_path) -> None:
     assert torch.equal(outs[0], outs[2])
 
 
-def test_tiled_memory_really_is_tiled() -> None:
+def test_pool_memory_is_tiled() -> None:
     """Otherwise the test above could not fail."""
     plain, tiled = (Cache(1, "affine8", tiles=tiles) for tiles in (Tiled(1, 1), Tiled()))
     rows = torch.randn(1, 1, 64, 32)

@@ -1,4 +1,4 @@
-"""An arrangement that no backend reads: what caches do must not depend on it."""
+"""A page layout that no backend reads: cache operations must not depend on the layout."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Tiled:
         return self._swapped(field, into, packed=True)
 
     def _swapped(self, field: Tensor, into: Tensor | None, *, packed: bool) -> Tensor:
-        *lead, height, wide = field.shape
-        if not (height % self.rows or wide % self.width):
-            inner = (self.rows, wide // self.width)
+        *lead, height, value_dim = field.shape
+        if not (height % self.rows or value_dim % self.width):
+            inner = (self.rows, value_dim // self.width)
             inner = inner[::-1] if packed else inner
             tiles = field.reshape(*lead, height // self.rows, *inner, self.width)
             field = tiles.transpose(-3, -2).reshape(field.shape)

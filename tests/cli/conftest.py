@@ -1,4 +1,4 @@
-"""The command as it is installed, in this process."""
+"""The installed command, run in this process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Call = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(autouse=True)
 def fast_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make no dtype slow, so that standard error is the same on every processor."""
+    """Make no dtype slow, so that standard error is equal on every processor."""
     monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: False)
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """`call("run", "--stats")`: exit code, standard output, standard error."""
+    """Run `call("run", "--stats")` and return exit code, standard output, standard error."""
 
-    def called(*words: str, typed: str = "") -> tuple[int, str, str]:
+    def run_command(*words: str, typed: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["kvant", *words])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         with pytest.raises(SystemExit) as end:
@@ -31,4 +31,4 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         out, error = capsys.readouterr()
         return int(end.value.code or 0), out, error
 
-    return called
+    return run_command

@@ -1,4 +1,4 @@
-"""`kvant bench`, as it is installed: the same as `python -m kvant.bench.NAME`."""
+"""Test `kvant bench` as installed: equal to `python -m kvant.bench.NAME`."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ DECODE = ("decode", "--formats", "raw", "--lengths", "8", "--prompt", "4", "--to
 DECODE += ("--runs", "1", "--repeats", "2")
 
 
-def called(*words: str) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
+def run_module(*words: str) -> tuple[int, str, str]:
+    """Return exit code, standard output, standard error."""
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    return process.returncode, process.stdout, process.stderr
 
 
 def test_the_last_line_is_json() -> None:
-    code, out, error = called(KVANT, "bench", *APPEND)
+    code, out, error = run_module(KVANT, "bench", *APPEND)
     assert (code, error) == (0, "")
     assert json.loads(out.splitlines()[-1])["bench"] == "append"
 
 
-def test_a_model_is_measured_in_the_dtype_that_is_told(call: Any) -> None:
+def test_model_is_measured_in_the_given_dtype(call: Any) -> None:
     words = ("--prompt", "8", "--chunks", "8", "--repeats", "1", "--formats", "raw", "--json")
-    told = [
+    rows = [
         json.loads(call("bench", "prefill", *words, "--dtype", dtype)[1])
         for dtype in ("auto", "float32")
     ]
-    assert [one["dtype"] for one in told] == ["bfloat16", "float32"]
-    assert told[1]["rows"][0]["nbytes"] == 2 * told[0]["rows"][0]["nbytes"]
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+    assert rows[1]["rows"][0]["nbytes"] == 2 * rows[0]["rows"][0]["nbytes"]
 
 
-def test_a_peer_that_cannot_run_is_skipped_in_a_line(call: Any) -> None:
+def test_unavailable_peer_is_skipped_with_one_line(call: Any) -> None:
     code, out, error = call("bench", *DECODE, "--against", "transformers,llama-cpp")
-    told = json.loads(out.splitlines()[-1])
-    assert (code, told["bench"], len(told["skipped"])) == (0, "decode", 1)
+    report = json.loads(out.splitlines()[-1])
+    assert (code, report["bench"], len(report["skipped"])) == (0, "decode", 1)
     assert error.startswith("skipped: llama-cpp-python ") and error.count("\n") == 1
 
 
-def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
-    found = [info.name for info in pkgutil.iter_modules(kvant.bench.__path__)]
-    mains = [name for name in found if hasattr(import_module(f"kvant.bench.{name}"), "main")]
+def test_every_benchmark_has_a_module_and_vice_versa() -> None:
+    modules = [info.name for info in pkgutil.iter_modules(kvant.bench.__path__)]
+    mains = [name for name in modules if hasattr(import_module(f"kvant.bench.{name}"), "main")]
     assert set(mains) - {"markdown"} == set(BENCHES)
 
 
 def test_every_benchmark_is_listed_with_the_first_line_of_its_help() -> None:
     for name, line in BENCHES.items():
-        told = import_module(f"kvant.bench.{name}").main.__doc__ or ""
-        assert " ".join(told.partition("\n\n")[0].split()) == line
+        doc = import_module(f"kvant.bench.{name}").main.__doc__ or ""
+        assert " ".join(doc.partition("\n\n")[0].split()) == line
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=str)
-def test_a_processor_that_packs_no_weights_is_named_and_the_rest_is_measured(
+def test_processor_that_packs_no_weights_is_reported_and_the_rest_is_measured(
     flags: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: oneDNN packs no bfloat16 without AVX-512, which was a traceback."""
+    """Regression: oneDNN packs no bfloat16 without AVX-512, which was a traceback."""
 
     def refuse(weight: Tensor, rows: int | None) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nat some line of C++")
@@ -79,40 +79,40 @@ def test_a_processor_that_packs_no_weights_is_named_and_the_rest_is_measured(
     code, out, error = call("bench", "products", *small, *flags)
     report = json.loads(out.splitlines()[-1])
     assert code == 0 and [row["way"] for row in report["rows"]] == ["torch", "stream"] * 2
-    why = "oneDNN packs no bfloat16 weights on this processor (bf16 path needs the cpu support"
-    assert error == f"skipped: packed and kernel: {why} avx512bw)\n"
+    reason = "oneDNN packs no bfloat16 weights on this processor (bf16 path needs the cpu support"
+    assert error == f"skipped: packed and kernel: {reason} avx512bw)\n"
     assert [f"skipped: {line}\n" for line in report["skipped"]] == [error]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("attend", "--device", "tpu"), "--device tpu: known are cpu, cuda"),
-        (("attend9",), "known are append, attend, batch, conversations, decode"),
+        (("attend9",), "choose one of append, attend, batch, conversations, decode"),
         (("prefill", "--chunks", "0"), "--chunks 0"),
         (("prefill", "--prompt", "99999"), "the context of the model"),
         (("decode", "--against", "vllm"), "--against vllm: known are transformers"),
         (("decode", "--formats", "affine9"), "nearest: affine8"),
         (("decode", "--contexts", "8", "--lengths", "8"), "without --contexts"),
-        (("decode", "--model", "./nowhere"), "there is no such folder"),
+        (("decode", "--model", "./nowhere"), "no such folder"),
         (("decode", "--dtype", "int8"), "--dtype int8: known are auto, float32"),
         (("decode", "--contexts", "8", "--dtype", "auto"), "without --contexts"),
         (("prefill", "--dtype", "int8"), "--dtype int8: known are auto, float32"),
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    words: tuple[str, ...], told: str, call: Any
+def test_user_error_is_one_line_and_exit_code_2(
+    words: tuple[str, ...], message: str, call: Any
 ) -> None:
     code, out, error = call("bench", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith("error: ") and told in error
+    assert error.startswith("error: ") and message in error
 
 
 @pytest.mark.parametrize(
     "words", [("attend",), ("decode",), ("decode", "--contexts", "8"), ("prefill",)], ids=str
 )
-def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(
+def test_missing_gpu_is_one_line_and_exit_code_2(
     words: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -121,10 +121,10 @@ def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(
     assert error.startswith("error: --device cuda: torch ") and "finds no GPU here" in error
 
 
-def test_the_module_takes_the_same_words_and_fails_the_same_way(call: Any) -> None:
+def test_module_takes_the_same_arguments_and_fails_the_same_way(call: Any) -> None:
     words = ("--contexts", "8", "--formats", "affine9", "--layers", "1")
     ends = [
-        called(sys.executable, "-m", "kvant.bench.decode", *words),
+        run_module(sys.executable, "-m", "kvant.bench.decode", *words),
         call("bench", "decode", *words),
     ]
     assert ends[0] == ends[1]

@@ -1,4 +1,4 @@
-"""`kvant chat` in a pipe: a line is a message, what begins with a slash is about the talk."""
+"""Test `kvant chat` in a pipe: a line is a message; lines with a slash are commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFUSING = """{%- for message in messages -%}
 {%- endfor -%}"""
 
 
-def test_a_line_is_a_message_and_replies_go_to_standard_output(call: Any) -> None:
+def test_each_line_is_a_message_and_replies_go_to_stdout(call: Any) -> None:
     code, out, error = call(*WORDS, typed="import os\n\ndef f\n")
     assert (code, error) == (0, "")
     replies = json.loads(call(*WORDS, "--json", typed="import os\n\ndef f\n")[1])["turns"]
@@ -30,71 +30,75 @@ def test_a_line_is_a_message_and_replies_go_to_standard_output(call: Any) -> Non
     assert out == "".join(turn["reply"] + "\n" for turn in replies)
 
 
-def test_a_turn_re_uses_the_ones_before(call: Any) -> None:
-    told = json.loads(call(*WORDS, "--json", typed="import os\ndef f\nclass A\n")[1])
-    assert told["cache"]["hit_rate"] > 0.5
+def test_turn_reuses_cached_turns(call: Any) -> None:
+    report = json.loads(call(*WORDS, "--json", typed="import os\ndef f\nclass A\n")[1])
+    assert report["cache"]["hit_rate"] > 0.5
 
 
 def test_statistics_follow_each_reply(call: Any) -> None:
-    asked = (*WORDS, "--stats", "--no-guard", "--kv-cache", "affine8")
-    _, _, error = call(*asked, typed="import os\ndef f\n")
+    words = (*WORDS, "--stats", "--no-guard", "--kv-cache", "affine8")
+    _, _, error = call(*words, typed="import os\ndef f\n")
     assert [line.partition(" tokens")[0] for line in error.splitlines()] == ["5", "5"]
     assert error.count("affine8: ") == 2
 
 
-def test_statistics_name_what_is_stored_now(call: Any) -> None:
-    """They named the format that was asked for, whatever `adaptive` had made of it."""
+def test_statistics_name_what_is_stored(call: Any) -> None:
+    """Regression: they named the requested format after `adaptive` had changed it."""
     words = ("chat", "--max-new-tokens", "220", "--stats", "--strategy", "adaptive")
     _, _, error = call(*words, "--budget", "700KiB", typed="import os\ndef f\n")
-    told = [line for line in error.splitlines() if "first after" in line]
-    assert [line.partition("; ")[2][:7] for line in told] == ["affine8", "affine4"]
+    lines = [line for line in error.splitlines() if "first after" in line]
+    assert [line.partition("; ")[2][:7] for line in lines] == ["affine8", "affine4"]
     assert error.count("tokens: raw to affine8, ") == 1, "a step is told after the turn it was in"
 
 
-def test_back_and_again_is_the_same_reply(call: Any) -> None:
+def test_undo_and_resend_gives_the_same_reply(call: Any) -> None:
     _, out, error = call(*WORDS, typed="import os\ndef f\n/rewind\ndef f\n")
     first, second, third = out.split("\n", 3)[:3] if out.count("\n") == 3 else (out, "", "?")
     assert second == third and first != second
-    assert error == "back after turn 1, at 7 tokens\n"
+    assert error == "rewound to turn 1, 7 tokens\n"
 
 
-def test_a_fork_is_kept_as_it_was(call: Any) -> None:
+def test_fork_keeps_its_conversation(call: Any) -> None:
     lines = "import os\n/fork\nclass A\n/fork 1\n/stats\nclass A\n"
-    told = json.loads(call(*WORDS, "--json", typed=lines)[1])
-    assert [turn["message"] for turn in told["turns"]] == ["import os", "class A"]
+    report = json.loads(call(*WORDS, "--json", typed=lines)[1])
+    assert [turn["message"] for turn in report["turns"]] == ["import os", "class A"]
     error = call(*WORDS, "--json", typed=lines)[2]
-    assert error.startswith("kept as 1") and "at 1: 1 turn, " in error and "in 1 turn, " in error
+    assert (
+        error.startswith("saved as branch 1")
+        and "on branch 1: 1 turn, " in error
+        and "in 1 turn, " in error
+    )
 
 
-def test_a_talk_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
+def test_conversation_resumes_from_its_file(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.kv.safetensors"
     whole = call(*WORDS, typed="import os\ndef f\n")[1]
     first = call(*WORDS, typed=f"import os\n/save {file}\n")[1]
     other = call(*WORDS, typed="class A\n")[1]
-    both = call(*WORDS, typed=f"class A\n/load {file}\ndef f\n")[1]
-    assert both.startswith(other) and first + both.removeprefix(other) == whole
+    output = call(*WORDS, typed=f"class A\n/load {file}\ndef f\n")[1]
+    assert output.startswith(other) and first + output.removeprefix(other) == whole
     assert first + call(*WORDS, "--load", str(file), typed="def f\n")[1] == whole
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("/dance", "/dance is unknown"),
         ("/rewind 2", "there is 1 turn"),
         ("/rewind a", "a number is needed"),
-        ("/fork 3", "0 are kept"),
+        ("/fork 3", "0 branches are saved"),
         ("/save", "the name of a file"),
-        ("/save nowhere/a", "in a folder that exists"),
+        ("/save nowhere/a", "in an existing folder"),
         ("/load nowhere", "there is no such file"),
         ("word " * 3000, "for a context of 2048"),
     ],
     ids=lambda text: text[:12],
 )
-def test_a_mistake_is_one_line_and_the_talk_goes_on(line: str, told: str, call: Any) -> None:
+def test_user_error_is_one_line_and_the_chat_continues(line: str, message: str, call: Any) -> None:
     plain = call(*WORDS, typed="import os\ndef f\n")[1]
     code, out, error = call(*WORDS, typed=f"import os\n{line}\ndef f\n")
     assert (code, out, error.count("\n")) == (0, plain, 1)
-    assert error.startswith("error: ") and told in error
+    assert error.startswith("error: ") and message in error
 
 
 def test_a_message_that_the_template_refuses_is_dropped(call: Any, tmp_path: Path) -> None:
@@ -117,14 +121,14 @@ def test_quit_and_reset(call: Any) -> None:
 
 
 @pytest.mark.parametrize("command", [pytest.param("run -", marks=pytest.mark.laws), "chat"])
-def test_no_standard_input_is_no_traceback(command: str) -> None:
+def test_missing_stdin_gives_no_traceback(command: str) -> None:
     words = [KVANT, *command.split()]
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True)
-    assert (done.returncode, done.stdout) == (2 if "run" in command else 0, b"")
-    assert done.stderr.count(b"\n") <= 1
+    process = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True)
+    assert (process.returncode, process.stdout) == (2 if "run" in command else 0, b"")
+    assert process.stderr.count(b"\n") <= 1
 
 
-def test_a_system_message_beside_a_file_is_refused(call: Any, tmp_path: Path) -> None:
+def test_system_message_together_with_a_file_is_refused(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.kv"
     call(*WORDS, typed=f"import os\n/save {file}\n")
     code, out, error = call("chat", "--load", str(file), "--system", "Be brief.")
@@ -132,6 +136,6 @@ def test_a_system_message_beside_a_file_is_refused(call: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("words", [("--kv-cache", "affine9"), ("--top-p", "7")], ids=str)
-def test_wrong_options_are_one_line_and_exit_code_2(words: tuple[str, ...], call: Any) -> None:
+def test_invalid_options_are_one_line_and_exit_code_2(words: tuple[str, ...], call: Any) -> None:
     code, out, error = call("chat", *words, typed="import os\n")
     assert (code, out, error.count("\n")) == (2, "", 1)

@@ -1,4 +1,4 @@
-"""`kvant doctor`: what runs, what does not, and a kernel that computes something else."""
+"""Test `kvant doctor`: available features, missing features, and a kernel with wrong results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvant.attention.native import NativeBackend
 from kvant.native import NativeLibrary, get_library
 
 
-def test_it_says_what_runs(call: Any) -> None:
+def test_report_lists_what_runs(call: Any) -> None:
     code, out, error = call("doctor")
     assert (code, error) == (0, "")
     assert f"torch {torch.__version__}" in out
-    assert "triton on cpu" in out and "does not: rows on cpu" in out
+    assert "triton on cpu" in out and "unavailable: rows on cpu" in out
     assert (get_library().isa or get_library().reason) in out
     assert "self-test: " in out
 
@@ -24,21 +24,21 @@ def test_it_says_what_runs(call: Any) -> None:
 @pytest.mark.skipif(
     get_library().isa != "avx512", reason="needs AVX-512 with BF16; with AMX oneDNN adds otherwise"
 )
-def test_it_says_that_the_kernel_multiplies(call: Any) -> None:
+def test_report_confirms_the_kernel_result(call: Any) -> None:
     assert "rows by our kernel" in json.loads(call("doctor", "--json")[1])["packed_weights"]
 
 
-def test_figures_for_programs(call: Any) -> None:
-    told = json.loads(call("doctor", "--json")[1])
-    assert told["healthy"] and told["backends"]["cpu"]["reference"] is None
-    assert told["backends"]["cpu"]["triton"] == "rows on cpu"
+def test_json_has_the_figures(call: Any) -> None:
+    report = json.loads(call("doctor", "--json")[1])
+    assert report["healthy"] and report["backends"]["cpu"]["reference"] is None
+    assert report["backends"]["cpu"]["triton"] == "rows on cpu"
     if get_library().functions is not None:
-        tested = {row["format"] for row in told["self_test"] if row["backend"] == "native"}
+        tested = {row["format"] for row in report["self_test"] if row["backend"] == "native"}
         assert {"raw", "affine8", "fp8", "turbo4"} <= tested
 
 
 @pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
-def test_a_kernel_that_is_wrong_is_found(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_detected(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = NativeBackend.attend
 
     def wrong(self: NativeBackend, request: Any, view: Any) -> Any:
@@ -50,14 +50,16 @@ def test_a_kernel_that_is_wrong_is_found(call: Any, monkeypatch: pytest.MonkeyPa
     assert code == 1 and "WRONG: native on cpu" in out and "self-test" not in out
 
 
-def test_without_kernels_it_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = NativeLibrary(None, reason="the native library was not built (is there a C++ compiler?)")
+def test_missing_kernels_are_reported(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_library = NativeLibrary(
+        None, reason="the native library was not built (is there a C++ compiler?)"
+    )
     for place in ("kvant.native", "kvant.attention.native", "kvant.packed_matrix"):
-        monkeypatch.setattr(f"{place}.get_library", lambda: gone, raising=False)
+        monkeypatch.setattr(f"{place}.get_library", lambda: no_library, raising=False)
     code, out, _ = call("doctor")
-    assert code == 0 and gone.reason in out
+    assert code == 0 and no_library.reason in out
     assert call("doctor", "--kernels")[0] == 1
 
 
-def test_kernels_that_are_there_are_enough(call: Any) -> None:
+def test_available_kernels_pass(call: Any) -> None:
     assert call("doctor", "--kernels")[0] == (get_library().functions is None)

@@ -1,4 +1,4 @@
-"""`kvant eval`, as it is installed: its tables, its one object, its files, and how it ends."""
+"""Test `kvant eval` as installed: tables, JSON object, files and exit codes."""
 
 from __future__ import annotations
 
@@ -15,33 +15,44 @@ from kvant.bench import report
 FEW = ("--tokens", "700", "--context", "350", "--prompts", "1")
 
 
-def test_json_is_one_object_and_the_files_say_the_same(call: Any, tmp_path: Path) -> None:
-    table, kept = tmp_path / "a.csv", tmp_path / "a.jsonl"
-    words = ("--formats", "affine8,affine4,sinks=4", "--csv", str(table), "--save", str(kept))
+def test_json_is_one_object_and_matches_the_files(call: Any, tmp_path: Path) -> None:
+    table, results_path = tmp_path / "a.csv", tmp_path / "a.jsonl"
+    words = (
+        "--formats",
+        "affine8,affine4,sinks=4",
+        "--csv",
+        str(table),
+        "--save",
+        str(results_path),
+    )
     code, out, error = call("eval", *FEW, *words, "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert (code, error) == (0, "")
-    assert (told["model"], told["dtype"], told["tokens"]) == ("the model inside", "bfloat16", 700)
-    assert [one["format"] for one in told["formats"]] == ["affine8", "affine4,sinks=4"]
-    assert told["formats"][0]["mean_kl"] < told["formats"][1]["mean_kl"]
-    inside = Shape(6, 2, 64, 64)
-    assert told["formats"][0]["row_nbytes"] == plan(inside, "affine8").nbytes_per_token
+    assert (report["model"], report["dtype"], report["tokens"]) == (
+        "the model inside",
+        "bfloat16",
+        700,
+    )
+    assert [entry["format"] for entry in report["formats"]] == ["affine8", "affine4,sinks=4"]
+    assert report["formats"][0]["mean_kl"] < report["formats"][1]["mean_kl"]
+    bundled_model = Shape(6, 2, 64, 64)
+    assert report["formats"][0]["row_nbytes"] == plan(bundled_model, "affine8").nbytes_per_token
     rows = [*csv.DictReader(table.read_text().splitlines())]
-    assert [float(row["mean_kl"]) for row in rows] == [o["mean_kl"] for o in told["formats"]]
+    assert [float(row["mean_kl"]) for row in rows] == [o["mean_kl"] for o in report["formats"]]
     assert rows[1]["format"] == "affine4,sinks=4"
-    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    lines = [json.loads(line) for line in results_path.read_text().splitlines()]
     assert [line.get("format") for line in lines] == [None, "affine8", "affine4,sinks=4"]
-    again = json.loads(call("eval", *FEW, *words, "--json")[1])
-    assert again == told
+    second_report = json.loads(call("eval", *FEW, *words, "--json")[1])
+    assert second_report == report
 
 
-def test_a_full_disk_is_one_line_that_names_the_file(call: Any) -> None:
+def test_full_disk_is_one_error_line_with_the_file(call: Any) -> None:
     code, _, error = call("eval", *FEW, "--formats", "affine8", "--csv", "/dev/full")
     assert code == 1
     assert error.splitlines()[-1].endswith("No space left on device: '/dev/full'")
 
 
-def test_three_tables(call: Any, tmp_path: Path) -> None:
+def test_three_tables_are_printed(call: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\n\n\ndef listed(path):\n    return os.listdir(path)\n" * 60)
     code, out, error = call("eval", *FEW, "--formats", "raw,affine4", "--text", str(text))
@@ -60,32 +71,32 @@ def test_three_tables(call: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--formats", "affine9"), "nearest: affine8"),
         (("--formats", ""), "format"),
         (("--tokens", "1"), "--tokens"),
-        (("--tokens", "40"), "too short to plant 8 things in"),
+        (("--tokens", "40"), "too short to plant 8 items in"),
         (("--text", "nowhere.txt"), "--text nowhere.txt cannot be read: No such file"),
-        (("--model", "./nowhere"), "there is no such folder"),
+        (("--model", "./nowhere"), "no such folder"),
         (("--save", "nowhere/a.jsonl"), "--save nowhere/a.jsonl: the name of a file"),
         (("--csv", "nowhere/a.csv"), "--csv nowhere/a.csv: the name of a file"),
         (("--plot", "a.png"), "needs matplotlib"),
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    words: Any, told: str, call: Any, monkeypatch: pytest.MonkeyPatch
+def test_user_error_is_one_line_and_exit_code_2(
+    words: Any, message: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     code, out, error = call("eval", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith("error: ") and told in error
+    assert error.startswith("error: ") and message in error
 
 
 def test_results_of_other_settings_are_refused(call: Any, tmp_path: Path) -> None:
-    kept = tmp_path / "a.jsonl"
-    kept.write_text(json.dumps({"eval": "0.0.0"}) + "\n")
-    code, _, error = call("eval", *FEW, "--save", str(kept))
+    results_path = tmp_path / "a.jsonl"
+    results_path.write_text(json.dumps({"eval": "0.0.0"}) + "\n")
+    code, _, error = call("eval", *FEW, "--save", str(results_path))
     assert (code, error.count("\n")) == (2, 1)
     assert "holds results with eval 0.0.0" in error and "save to another file" in error

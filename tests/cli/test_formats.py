@@ -1,4 +1,4 @@
-"""`kvant formats`: every word of the language, and what one spec means."""
+"""Test `kvant formats`: every word of the spec language, and the meaning of one spec."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvant.spec.word_list import FORMAT_WORDS, OPTION_WORDS
 def test_all_formats_and_options_are_listed(call: Any) -> None:
     code, out, error = call("formats")
     assert (code, error) == (0, "")
-    for one in (*FORMAT_WORDS, *OPTION_WORDS):
-        assert one.word in out and one.meaning in out
-    families = {one.word.rstrip("0123456789v") for one in FORMAT_WORDS}
+    for word in (*FORMAT_WORDS, *OPTION_WORDS):
+        assert word.word in out and word.meaning in out
+    families = {word.word.rstrip("0123456789v") for word in FORMAT_WORDS}
     assert (
         families >= {*FAMILY_WIDTHS, "raw", "fp"}
         and {"bf16", "q8_0", "q4_0"} <= SIDE_FORMATS.keys()
     )
-    assert {one.word.partition("=")[0] for one in OPTION_WORDS} == KNOWN.keys()
+    assert {word.word.partition("=")[0] for word in OPTION_WORDS} == KNOWN.keys()
 
 
-@pytest.mark.parametrize("word", [one.word for one in FORMAT_WORDS])
-def test_bytes_are_those_of_a_plan(word: str, call: Any) -> None:
-    listed = {one["format"]: one for one in json.loads(call("formats", "--json")[1])["formats"]}
+@pytest.mark.parametrize("word", [word.word for word in FORMAT_WORDS])
+def test_bytes_equal_those_of_a_plan(word: str, call: Any) -> None:
+    listed = {load["format"]: load for load in json.loads(call("formats", "--json")[1])["formats"]}
     planned = plan(Shape(1, 8, 128, 128), word)
     assert listed[word]["nbytes_per_token"] == planned.nbytes_per_token
     explained = json.loads(call("formats", word, "--json")[1])
@@ -40,50 +40,50 @@ def test_a_spec_is_explained(call: Any) -> None:
     code, out, _ = call("formats", "affine8/turbo3,window=4096,sinks=4")
     assert code == 0
     assert "keys affine8 " in out and "values turbo3 " in out
-    assert "the last 4096 tokens stay" in out and "the first 4 tokens stay" in out
+    assert "keeps the last 4096 tokens" in out and "keeps the first 4 tokens" in out
     spec = "affine4,window=100"
-    told = json.loads(call("formats", spec, "--json")[1])
-    for one in told["lengths"]:
-        assert one["nbytes"] == plan(Shape(1, 8, 128, 128), spec, context=one["tokens"]).nbytes
+    report = json.loads(call("formats", spec, "--json")[1])
+    for entry in report["lengths"]:
+        assert entry["nbytes"] == plan(Shape(1, 8, 128, 128), spec, context=entry["tokens"]).nbytes
 
 
-def test_a_prune_and_an_edge_are_in_the_figures(call: Any) -> None:
+def test_prune_and_edge_options_change_the_figures(call: Any) -> None:
     pruned = json.loads(call("formats", "affine8,prune=keydiff:25%", "--json")[1])["lengths"]
-    for one in pruned:
-        planned = plan(Shape(1, 8, 128, 128), "affine8,prune=keydiff:25%", context=one["tokens"])
-        assert one["nbytes_kept"] == planned.nbytes_kept < one["nbytes"]
-    assert "once a prompt is read" in call("formats", "affine8,prune=keydiff:25%")[1]
+    for entry in pruned:
+        planned = plan(Shape(1, 8, 128, 128), "affine8,prune=keydiff:25%", context=entry["tokens"])
+        assert entry["nbytes_kept"] == planned.nbytes_kept < entry["nbytes"]
+    assert "after prefill" in call("formats", "affine8,prune=keydiff:25%")[1]
     inner, plain = (
         json.loads(call("formats", spec, "--json")[1])["lengths"]
         for spec in ("affine4,edge=1:raw", "affine4")
     )
     assert inner == plain
-    assert "first and last layers are not in" in call("formats", "affine4,edge=1:raw")[1]
+    assert "leaves out the first and last layers" in call("formats", "affine4,edge=1:raw")[1]
 
 
 @pytest.mark.parametrize(
-    ("spec", "what"),
+    ("spec", "meaning"),
     [
-        ("auto:1GiB", "the smallest spec that stays within limits"),
-        ("f16", "raw in that dtype"),
+        ("auto:1GiB", "the smallest format within loss limits"),
+        ("f16", "raw in this dtype"),
         ("aura3", "3 bits of a codebook"),
         ("affine5v2", "2 bits"),
-        ("affine8,select=12%", "a token reads the first sealed page"),
+        ("affine8,select=12%", "each token reads the first sealed page"),
     ],
 )
-def test_what_has_no_line_of_its_own_is_explained_too(spec: str, what: str, call: Any) -> None:
+def test_formats_without_a_table_row_are_explained_too(spec: str, meaning: str, call: Any) -> None:
     code, out, _ = call("formats", spec)
-    assert code == 0 and what in out
+    assert code == 0 and meaning in out
     if not spec.startswith("auto"):
         parse(spec, 2)
 
 
-def test_a_capacity_ends_the_lengths(call: Any) -> None:
-    told = json.loads(call("formats", "affine8,capacity=2048", "--json")[1])
-    assert [one["tokens"] for one in told["lengths"]] == [1024, 2048]
+def test_capacity_ends_the_list_of_lengths(call: Any) -> None:
+    report = json.loads(call("formats", "affine8,capacity=2048", "--json")[1])
+    assert [entry["tokens"] for entry in report["lengths"]] == [1024, 2048]
     assert call("formats", "affine8,capacity=100")[0] == 0
 
 
-def test_a_mistake_is_one_line(call: Any) -> None:
+def test_user_error_is_one_line(call: Any) -> None:
     code, out, error = call("formats", "afine4")
     assert (code, out, error.count("\n")) == (2, "", 1) and "nearest: affine4" in error

@@ -1,4 +1,4 @@
-"""Help: no name of an option is cut, however narrow the terminal is."""
+"""Test help texts: option names are never cut, even in narrow terminals."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import typer
 from kvant.cli.main import app
 
 
-def commands(group: Any, *before: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The words of each command, and the command; benchmarks have tests of their own."""
+def list_commands(group: Any, *before: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Return each command with its words; benchmarks have their own tests."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from commands(command, *before, name)
+            yield from list_commands(command, *before, name)
         else:
             yield (*before, name), command
 
 
-COMMANDS = dict(commands(typer.main.get_command(app)))
+COMMANDS = dict(list_commands(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize("columns", ["80", "60"])
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_option_is_named_whole(
+def test_every_option_is_spelled_out(
     words: tuple[str, ...], columns: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -33,13 +33,15 @@ def test_every_option_is_named_whole(
     assert code == 0
     named = {name.rstrip(",") for line in out.splitlines() for name in line.split()}
     options = [
-        one for one in COMMANDS[words].params if one.name != "help" and one.opts[0][0] == "-"
+        param
+        for param in COMMANDS[words].params
+        if param.name != "help" and param.opts[0][0] == "-"
     ]
     assert options
-    assert {name for one in options for name in (*one.opts, *one.secondary_opts)} <= named
+    assert {name for param in options for name in (*param.opts, *param.secondary_opts)} <= named
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])
-def test_every_command_is_described_in_a_line(word: str, call: Any) -> None:
+def test_every_command_has_a_one_line_description(word: str, call: Any) -> None:
     out = call(word)[1]
     assert "..." not in out.partition("Commands:")[2]

@@ -1,4 +1,4 @@
-"""`--json`: one object on standard output and nothing else, whatever the command."""
+"""Test `--json`: one object on standard output and nothing else, for every command."""
 
 from __future__ import annotations
 
@@ -68,15 +68,18 @@ COMMANDS = {
 }
 
 
-def test_every_command_is_here() -> None:
-    named = {str(one.name or one.callback.__name__) for one in app.registered_commands}
+def test_every_command_is_covered() -> None:
+    named = {str(command.name or command.callback.__name__) for command in app.registered_commands}
     named |= {f"bench {name}" for name in BENCHES}
-    named |= {f"store {one.name or one.callback.__name__}" for one in store.registered_commands}
-    assert named - {"serve"} <= COMMANDS.keys()  # which goes on until it is ended
+    named |= {
+        f"store {command.name or command.callback.__name__}"
+        for command in store.registered_commands
+    }
+    assert named - {"serve"} <= COMMANDS.keys()  # runs until it is stopped
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_one_object_and_nothing_else(
+def test_json_is_one_object_and_nothing_else(
     command: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What people type wrong, or point at wrongly: one line, exit code 2, before a model is loaded."""
+"""Test user errors: one line, exit code 2, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -187,29 +187,29 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are no models, no texts and no caches."""
-    here = tmp_path_factory.mktemp("mistakes")
-    (here / "text.txt").write_text("no cache")
-    (here / "noise").write_bytes(b"\xff\xfe\x00\x81" * 100)
-    (here / "model.gguf").write_bytes(b"GGUF" + bytes(100))
-    (here / "empty").mkdir()
-    save(Cache(2, "affine8"), here / "cache.kv")
-    (here / "cut.kv").write_bytes((here / "cache.kv").read_bytes()[:-7])
-    (here / "halved").mkdir()
+    """Write files that are no models, no texts and no caches."""
+    base = tmp_path_factory.mktemp("mistakes")
+    (base / "text.txt").write_text("no cache")
+    (base / "noise").write_bytes(b"\xff\xfe\x00\x81" * 100)
+    (base / "model.gguf").write_bytes(b"GGUF" + bytes(100))
+    (base / "empty").mkdir()
+    save(Cache(2, "affine8"), base / "cache.kv")
+    (base / "cut.kv").write_bytes((base / "cache.kv").read_bytes()[:-7])
+    (base / "halved").mkdir()
     for file in (path for path in PATH.iterdir() if path.is_file()):  # not __pycache__
         whole = file.read_bytes()
         cut = len(whole) // 2 if file.suffix == ".safetensors" else len(whole)
-        (here / "halved" / file.name).write_bytes(whole[:cut])
-    (here / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    (here / "odd.jsonl").write_text('{"prompt": "a", "tempreature": 1}\n')
-    return here
+        (base / "halved" / file.name).write_bytes(whole[:cut])
+    (base / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (base / "odd.jsonl").write_text('{"prompt": "a", "tempreature": 1}\n')
+    return base
 
 
 @pytest.mark.parametrize("words", CASES, ids=" ".join)
-def test_it_is_one_line(
+def test_user_error_is_one_line(
     words: tuple[str, ...], folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*given: Any, **named: Any) -> None:
+    def load(*args: Any, **named: Any) -> None:
         raise AssertionError("a checkpoint is loaded")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
@@ -222,24 +222,25 @@ def test_it_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (("--host", "0.0.0.0"), "without keys: anybody could ask"),
+        (("--host", "0.0.0.0"), "without keys: anyone on the network"),
         (("--api-keys", "nowhere"), "--api-keys nowhere: there is no such file"),
         (("--kv-cache", "affine99"), "affine99"),
         (("--max-bytes", "many"), "many"),
         (("--model", "nowhere"), "--model nowhere"),
     ],
 )
-def test_a_server_says_what_is_wrong(
-    words: tuple[str, ...], told: str, call: Any, monkeypatch: pytest.MonkeyPatch
+def test_server_reports_the_user_error(
+    words: tuple[str, ...], message: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVANT_API_KEYS", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # asks for half a minute
+    # retries for half a minute
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, _, error = call("serve", *words)
-    assert code == 2 and told in error and error.count("\n") == 1
+    assert code == 2 and message in error and error.count("\n") == 1
 
 
-def test_there_are_as_many_as_a_trial_had() -> None:
+def test_all_recorded_user_errors_are_covered() -> None:
     assert len(set(CASES)) == len(CASES) >= 110
     assert json.dumps(CASES)

@@ -1,4 +1,4 @@
-"""`kvant plan`, as it is installed: its table, its one object, and how it ends."""
+"""Test `kvant plan` as installed: table, JSON object and exit codes."""
 
 from __future__ import annotations
 
@@ -33,27 +33,34 @@ QWEN3_NEXT = QWEN3_1_7B | {
 }
 
 
-def written(folder: Path, config: Any) -> str:
+def write_config(folder: Path, config: Any) -> str:
     path = folder / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return str(path)
 
 
-def test_a_dtype_that_nobody_told_is_said(call: Any, tmp_path: Path) -> None:
-    untold = {name: value for name, value in QWEN3_1_7B.items() if name != "torch_dtype"}
-    note = "assumed: rows come in bfloat16, for the configuration names no dtype"
-    for config, notes in ((QWEN3_1_7B, []), (untold, [note])):
-        told = json.loads(call("plan", "--config", written(tmp_path, config), "--json")[1])
-        assert (told["dtype"], told["notes"]) == ("bfloat16", notes)
-    assert call("plan", "--config", written(tmp_path, untold))[1].endswith(f"{note}\n")
+def test_assumed_dtype_is_reported(call: Any, tmp_path: Path) -> None:
+    without_dtype = {name: value for name, value in QWEN3_1_7B.items() if name != "torch_dtype"}
+    note = "assumed: rows are bfloat16, since the configuration names no dtype"
+    for config, notes in ((QWEN3_1_7B, []), (without_dtype, [note])):
+        report = json.loads(call("plan", "--config", write_config(tmp_path, config), "--json")[1])
+        assert (report["dtype"], report["notes"]) == ("bfloat16", notes)
+    assert call("plan", "--config", write_config(tmp_path, without_dtype))[1].endswith(f"{note}\n")
 
 
-def test_a_table_over_formats(call: Any, tmp_path: Path) -> None:
-    words = ("--config", written(tmp_path, QWEN3_1_7B), "--context", "40960", "--budget", "8GiB")
+def test_table_lists_all_formats(call: Any, tmp_path: Path) -> None:
+    words = (
+        "--config",
+        write_config(tmp_path, QWEN3_1_7B),
+        "--context",
+        "40960",
+        "--budget",
+        "8GiB",
+    )
     code, out, error = call("plan", *words)
     title, heads, *rows, note = out.splitlines()
     assert (code, error) == (0, "")
-    assert note.endswith(": more tokens fit than the 40960 this model was made for")
+    assert note.endswith(": more tokens fit than the 40960 this model supports")
     assert title.endswith("config.json: 28 layers of full_attention; bfloat16")
     assert heads.split("  ")[0] == "format" and heads.endswith("tokens in 8 GiB")
     assert [row.split()[0] for row in rows] == list(PLANNED_FORMATS)
@@ -65,91 +72,96 @@ def test_a_table_over_formats(call: Any, tmp_path: Path) -> None:
 
 
 def test_json_is_one_object(call: Any, tmp_path: Path) -> None:
-    words = ["--config", written(tmp_path, QWEN3_1_7B), "--json", "--budget", "1GB"]
+    words = ["--config", write_config(tmp_path, QWEN3_1_7B), "--json", "--budget", "1GB"]
     specs = ["affine4,window=1024", "turbo3,sinks=4"]
     for spec in specs:
         words += ["--kv-cache", spec]
     code, out, _ = call("plan", *words, "--sequences", "3")
-    told = json.loads(out)
-    assert (code, told["context"], told["sequences"], told["max_context"]) == (0, 8192, 3, 40960)
-    assert [row["kv_cache"] for row in told["formats"]] == specs
-    for row in told["formats"]:
+    report = json.loads(out)
+    assert (code, report["context"], report["sequences"], report["max_context"]) == (
+        0,
+        8192,
+        3,
+        40960,
+    )
+    assert [row["kv_cache"] for row in report["formats"]] == specs
+    for row in report["formats"]:
         planned = plan(QWEN3_1_7B, row["kv_cache"], sequences=3)
         assert row["nbytes"] == planned.nbytes
         assert row["nbytes_per_token"] == planned.nbytes_per_token
         assert row["largest_context"] == planned.largest_context(10**9)
-    assert told["formats"][0]["largest_context"] is None
+    assert report["formats"][0]["largest_context"] is None
 
 
 @pytest.mark.parametrize(
     ("spec", "stays"),
     [
-        ("raw,window=64", "the last 64 tokens stay, and the first 4"),
-        ("raw,window=64,sinks=0", "the last 64 tokens stay"),
+        ("raw,window=64", "stores the last 64 tokens and the first 4"),
+        ("raw,window=64,sinks=0", "stores the last 64 tokens"),
     ],
 )
-def test_what_a_window_keeps_is_said(spec: str, stays: str, call: Any) -> None:
-    told = json.loads(call("plan", "--json", "--context", "512", "--kv-cache", spec)[1])
-    assert told["notes"] == [f"{spec}: {stays}"]
-    assert told["formats"][0]["nbytes"] == plan(demo.PATH, spec, context=512).nbytes
+def test_kept_tokens_of_a_window_are_reported(spec: str, stays: str, call: Any) -> None:
+    report = json.loads(call("plan", "--json", "--context", "512", "--kv-cache", spec)[1])
+    assert report["notes"] == [f"{spec}: {stays}"]
+    assert report["formats"][0]["nbytes"] == plan(demo.PATH, spec, context=512).nbytes
 
 
 @pytest.mark.parametrize(
     ("spec", "full", "notes"),
     [
-        ("affine4,window=64", 1, ["the last 64 tokens stay, and the first 4"]),
-        ("affine4,window=512", 1, ["the last 512 tokens stay, and the first 4"]),
-        ("affine4,window=512,sinks=0", 1, ["the last 512 tokens stay"]),
-        ("affine4,window=1024,sinks=0", 1, ["the last 1024 tokens stay"]),
-        ("affine4,window=512,sinks=0", 0, []),  # the model's own
+        ("affine4,window=64", 1, ["stores the last 64 tokens and the first 4"]),
+        ("affine4,window=512", 1, ["stores the last 512 tokens and the first 4"]),
+        ("affine4,window=512,sinks=0", 1, ["stores the last 512 tokens"]),
+        ("affine4,window=1024,sinks=0", 1, ["stores the last 1024 tokens"]),
+        ("affine4,window=512,sinks=0", 0, []),  # window of the model
         ("affine4,window=1024", 0, []),
-        ("affine4,window=64", 0, ["the last 64 tokens stay"]),
+        ("affine4,window=64", 0, ["stores the last 64 tokens"]),
         ("affine4,sinks=8", 1, []),
     ],
 )
-def test_a_window_beside_the_model_s_own_has_one_note(
+def test_window_narrower_than_the_model_s_gets_one_note(
     spec: str, full: int, notes: list[str], call: Any, tmp_path: Path
 ) -> None:
-    """Layers that keep to a window of 512, and `full` ones behind them."""
+    """Layers with a window of 512, and `full` layers after them."""
     types = ["sliding_attention"] * 3 + ["full_attention"] * full
     config = QWEN3_1_7B | {"model_type": "gemma3_text", "sliding_window": 512}
     config |= {"layer_types": types, "num_hidden_layers": len(types)}
-    words = ("--config", written(tmp_path, config), "--kv-cache", spec, "--context", "4096")
-    told = json.loads(call("plan", *words, "--json")[1])
-    assert [note for note in told["notes"] if "tokens stay" in note] == [
+    words = ("--config", write_config(tmp_path, config), "--kv-cache", spec, "--context", "4096")
+    report = json.loads(call("plan", *words, "--json")[1])
+    assert [note for note in report["notes"] if "stores the last" in note] == [
         f"{spec}: {note}" for note in notes
     ]
 
 
-def test_without_a_model_the_one_inside_is_planned(call: Any) -> None:
+def test_bundled_model_is_planned_by_default(call: Any) -> None:
     plain, named = (
         json.loads(call("plan", "--json", *words)[1]) for words in ((), ("--model", str(demo.PATH)))
     )
     assert plain["formats"] == named["formats"]
-    assert (plain["context"], plain["notes"]) == (2048, [])  # as many as it was made for
-    asked = json.loads(call("plan", "--json", "--context", "8192")[1])
-    assert asked["notes"] == ["8192 tokens are more than the 2048 this model was made for"]
+    assert (plain["context"], plain["notes"]) == (2048, [])  # the context length of the model
+    report = json.loads(call("plan", "--json", "--context", "8192")[1])
+    assert report["notes"] == ["8192 tokens are more than the 2048 this model supports"]
 
 
-def test_layers_that_differ_are_told(call: Any, tmp_path: Path) -> None:
-    code, out, _ = call("plan", "--config", written(tmp_path, QWEN3_NEXT))
+def test_differing_layers_are_listed(call: Any, tmp_path: Path) -> None:
+    code, out, _ = call("plan", "--config", write_config(tmp_path, QWEN3_NEXT))
     assert code == 0
     assert "21 layers of linear_attention, 7 of full_attention; bfloat16" in out
     assert "of recurrent states, at every length" in out
     lacking = QWEN3_NEXT | {"linear_conv_kernel_dim": None}
-    code, out, _ = call("plan", "--config", written(tmp_path, lacking))
+    code, out, _ = call("plan", "--config", write_config(tmp_path, lacking))
     assert code == 0
-    assert "not counted: what 21 layers of linear_attention remember" in out
+    assert "not counted: the state of 21 layers of linear_attention" in out
 
 
-def test_the_encoder_is_not_counted_and_said(call: Any, tmp_path: Path) -> None:
+def test_uncounted_encoder_is_reported(call: Any, tmp_path: Path) -> None:
     t5 = {"is_encoder_decoder": True, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_model": 64}
-    _, out, _ = call("plan", "--config", written(tmp_path, t5))
+    _, out, _ = call("plan", "--config", write_config(tmp_path, t5))
     assert "not counted: the rows of the encoder" in out
 
 
-def test_formats_that_cannot_store_the_rows_are_left_out(call: Any, tmp_path: Path) -> None:
-    odd = written(tmp_path, QWEN3_1_7B | {"head_dim": 100})
+def test_formats_that_cannot_store_the_rows_are_omitted(call: Any, tmp_path: Path) -> None:
+    odd = write_config(tmp_path, QWEN3_1_7B | {"head_dim": 100})
     code, out, _ = call("plan", "--config", odd)
     assert code == 0
     assert "left out: affine8, fp8, affine6" in out and "multiple of 8" in out
@@ -157,41 +169,41 @@ def test_formats_that_cannot_store_the_rows_are_left_out(call: Any, tmp_path: Pa
     assert (code, out) == (2, "") and "multiple of 8" in error
 
 
-def test_a_capacity_shortens_what_is_planned(call: Any) -> None:
+def test_capacity_limits_the_planned_lengths(call: Any) -> None:
     _, out, _ = call("plan", "--json", "--kv-cache", "raw,capacity=100")
     assert json.loads(out)["context"] == 100
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--kv-cache", "affine9"), "nearest: affine8"),
         (("--budget", "8 bananas"), "size"),
         (("--config", "nowhere.json"), "cannot be read: No such file"),
         (("--config", "."), "config.json cannot be read: No such file"),
-        (("--config", "broken.json"), "is no JSON"),
-        (("--config", "list.json"), "an object is needed"),
+        (("--config", "broken.json"), "is not JSON"),
+        (("--config", "list.json"), "a JSON object is needed"),
         (("--config", "empty.json"), "num_hidden_layers"),
         (("--config", "a", "--model", "b"), "give one of them"),
-        (("--model", "./nowhere"), "there is no such folder"),
-        (("--model", "."), "there is no config.json in this folder"),
+        (("--model", "./nowhere"), "no such folder"),
+        (("--model", "."), "this folder has no config.json"),
         (("--kv-cache", "raw,capacity=100", "--context", "101"), "capacity=100"),
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, call: Any, tmp_path: Path
+def test_user_error_is_one_line_and_exit_code_2(
+    words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, call: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in (("broken", "{"), ("list", "[]"), ("empty", "{}")):
         Path(f"{name}.json").write_text(text)
     code, out, error = call("plan", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
-    assert error.startswith("error: ") and told in error
+    assert error.startswith("error: ") and message in error
 
 
-def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
-    words = ["kvant", "plan", "--config", written(tmp_path, QWEN3_NEXT)]
+def test_config_file_is_read_without_transformers(tmp_path: Path) -> None:
+    words = ["kvant", "plan", "--config", write_config(tmp_path, QWEN3_NEXT)]
     code = (
         f"import sys; sys.argv = {words!r}\n"
         "from kvant.cli.main import main\n"
@@ -202,29 +214,27 @@ def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_budget_for_more_tokens_than_the_model_was_made_for_is_noted(
-    call: Any, tmp_path: Path
-) -> None:
-    words = ("plan", "--config", written(tmp_path, QWEN3_1_7B), "--kv-cache", "raw")
+def test_budget_beyond_the_model_context_is_noted(call: Any, tmp_path: Path) -> None:
+    words = ("plan", "--config", write_config(tmp_path, QWEN3_1_7B), "--kv-cache", "raw")
     words += ("--kv-cache", "affine4", "--kv-cache", "affine4,window=512", "--budget", "4GiB")
     out = call(*words)[1]
-    note = "affine4, affine4,window=512: more tokens fit than the 40960 this model was made for"
+    note = "affine4, affine4,window=512: more tokens fit than the 40960 this model supports"
     assert out.splitlines()[-1] == note
-    note = "affine4,window=512: more tokens fit than the 40960 this model was made for"
+    note = "affine4,window=512: more tokens fit than the 40960 this model supports"
     assert call(*words[:-1], "1GiB")[1].splitlines()[-1] == note
     assert "more tokens fit" not in call(*words[:-1], "16MiB")[1]
 
 
 @pytest.mark.parametrize("spec", ["auto", "auto:1GiB,max_kl=0.01"])
-def test_beside_auto_other_rows_are_planned(spec: str, call: Any) -> None:
+def test_auto_does_not_hide_other_formats(spec: str, call: Any) -> None:
     code, out, error = call("plan", "--kv-cache", spec, "--kv-cache", "affine4", "--json")
-    told = json.loads(out)
-    assert (code, error, [row["kv_cache"] for row in told["formats"]]) == (0, "", ["affine4"])
-    assert told["notes"][-1].startswith(f"{spec}: found by trying formats on the model")
-    told = json.loads(call("plan", "--kv-cache", spec, "--json")[1])
-    assert [row["kv_cache"] for row in told["formats"]] == list(PLANNED_FORMATS)
+    report = json.loads(out)
+    assert (code, error, [row["kv_cache"] for row in report["formats"]]) == (0, "", ["affine4"])
+    assert report["notes"][-1].startswith(f"{spec}: chosen by tests on the model")
+    report = json.loads(call("plan", "--kv-cache", spec, "--json")[1])
+    assert [row["kv_cache"] for row in report["formats"]] == list(PLANNED_FORMATS)
 
 
-def test_auto_of_no_size_is_refused(call: Any) -> None:
+def test_auto_without_a_valid_size_is_refused(call: Any) -> None:
     code, out, error = call("plan", "--kv-cache", "auto:")
-    assert (code, out) == (2, "") and "a size is needed behind the colon" in error
+    assert (code, out) == (2, "") and "a size is needed after the colon" in error

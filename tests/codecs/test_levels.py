@@ -17,8 +17,8 @@ DIMS = (8, 64, 80, 128, 256)
 cases = pytest.mark.parametrize(("bits", "dim"), [(b, d) for b in BITS for d in DIMS])
 
 
-def coordinates(rows: int, dim: int) -> torch.Tensor:
-    """Random directions of norm sqrt(dim)."""
+def random_directions(rows: int, dim: int) -> torch.Tensor:
+    """Return random directions of norm sqrt(dim)."""
     x = torch.randn(rows, dim, dtype=torch.float64)
     return x / x.square().mean(-1, keepdim=True).sqrt()
 
@@ -42,7 +42,7 @@ def test_a_boundary_lies_between_its_levels(bits: int, dim: int) -> None:
 
 @cases
 def test_each_level_is_the_mean_of_its_cell(bits: int, dim: int) -> None:
-    """Integrated on another grid than the one the levels were found with."""
+    """Integrated on a different grid than the one that determined the levels."""
     t = np.linspace(-min(np.sqrt(dim), 14.0), min(np.sqrt(dim), 14.0), 400_001)
     density = np.maximum(1 - t**2 / dim, 0) ** ((dim - 3) / 2)
     cell = np.searchsorted(compute_boundaries(bits, dim), t)
@@ -53,7 +53,7 @@ def test_each_level_is_the_mean_of_its_cell(bits: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "known"),
+    ("dim", "published"),
     [
         (64, (0.11453, 0.03339, 0.00913)),
         (128, (0.11600, 0.03397, 0.00931)),
@@ -61,12 +61,14 @@ def test_each_level_is_the_mean_of_its_cell(bits: int, dim: int) -> None:
         (100_000, (0.11748, 0.03455, 0.00950)),  # the normal distribution
     ],
 )
-def test_the_error_is_the_published_one(dim: int, known: tuple[float, ...]) -> None:
-    assert [compute_mse(bits, dim) for bits in BITS] == pytest.approx(list(known), abs=1.01e-5)
+def test_the_error_is_the_published_one(dim: int, published: tuple[float, ...]) -> None:
+    assert [compute_mse(bits, dim) for bits in BITS] == pytest.approx(list(published), abs=1.01e-5)
 
 
-def test_four_bits_beat_a_table_of_equal_probabilities() -> None:
-    """The means of 16 equally likely cells were taken for Lloyd-Max: 2.1 times the error."""
+def test_four_bit_table_beats_equal_probability_levels() -> None:
+    """Means of 16 equally likely cells, mistaken for Lloyd-Max elsewhere, have 2.1 times the
+    error.
+    """
     normal = NormalDist()
     edges = [normal.inv_cdf(i / 16) for i in range(1, 16)]
     density = [0.0, *(normal.pdf(edge) for edge in edges), 0.0]
@@ -74,15 +76,15 @@ def test_four_bits_beat_a_table_of_equal_probabilities() -> None:
     t = np.linspace(-9, 9, 200_001)
     weight = np.exp(-(t**2) / 2)
     weight /= weight.sum()
-    found = (weight * (t - theirs[np.searchsorted((theirs[1:] + theirs[:-1]) / 2, t)]) ** 2).sum()
-    assert found == pytest.approx(0.0203, abs=1e-4)
-    assert compute_mse(4, 100_000) < found / 2.1
+    error = (weight * (t - theirs[np.searchsorted((theirs[1:] + theirs[:-1]) / 2, t)]) ** 2).sum()
+    assert error == pytest.approx(0.0203, abs=1e-4)
+    assert compute_mse(4, 100_000) < error / 2.1
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [32, 64, 128])
-def test_expected_errors_are_what_random_directions_show(bits: int, dim: int) -> None:
-    u = coordinates(4_000_000 // dim, dim)
+def test_expected_errors_match_random_directions(bits: int, dim: int) -> None:
+    u = random_directions(4_000_000 // dim, dim)
     table = torch.from_numpy(compute_levels(bits, dim).copy())
     c = table[torch.bucketize(u, torch.from_numpy(compute_boundaries(bits, dim)))]
     plain = (u - c).square().mean()
@@ -93,6 +95,6 @@ def test_expected_errors_are_what_random_directions_show(bits: int, dim: int) ->
     assert gain == pytest.approx(float(plain - corrected), rel=0.06)
 
 
-def test_nobody_can_write_into_the_table() -> None:
+def test_table_is_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         compute_levels(4, 64)[0] = 0

@@ -1,4 +1,4 @@
-"""The caches of an engine in integers: real page tables over real pools, and no rows."""
+"""Simulate the caches of an engine's batch: real page tables and pools, no tensors."""
 
 from __future__ import annotations
 
@@ -20,208 +20,210 @@ from kvant.cache.tracker import StateTracker
 from kvant.engine.memory import MemoryModel
 from kvant.page_table import Bools, Ints
 
-Slots = list[Ints]  # by pool: open and sealed pages of each kind
+Slots = list[Ints]  # by pool: open and sealed pages of each layer group
 
 
 @dataclass(eq=False)
-class Line:
-    """A sequence; its cache is None while it is one of the batch."""
+class SimulatedSequence:
+    """A sequence; its cache is None while it is in the batch."""
 
     cache: StateTracker | None = None
 
 
-class Caches:
-    """What `kvant.engine.batch.Batch` does with caches, done with their page tables."""
+class SimulatedBatch:
+    """The caches of `kvant.engine.batch.Batch`, with page tables alone."""
 
-    def __init__(self, footprint: MemoryModel) -> None:
-        self.kinds, self.sizes = footprint.groups, footprint.slot_nbytes[:-1]
-        self.renew()
+    def __init__(self, memory_model: MemoryModel) -> None:
+        self.layer_groups = memory_model.groups
+        self.slot_nbytes = memory_model.slot_nbytes[:-1]
+        self.clear()
 
-    def renew(self) -> None:
-        """Free all memory: pools begin anew."""
-        self.pools = [Pools.make(kind) for kind in self.kinds]
-        self.idle = self.empty()  # a second holder, as in an engine: pages are not moved together
-        self.batch: StateTracker | None = None
-        self.lines: list[Line] = []
+    def clear(self) -> None:
+        """Free all memory: replace the pools."""
+        self.group_pools = [Pools.make(group) for group in self.layer_groups]
+        # As in an engine, a second cache uses the pools, so that they never move their pages.
+        self.empty_cache = self.make_cache()
+        self.batch_cache: StateTracker | None = None
+        self.sequences: list[SimulatedSequence] = []
 
-    def empty(self) -> StateTracker:
-        return StateTracker(self.kinds, self.pools, range(len(self.kinds)))
+    def make_cache(self) -> StateTracker:
+        return StateTracker(self.layer_groups, self.group_pools, range(len(self.layer_groups)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that pools have allocated; they give nothing back before `renew`."""
-        return int(self.allocated @ self.sizes)
+        """Bytes that pools have allocated; they free nothing before `clear`."""
+        return int(self.num_allocated @ self.slot_nbytes)
 
     @property
-    def allocated(self) -> Ints:
+    def num_allocated(self) -> Ints:
         """Pages that each pool has allocated."""
         return np.array([pool.size for pool in self._pools])
 
     @property
-    def held(self) -> int:
-        """Pages that any cache holds."""
+    def num_used(self) -> int:
+        """Pages that any cache references."""
         for pool in self._pools:
             pool.collect_orphans()
         return sum(pool.size - pool.num_free for pool in self._pools)
 
-    def length(self, line: Line) -> int:
-        cache, place = self._place(line)
-        return (
-            0
-            if cache is None or not cache.batch
-            else int(cache.state.page_tables[0].seq_lens[place])
-        )
+    def count_tokens(self, sequence: SimulatedSequence) -> int:
+        cache, index = self._locate(sequence)
+        if cache is None or not cache.batch:
+            return 0
+        return int(cache.state.page_tables[0].seq_lens[index])
 
-    def read(self, line: Line, count: int) -> None:
+    def prefill(self, sequence: SimulatedSequence, count: int) -> None:
         """Append a chunk of a prompt."""
-        if line.cache is None:
-            line.cache = self.empty()
-        _append(line.cache, count)
+        if sequence.cache is None:
+            sequence.cache = self.make_cache()
+        _append(sequence.cache, count)
 
-    def fork(self, line: Line) -> Line:
-        cache, place = self._place(line)
-        return Line(None if cache is None else self._selected(cache, [place]))
+    def fork(self, sequence: SimulatedSequence) -> SimulatedSequence:
+        cache, index = self._locate(sequence)
+        return SimulatedSequence(None if cache is None else self._extract(cache, [index]))
 
-    def rewind(self, line: Line, length: int) -> None:
-        """Go back to a length from which no page has to be decoded; see `resumable`."""
-        cache = line.cache
+    def rewind(self, sequence: SimulatedSequence, length: int) -> None:
+        """Rewind to a length at which no sealed page is decoded; see `find_resumable_length`."""
+        cache = sequence.cache
         assert cache is not None
-        changes = [
-            rewind_table(extent, np.array([length]), pools)
-            for extent, pools in zip(cache.state.page_tables, self.pools, strict=True)
+        plans = [
+            rewind_table(page_table, np.array([length]), pools)
+            for page_table, pools in zip(cache.state.page_tables, self.group_pools, strict=True)
         ]
         with cache.guard_counts():
-            taken = [(kind, change.allocated_slots) for kind, change in enumerate(changes)]
-            cache.replace_tables([change.new_table for change in changes], (), taken)
+            allocated = [(group, plan.allocated_slots) for group, plan in enumerate(plans)]
+            cache.replace_tables([plan.new_table for plan in plans], (), allocated)
 
-    def resumable(self, line: Line, length: int) -> int:
-        """The longest length <= `length` to rewind to without decoding a page; 0 where none is."""
-        page = max(kind.page for kind in self.kinds)
-        lengths = [min(length, self.length(line))]
+    def find_resumable_length(self, sequence: SimulatedSequence, max_length: int) -> int:
+        """Return the longest length to rewind to without decoding a page; 0 if there is none."""
+        page = max(group.page for group in self.layer_groups)
+        lengths = [min(max_length, self.count_tokens(sequence))]
         lengths.append(lengths[0] // page * page)
-        return next((n for n in lengths if self._rewinds(line, n)), 0)
+        return next((n for n in lengths if self._is_exact_rewind(sequence, n)), 0)
 
-    def decode(self, lines: Sequence[Line]) -> None:
-        """Append a token to each; the batch is of exactly these."""
-        self._gather(lines)
-        assert self.batch is not None
-        _append(self.batch, 1)
+    def decode(self, sequences: Sequence[SimulatedSequence]) -> None:
+        """Append a token to each sequence; the batch is of exactly these."""
+        self._merge_batch(sequences)
+        assert self.batch_cache is not None
+        _append(self.batch_cache, 1)
 
-    def drop(self, line: Line) -> None:
-        if line in self.lines:
-            self._stay([one for one in self.lines if one is not line])
-        line.cache = None
+    def release(self, sequence: SimulatedSequence) -> None:
+        if sequence in self.sequences:
+            self._select([other for other in self.sequences if other is not sequence])
+        sequence.cache = None
 
-    def slots(self, line: Line) -> Slots:
-        assert line.cache is not None
-        return [line.cache.list_slots(pool) for pool in self._pools]
+    def list_slots(self, sequence: SimulatedSequence) -> Slots:
+        assert sequence.cache is not None
+        return [sequence.cache.list_slots(pool) for pool in self._pools]
 
-    def among(self, slots: Sequence[Slots]) -> list[Bools]:
-        """By pool, which of its pages are among these."""
-        found = [np.zeros(pool.size, np.bool_) for pool in self._pools]
-        for one in slots:
-            for mask, some in zip(found, one, strict=True):
-                mask[some] = True
-        return found
+    def mask_slots(self, all_slots: Sequence[Slots]) -> list[Bools]:
+        """Return masks of the pages of each pool that are in any of `all_slots`."""
+        masks = [np.zeros(pool.size, np.bool_) for pool in self._pools]
+        for slots in all_slots:
+            for mask, pool_slots in zip(masks, slots, strict=True):
+                mask[pool_slots] = True
+        return masks
 
-    def others(self, slots: Slots, all_slots: Sequence[Slots]) -> bool:
-        """Whether any page that one of `all_slots` has alone among them has a holder elsewhere."""
+    def has_outside_users(self, slots: Slots, all_slots: Sequence[Slots]) -> bool:
+        """Return whether a page that is in `slots` alone of `all_slots` has another reference."""
         for number, pool in enumerate(self._pools):
             pool.collect_orphans()
             counts = np.zeros(pool.size, np.int64)
-            for some in all_slots:
-                counts[some[number]] += 1
-            own = slots[number][counts[slots[number]] == 1]
-            if (pool.ref_counts[own] > 1).any():
+            for other in all_slots:
+                counts[other[number]] += 1
+            unique = slots[number][counts[slots[number]] == 1]
+            if (pool.ref_counts[unique] > 1).any():
                 return True
         return False
 
-    def shared(self, line: Line, length: int, among: Sequence[Bools]) -> Ints:
-        """By pool, the whole pages of the first tokens of a sequence that are `among` others."""
-        cache, place = self._place(line)
-        found = np.zeros(len(self._pools) + 1, np.int64)
+    def count_shared_pages(
+        self, sequence: SimulatedSequence, length: int, masks: Sequence[Bools]
+    ) -> Ints:
+        """Count the whole pages of the first tokens that are in `masks`, by pool."""
+        cache, index = self._locate(sequence)
+        counts = np.zeros(len(self._pools) + 1, np.int64)
         if cache is None or not cache.batch:
-            return found
-        for number, (kind, extent) in enumerate(
-            zip(self.kinds, cache.state.page_tables, strict=True)
+            return counts
+        for number, (group, page_table) in enumerate(
+            zip(self.layer_groups, cache.state.page_tables, strict=True)
         ):
-            if kind.window is None:
-                seen = min(length, int(extent.seq_lens[place]))
-                count = kind.paging.count_due_pages(seen) if kind.seals else seen // kind.page
-                table = extent.sealed_table if kind.seals else extent.open_table
-                at = 2 * number + kind.seals
-                found[at] = among[at][table[place, :count]].sum()
-        return found
+            if group.window is None:
+                end = min(length, int(page_table.seq_lens[index]))
+                count = group.paging.count_due_pages(end) if group.seals else end // group.page
+                slots = page_table.sealed_table if group.seals else page_table.open_table
+                pool = 2 * number + group.seals
+                counts[pool] = masks[pool][slots[index, :count]].sum()
+        return counts
 
     @property
     def _pools(self) -> list[Pool]:
-        return [pool for pools in self.pools for pool in pools]
+        return [pool for pools in self.group_pools for pool in pools]
 
-    def _place(self, line: Line) -> tuple[StateTracker | None, int]:
-        if line in self.lines:
-            return self.batch, self.lines.index(line)
-        return line.cache, 0
+    def _locate(self, sequence: SimulatedSequence) -> tuple[StateTracker | None, int]:
+        if sequence in self.sequences:
+            return self.batch_cache, self.sequences.index(sequence)
+        return sequence.cache, 0
 
-    def _rewinds(self, line: Line, length: int) -> bool:
-        if line.cache is None or not length:
+    def _is_exact_rewind(self, sequence: SimulatedSequence, length: int) -> bool:
+        if sequence.cache is None or not length:
             return False
-        at = np.array([length])
+        lengths = np.array([length])
         return all(
-            bool(mask_reachable(e, at).all()) and is_exact_rewind(e, at)
-            for e in line.cache.state.page_tables
+            bool(mask_reachable(page_table, lengths).all()) and is_exact_rewind(page_table, lengths)
+            for page_table in sequence.cache.state.page_tables
         )
 
-    def _selected(self, cache: StateTracker, index: Sequence[int]) -> StateTracker:
-        twin = self.empty()
+    def _extract(self, cache: StateTracker, indices: Sequence[int]) -> StateTracker:
+        copy = self.make_cache()
         if cache.batch:
-            with twin.guard_counts():
-                twin.replace_tables(
-                    [select_sequences(e, np.array(index)) for e in cache.state.page_tables], ()
+            with copy.guard_counts():
+                copy.replace_tables(
+                    [select_sequences(t, np.array(indices)) for t in cache.state.page_tables], ()
                 )
-        return twin
+        return copy
 
-    def _merged(self, caches: Sequence[StateTracker]) -> StateTracker:
-        merged = self.empty()
-        kinds = range(len(self.kinds))
+    def _merge(self, caches: Sequence[StateTracker]) -> StateTracker:
+        merged = self.make_cache()
+        groups = range(len(self.layer_groups))
         with merged.guard_counts():
             merged.replace_tables(
-                [concat_tables([one.state.page_tables[kind] for one in caches]) for kind in kinds],
+                [concat_tables([c.state.page_tables[group] for c in caches]) for group in groups],
                 (),
             )
         return merged
 
-    def _gather(self, lines: Sequence[Line]) -> None:
-        """Make the batch one of exactly these; other caches of them are gone when it returns."""
-        for line in [line for line in self.lines if line not in lines]:
-            line.cache = self.fork(line).cache
-        stay = [line for line in self.lines if line in lines]
-        if stay != self.lines:
-            self._stay(stay)
-        if new := [line for line in lines if line not in self.lines]:
-            caches = [self.batch, *(line.cache for line in new)]
-            self.batch = self._merged([cache for cache in caches if cache is not None])
-            self.lines = [*self.lines, *new]
-            for line in new:
-                line.cache = None
+    def _merge_batch(self, sequences: Sequence[SimulatedSequence]) -> None:
+        """Make a batch of exactly these; no other cache has them afterwards."""
+        for sequence in [other for other in self.sequences if other not in sequences]:
+            sequence.cache = self.fork(sequence).cache
+        remaining = [sequence for sequence in self.sequences if sequence in sequences]
+        if remaining != self.sequences:
+            self._select(remaining)
+        if new := [sequence for sequence in sequences if sequence not in self.sequences]:
+            caches = [self.batch_cache, *(sequence.cache for sequence in new)]
+            self.batch_cache = self._merge([cache for cache in caches if cache is not None])
+            self.sequences = [*self.sequences, *new]
+            for sequence in new:
+                sequence.cache = None
 
-    def _stay(self, lines: list[Line]) -> None:
-        """Go on with these sequences of the batch."""
-        if lines:
-            assert self.batch is not None
-            index = np.array([self.lines.index(line) for line in lines])
-            with self.batch.guard_counts():
-                self.batch.replace_tables(
-                    [select_sequences(e, index) for e in self.batch.state.page_tables], ()
+    def _select(self, sequences: list[SimulatedSequence]) -> None:
+        """Reduce the batch to `sequences`."""
+        if sequences:
+            assert self.batch_cache is not None
+            indices = np.array([self.sequences.index(sequence) for sequence in sequences])
+            with self.batch_cache.guard_counts():
+                self.batch_cache.replace_tables(
+                    [select_sequences(t, indices) for t in self.batch_cache.state.page_tables], ()
                 )
         else:
-            self.batch = None
-        self.lines = lines
+            self.batch_cache = None
+        self.sequences = sequences
 
 
 def _append(cache: StateTracker, count: int) -> None:
-    for kind in range(len(cache.layer_groups)):
-        cache.plan_append(kind, max(cache.batch, 1), count, new_rows_dense=count > 1)
-    for kind in range(len(cache.layer_groups)):
-        cache.commit_layer(kind)
+    for group in range(len(cache.layer_groups)):
+        cache.plan_append(group, max(cache.batch, 1), count, new_rows_dense=count > 1)
+    for group in range(len(cache.layer_groups)):
+        cache.commit_layer(group)
     with cache.guard_counts():
         cache.free_retired_slots()

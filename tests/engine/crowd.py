@@ -1,4 +1,7 @@
-"""A crowd of requests without a model: the schedule, page tables and pools, a clock, a store."""
+"""Simulate an engine with many requests: the real scheduler, page tables and pools, and a clock.
+
+A simulated store answers lookups at random times. No model, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.caches import Caches, Line, Slots
+from engine.caches import SimulatedBatch, SimulatedSequence, Slots
 from kvant.engine.chunk_sizer import CHUNK_ALIGNMENT, ChunkSizer
 from kvant.engine.memory import MemoryModel
 from kvant.engine.scheduler import (
@@ -24,334 +27,348 @@ from kvant.engine.scheduler import (
 )
 from kvant.page_table import LayerGroup, Paging
 
-RAW = LayerGroup(Paging(CHUNK_ALIGNMENT, None))  # a page for every 64 tokens, and nothing else
+RAW = LayerGroup(Paging(CHUNK_ALIGNMENT, None))  # open pages of 64 tokens, nothing is sealed
 SEALED = LayerGroup(Paging(CHUNK_ALIGNMENT, 0), slack=16)
 WINDOW = LayerGroup(Paging(CHUNK_ALIGNMENT, 0), window=200, sinks=4, slack=16)
-CHUNK = 512
-STATE = 10  # bytes
-START, TOKEN, READ, AGAIN = 5.0, 0.4, 1.0, 1e-3  # milliseconds: a forward, a row, a token, by held
-BUDGET = 250.0
-MOVE = 50.0
+MAX_CHUNK = 512
+OPEN_NBYTES, SEALED_NBYTES, STATE_NBYTES = 1000, 500, 10
+FORWARD_MS = 5.0
+DECODE_MS = 0.4  # a sequence
+PREFILL_MS = 1.0  # a token
+ATTENTION_MS = 1e-3  # a token, for each token before it
+SWAP_MS = 50.0
+CHUNK_MS = 250.0  # of prefill between two tokens, for each prompt
 
 
-def footprint(*kinds: LayerGroup) -> MemoryModel:
-    """An open page takes 1,000 bytes, a sealed one 500."""
-    sizes = [size for kind in kinds for size in (1000, 500 * kind.seals)]
-    return MemoryModel(kinds, np.array([*sizes, STATE]), CHUNK)
+def make_memory_model(*groups: LayerGroup) -> MemoryModel:
+    sizes = [size for group in groups for size in (OPEN_NBYTES, SEALED_NBYTES * group.seals)]
+    return MemoryModel(groups, np.array([*sizes, STATE_NBYTES]), MAX_CHUNK)
 
 
-FOOTPRINT = footprint(RAW)
+MEMORY_MODEL = make_memory_model(RAW)
 
 
-def milliseconds(count: int, read: int) -> float:
-    return START + count * (READ + AGAIN * (read + count / 2))
+def compute_chunk_ms(count: int, num_computed: int) -> float:
+    return FORWARD_MS + count * (PREFILL_MS + ATTENTION_MS * (num_computed + count / 2))
 
 
 @dataclass
-class Life:
-    """What the simulation knows of a request, by itself."""
+class SimulatedRequest:
+    """A request, its caches, and what the tests measure of it."""
 
-    job: ScheduledRequest
-    ends: list[int]  # tokens that each of its sequences will say
-    lines: list[Line] = field(default_factory=lambda: [Line()])
-    stored: int = 0  # tokens of a sequence that is put aside
-    admitted: float | None = None
-    said_at: float | None = None  # when its last token came
-    cancel: float | None = None
+    scheduled: ScheduledRequest
+    output_lengths: list[int]  # of its unfinished sequences, in tokens
+    sequences: list[SimulatedSequence] = field(default_factory=lambda: [SimulatedSequence()])
+    num_swapped: int = 0  # tokens of each sequence while it is swapped out
+    admitted_ms: float | None = None
+    last_token_ms: float | None = None
+    cancel_ms: float | None = None
 
 
 @dataclass(eq=False)
-class Kept:
-    """A prefix: pages that a sequence had."""
+class SimulatedPrefix:
+    """A cached prefix: a fork of a sequence, and its pages."""
 
-    line: Line
+    sequence: SimulatedSequence
     slots: Slots
 
 
 @dataclass
-class World:
-    """A clock, and a machine whose costs are what `milliseconds` says."""
+class Simulation:
+    """An engine whose forwards and swaps only advance a clock."""
 
-    schedule: Scheduler
-    clock: float = 0.0
-    lives: dict[ScheduledRequest, Life] = field(default_factory=dict)
-    order: list[Life] = field(default_factory=list)  # as they were admitted
-    finished: int = 0
-    moves: int = 0
-    most: int = 0  # bytes, after any action
-    waits: list[float] = field(default_factory=list)  # beyond what a token may wait
-    kept: list[Kept] = field(default_factory=list)  # prefixes
-    chance: random.Random = field(default_factory=lambda: random.Random(0))
-    hit: int = 0  # tokens of prompts that were found in prefixes
-    gone: int = 0  # prefixes
-    coming: dict[ScheduledRequest, float] = field(
-        default_factory=dict
-    )  # when a store will have answered
-    came: int = 0  # tokens from the store
-    late: int = 0  # answers that came when the prompt was being read
-    overdue: int = 0  # answers that were used after the request's wait had ended
+    scheduler: Scheduler
+    now_ms: float = 0.0
+    requests: dict[ScheduledRequest, SimulatedRequest] = field(default_factory=dict)
+    prefixes: list[SimulatedPrefix] = field(default_factory=list)
+    lookups: dict[ScheduledRequest, float] = field(default_factory=dict)  # when a store answers
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    admitted: list[SimulatedRequest] = field(default_factory=list)  # in order
+    num_finished: int = 0
+    num_swaps: int = 0
+    peak_nbytes: int = 0
+    delays_ms: list[float] = field(default_factory=list)  # of tokens, without their own forward
+    num_hit_tokens: int = 0  # of prompts, in cached prefixes
+    num_evicted: int = 0  # prefixes
+    num_restored_tokens: int = 0
+    num_late: int = 0  # lookups that finished after the prefill started
+    num_overdue: int = 0  # restores that were used after the deadline of the request
 
     def __post_init__(self) -> None:
-        self.caches = Caches(self.schedule.memory_model)
+        self.batch = SimulatedBatch(self.scheduler.memory_model)
 
-    def do(self, action: Action) -> None:
-        cost = 0.0
+    def perform(self, action: Action) -> None:
+        elapsed_ms = 0.0
         if isinstance(action, Prefill):
-            cost = self.read(action)
+            elapsed_ms = self.prefill(action)
         elif isinstance(action, Decode):
-            lines = [line for job in action.requests for line in self.lives[job].lines]
-            cost = START + TOKEN * len(lines)
-            self.caches.decode(lines)
-            self.schedule.complete(action)
+            sequences = [s for r in action.requests for s in self.requests[r].sequences]
+            elapsed_ms = FORWARD_MS + DECODE_MS * len(sequences)
+            self.batch.decode(sequences)
+            self.scheduler.complete(action)
         elif isinstance(action, SwapOut | SwapIn):
-            cost, self.moves = MOVE, self.moves + 1
-            self.move(action)
-            self.schedule.complete(action)
+            elapsed_ms, self.num_swaps = SWAP_MS, self.num_swaps + 1
+            self.swap(action)
+            self.scheduler.complete(action)
         elif isinstance(action, MatchPrefix):
-            self.look(action.request)
+            self.match_prefix(action.request)
         elif isinstance(action, Evict):
-            self.evict(action.nbytes)
+            self.evict_prefixes(action.nbytes)
         elif isinstance(action, LookUpStore):
-            action.request.store_deadline_ms = int(self.clock + self.chance.choice([1, 40, 400]))
-            self.coming[action.request] = self.clock + self.chance.choice([1, 40, 400])
+            action.request.store_deadline_ms = int(self.now_ms + self.rng.choice([1, 40, 400]))
+            self.lookups[action.request] = self.now_ms + self.rng.choice([1, 40, 400])
         else:
-            self.forget()
-            assert self.caches.held == 0
-            self.caches.renew()
-            self.schedule.complete(action)
-        self.clock += cost
-        self.weigh_bytes()
-        self.say(action, cost)
+            self.drop_waiting_matches()
+            assert self.batch.num_used == 0
+            self.batch.clear()
+            self.scheduler.complete(action)
+        self.now_ms += elapsed_ms
+        self.check_memory()
+        self.emit_tokens(action, elapsed_ms)
 
-    def weigh_bytes(self) -> None:
-        """Compare what pools have allocated, and states, with the limit."""
-        states = sum(len(x.lines) for j, x in self.lives.items() if j in self.schedule.running)
-        now = self.caches.nbytes + STATE * (states + len(self.kept))
-        self.most = max(self.most, now)
-        limit = self.schedule.max_bytes
-        assert limit is None or now <= limit, f"{now} bytes of {limit} at {self.clock:.0f} ms"
+    def check_memory(self) -> None:
+        """Compare the bytes of pools and states with the limit."""
+        running = [
+            r for scheduled, r in self.requests.items() if scheduled in self.scheduler.running
+        ]
+        num_states = sum(len(request.sequences) for request in running) + len(self.prefixes)
+        nbytes = self.batch.nbytes + STATE_NBYTES * num_states
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        limit = self.scheduler.max_bytes
+        assert limit is None or nbytes <= limit, (
+            f"{nbytes} bytes of {limit} at {self.now_ms:.0f} ms"
+        )
 
-    def read(self, action: Prefill) -> float:
-        job, life = action.request, self.lives[action.request]
-        cost = milliseconds(action.count, job.num_computed_tokens)
-        self.schedule.chunk_sizer.record_time(action.count, job.num_computed_tokens, cost / 1e3)
-        self.caches.read(life.lines[0], action.count)
-        self.schedule.complete(action)
-        if job.is_decoding:
-            life.lines += [self.caches.fork(life.lines[0]) for _ in range(job.num_choices - 1)]
-        if job.num_computed_tokens in job.checkpoint_positions:
-            self.keep(job, life.lines[0])
-        return cost
+    def prefill(self, action: Prefill) -> float:
+        """Prefill a chunk and return its milliseconds."""
+        scheduled, request = action.request, self.requests[action.request]
+        elapsed_ms = compute_chunk_ms(action.count, scheduled.num_computed_tokens)
+        self.scheduler.chunk_sizer.record_time(
+            action.count, scheduled.num_computed_tokens, elapsed_ms / 1e3
+        )
+        prompt = request.sequences[0]
+        self.batch.prefill(prompt, action.count)
+        self.scheduler.complete(action)
+        if scheduled.is_decoding:
+            num_forks = scheduled.num_choices - 1
+            request.sequences += [self.batch.fork(prompt) for _ in range(num_forks)]
+        if scheduled.num_computed_tokens in scheduled.checkpoint_positions:
+            self.insert_prefix(scheduled, prompt)
+        return elapsed_ms
 
-    def move(self, action: SwapOut | SwapIn) -> None:
-        life = self.lives[action.request]
+    def swap(self, action: SwapOut | SwapIn) -> None:
+        request = self.requests[action.request]
         if isinstance(action, SwapOut):
-            life.stored = self.caches.length(life.lines[0])
-        for line in life.lines:
+            request.num_swapped = self.batch.count_tokens(request.sequences[0])
+        for sequence in request.sequences:
             if isinstance(action, SwapOut):
-                self.caches.drop(line)
-            elif life.stored:
-                self.caches.read(line, life.stored)
+                self.batch.release(sequence)
+            elif request.num_swapped:
+                self.batch.prefill(sequence, request.num_swapped)
 
-    def say(self, action: Action, cost: float) -> None:
-        """Note whose token came after how long, and end those who said all."""
+    def emit_tokens(self, action: Action, elapsed_ms: float) -> None:
+        """Record the delays of new tokens, and finish sequences at their lengths."""
         if isinstance(action, Prefill) and action.request.is_decoding:
-            going = [self.lives[action.request]]
+            decoded = [self.requests[action.request]]
         elif isinstance(action, Decode):
-            going = [self.lives[job] for job in action.requests]
+            decoded = [self.requests[scheduled] for scheduled in action.requests]
         else:
-            going = []
-        for life in going:
-            if life.said_at is not None:
-                self.waits.append(self.clock - life.said_at - cost)
-            life.said_at = self.clock
-            for end in [n for n in life.ends if n <= life.job.num_output_tokens]:
-                life.ends.remove(end)
-                line = life.lines.pop()
-                self.schedule.finish_sequence(life.job)
-                self.keep(life.job, line)
-                self.caches.drop(line)
-            if not life.ends:
-                self.finish(life)
+            decoded = []
+        for request in decoded:
+            if request.last_token_ms is not None:
+                self.delays_ms.append(self.now_ms - request.last_token_ms - elapsed_ms)
+            request.last_token_ms = self.now_ms
+            num_output = request.scheduled.num_output_tokens
+            for length in [n for n in request.output_lengths if n <= num_output]:
+                request.output_lengths.remove(length)
+                sequence = request.sequences.pop()
+                self.scheduler.finish_sequence(request.scheduled)
+                self.insert_prefix(request.scheduled, sequence)
+                self.batch.release(sequence)
+            if not request.output_lengths:
+                self.finish(request)
 
-    def finish(self, life: Life) -> None:
-        """Forget a request that ended, or was cancelled; prefixes keep what it had."""
-        self.schedule.remove(life.job)
-        for line in life.lines:
-            self.keep(life.job, line)
-            self.caches.drop(line)
-        self.finished += 1
-        del self.lives[life.job]
+    def finish(self, request: SimulatedRequest) -> None:
+        """Remove a finished or cancelled request, and insert its sequences into the prefixes."""
+        self.scheduler.remove(request.scheduled)
+        for sequence in request.sequences:
+            self.insert_prefix(request.scheduled, sequence)
+            self.batch.release(sequence)
+        self.num_finished += 1
+        del self.requests[request.scheduled]
 
-    def keep(self, job: ScheduledRequest, line: Line) -> None:
-        """Keep what a sequence has for others, if there is room."""
-        length = self.caches.length(line)
-        if (
-            self.schedule.prefix_slots is None
-            or not length
-            or not self.schedule.can_insert_prefix(job, length)
-        ):
+    def insert_prefix(self, scheduled: ScheduledRequest, sequence: SimulatedSequence) -> None:
+        """Insert a sequence into the prefixes, if it fits."""
+        length = self.batch.count_tokens(sequence)
+        if self.scheduler.prefix_slots is None or not length:
             return
-        twin = self.caches.fork(line)
-        self.kept.append(Kept(twin, self.caches.slots(twin)))
-        self.weigh()
+        if self.scheduler.can_insert_prefix(scheduled, length):
+            fork = self.batch.fork(sequence)
+            self.prefixes.append(SimulatedPrefix(fork, self.batch.list_slots(fork)))
+            self.update_prefix_slots()
 
-    def look(self, job: ScheduledRequest) -> None:
-        """A request begins with the first tokens of some prefix, or with none."""
-        life, found, length = self.lives[job], None, 0
-        if self.kept and self.chance.random() < 0.7:
-            kept = self.chance.choice(self.kept)
-            length = self.caches.resumable(kept.line, self.chance.randrange(job.num_prompt_tokens))
-            found = self.caches.fork(kept.line) if length > job.num_computed_tokens else None
-        if found is not None:
-            self.caches.rewind(found, length)
-            self.hit += length - job.num_computed_tokens
-            life.lines = [found]
-        held = self.caches.length(life.lines[0])
-        stops = {job.num_prompt_tokens} if self.chance.random() < 0.3 else set()
-        stops |= (
-            {(held // CHUNK_ALIGNMENT + 1) * CHUNK_ALIGNMENT}
-            if self.chance.random() < 0.3
-            else set()
+    def match_prefix(self, scheduled: ScheduledRequest) -> None:
+        """Give a request the first tokens of a random prefix, or none, and random checkpoints."""
+        request, match, length = self.requests[scheduled], None, 0
+        if self.prefixes and self.rng.random() < 0.7:
+            prefix = self.rng.choice(self.prefixes)
+            max_length = self.rng.randrange(scheduled.num_prompt_tokens)
+            length = self.batch.find_resumable_length(prefix.sequence, max_length)
+            if length > scheduled.num_computed_tokens:
+                match = self.batch.fork(prefix.sequence)
+        if match is not None:
+            self.batch.rewind(match, length)
+            self.num_hit_tokens += length - scheduled.num_computed_tokens
+            request.sequences = [match]
+        num_cached = self.batch.count_tokens(request.sequences[0])
+        end, next_page = scheduled.num_prompt_tokens, num_cached // CHUNK_ALIGNMENT + 1
+        checkpoints = {end} if self.rng.random() < 0.3 else set()
+        checkpoints |= {next_page * CHUNK_ALIGNMENT} if self.rng.random() < 0.3 else set()
+        self.scheduler.record_prefix_match(
+            scheduled, num_cached, tuple(sorted(n for n in checkpoints if num_cached < n <= end))
         )
-        self.schedule.record_prefix_match(
-            job, held, tuple(sorted(n for n in stops if held < n <= job.num_prompt_tokens))
-        )
-        self.weigh()
+        self.update_prefix_slots()
 
-    def arrive(self, job: ScheduledRequest) -> None:
-        """A store had tokens behind those in memory, or none; a request goes on from them."""
-        del self.coming[job]
-        line = self.lives[job].lines[0]
-        length = self.chance.choice(
-            [
-                job.num_computed_tokens,
-                (job.num_prompt_tokens - 1) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT,
-            ]
-        )
-        self.late += job.prefill_started
-        overdue = job.store_deadline_ms <= self.clock
-        if self.schedule.finish_store_lookup(job, length) and length > job.num_computed_tokens:
-            assert job.num_computed_tokens == self.caches.length(line)
-            self.caches.read(line, length - job.num_computed_tokens)
-            self.came += length - job.num_computed_tokens
-            self.overdue += overdue
-            job.num_computed_tokens = length
+    def finish_lookup(self, scheduled: ScheduledRequest) -> None:
+        """End a store lookup that found all whole pages of a prompt, or nothing new."""
+        del self.lookups[scheduled]
+        sequence = self.requests[scheduled].sequences[0]
+        num_cached = scheduled.num_computed_tokens
+        whole_pages = (scheduled.num_prompt_tokens - 1) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+        length = self.rng.choice([num_cached, whole_pages])
+        self.num_late += scheduled.prefill_started
+        is_overdue = scheduled.store_deadline_ms <= self.now_ms
+        if self.scheduler.finish_store_lookup(scheduled, length) and length > num_cached:
+            assert num_cached == self.batch.count_tokens(sequence)
+            self.batch.prefill(sequence, length - num_cached)
+            self.num_restored_tokens += length - num_cached
+            self.num_overdue += is_overdue
+            scheduled.num_computed_tokens = length
 
-    def evict(self, nbytes: int) -> None:
-        """Drop the oldest prefixes without another holder; if none, those that waiters found."""
-        went = self.drop(nbytes)
-        if not went and not self.schedule.running:
-            self.forget()
-            went = self.drop(nbytes)
-        self.weigh()
-        self.schedule.record_eviction(any_freed=went)
+    def evict_prefixes(self, nbytes: int) -> None:
+        """Evict the oldest unused prefixes; if none and nothing runs, those of waiting requests."""
+        any_evicted = self.evict_unused(nbytes)
+        if not any_evicted and not self.scheduler.running:
+            self.drop_waiting_matches()
+            any_evicted = self.evict_unused(nbytes)
+        self.update_prefix_slots()
+        self.scheduler.record_eviction(any_freed=any_evicted)
 
-    def forget(self) -> None:
-        for job in self.schedule.waiting:
-            if job.matched_version is not None and not job.is_swapped_out:
-                self.forget_prompt(job)
+    def drop_waiting_matches(self) -> None:
+        for scheduled in self.scheduler.waiting:
+            if scheduled.matched_version is not None and not scheduled.is_swapped_out:
+                self.drop_match(scheduled)
 
-    def forget_prompt(self, job: ScheduledRequest) -> None:
-        self.lives[job].lines = [Line()]
-        self.schedule.clear_prefix_match(job)
+    def drop_match(self, scheduled: ScheduledRequest) -> None:
+        self.requests[scheduled].sequences = [SimulatedSequence()]
+        self.scheduler.clear_prefix_match(scheduled)
 
-    def drop(self, nbytes: int) -> bool:
-        freed, before = 0, len(self.kept)
-        for kept in list(self.kept):
-            if freed < nbytes and not self.caches.others(kept.slots, [k.slots for k in self.kept]):
-                self.kept.remove(kept)
-                freed += sum(map(len, kept.slots)) * 500
-        self.gone += before - len(self.kept)
-        return len(self.kept) < before
+    def evict_unused(self, nbytes: int) -> bool:
+        freed, num_before = 0, len(self.prefixes)
+        for prefix in list(self.prefixes):
+            if freed >= nbytes:
+                break
+            all_slots = [other.slots for other in self.prefixes]
+            if not self.batch.has_outside_users(prefix.slots, all_slots):
+                self.prefixes.remove(prefix)
+                freed += sum(map(len, prefix.slots)) * SEALED_NBYTES
+        self.num_evicted += num_before - len(self.prefixes)
+        return len(self.prefixes) < num_before
 
-    def weigh(self) -> None:
-        """Tell the schedule what prefixes hold, and which of their pages requests have."""
-        if self.schedule.prefix_slots is None:
+    def update_prefix_slots(self) -> None:
+        """Set the scheduler's slots of prefixes, and those that requests share with them."""
+        if self.scheduler.prefix_slots is None:
             return
-        among = self.caches.among([kept.slots for kept in self.kept])
-        for job in (*self.schedule.running, *self.schedule.waiting):
-            job.shared_slots = self.caches.shared(
-                self.lives[job].lines[0], job.num_prompt_tokens, among
+        model = self.scheduler.memory_model
+        masks = self.batch.mask_slots([prefix.slots for prefix in self.prefixes])
+        for scheduled in (*self.scheduler.running, *self.scheduler.waiting):
+            prompt = self.requests[scheduled].sequences[0]
+            scheduled.shared_slots = self.batch.count_shared_pages(
+                prompt, scheduled.num_prompt_tokens, masks
             )
-            waits = (
-                job.matched_version is not None
-                and not job.is_swapped_out
-                and job in self.schedule.waiting
+            holds_match = (
+                scheduled.matched_version is not None
+                and not scheduled.is_swapped_out
+                and scheduled in self.scheduler.waiting
             )
-            if (
-                waits
-                and (
-                    self.schedule.memory_model.count_shared_slots(job.num_computed_tokens)
-                    > job.shared_slots
-                ).any()
-            ):
-                self.forget_prompt(job)
-        self.schedule.set_prefix_slots(
-            np.array([*(int(mask.sum()) for mask in among), len(self.kept)])
-        )
+            if holds_match:
+                needed = model.count_shared_slots(scheduled.num_computed_tokens)
+                if (needed > scheduled.shared_slots).any():
+                    self.drop_match(scheduled)
+        counts = [int(mask.sum()) for mask in masks]
+        self.scheduler.set_prefix_slots(np.array([*counts, len(self.prefixes)]))
 
-    def run(self, arriving: list[Life]) -> None:
-        arriving = sorted(arriving, key=lambda life: life.job.arrival_ms)
-        while arriving or self.lives:
-            while arriving and arriving[0].job.arrival_ms <= self.clock:
-                life = arriving.pop(0)
-                self.lives[life.job] = life
-                self.schedule.add(life.job)
-            for life in [x for x in self.lives.values() if (x.cancel or 1e18) <= self.clock]:
-                self.finish(life)
-            for job in [job for job, when in self.coming.items() if when <= self.clock]:
-                if job in self.lives:
-                    self.arrive(job)
+    def run(self, requests: list[SimulatedRequest]) -> None:
+        """Add requests at their arrival times and run until all are finished."""
+        arrivals = sorted(requests, key=lambda request: request.scheduled.arrival_ms)
+        while arrivals or self.requests:
+            while arrivals and arrivals[0].scheduled.arrival_ms <= self.now_ms:
+                request = arrivals.pop(0)
+                self.requests[request.scheduled] = request
+                self.scheduler.add(request.scheduled)
+            for request in [*self.requests.values()]:
+                if (request.cancel_ms or 1e18) <= self.now_ms:
+                    self.finish(request)
+            for scheduled in [s for s, end_ms in self.lookups.items() if end_ms <= self.now_ms]:
+                if scheduled in self.requests:
+                    self.finish_lookup(scheduled)
                 else:
-                    del self.coming[job]
-            action = self.schedule.choose_action(int(self.clock))
-            seated = [job for job in self.schedule.running if job.is_active]
-            assert sum(job.num_sequences for job in seated) <= self.schedule.max_sequences
-            for life in self.lives.values():
-                if life.admitted is None and life.job in self.schedule.running:
-                    life.admitted = self.clock
-                    self.order.append(life)
+                    del self.lookups[scheduled]
+            action = self.scheduler.choose_action(int(self.now_ms))
+            assert self.scheduler.num_sequences <= self.scheduler.max_sequences
+            for request in self.requests.values():
+                if request.admitted_ms is None and request.scheduled in self.scheduler.running:
+                    request.admitted_ms = self.now_ms
+                    self.admitted.append(request)
             if action is not None:
-                self.do(action)
-            elif (wait := self.schedule.compute_timeout(int(self.clock))) is not None:
-                self.clock += max(1e3 * wait, 1.0)
+                self.perform(action)
+            elif (timeout := self.scheduler.compute_timeout(int(self.now_ms))) is not None:
+                self.now_ms += max(1e3 * timeout, 1.0)
             else:
-                assert not self.lives
-                self.clock = max(self.clock, arriving[0].job.arrival_ms) if arriving else self.clock
+                assert not self.requests
+                if arrivals:
+                    self.now_ms = max(self.now_ms, arrivals[0].scheduled.arrival_ms)
 
 
-def requests(
-    count: int, seed: int, gap: float = 900.0, widths: tuple[int, ...] = (1, 1, 1, 1, 1, 1, 3)
-) -> list[Life]:
-    chance = random.Random(seed)
-    lives, clock = [], 0.0
+def make_requests(
+    count: int, seed: int, gap_ms: float = 900.0, widths: tuple[int, ...] = (1, 1, 1, 1, 1, 1, 3)
+) -> list[SimulatedRequest]:
+    """Return random requests, a tenth of which are cancelled."""
+    rng = random.Random(seed)
+    requests, now_ms = [], 0.0
     for number in range(count):
-        clock += chance.expovariate(1 / gap)
-        new, width = chance.choice([1, 5, 40, 200]), chance.choice(widths)
-        job = ScheduledRequest(
+        now_ms += rng.expovariate(1 / gap_ms)
+        max_new_tokens, width = rng.choice([1, 5, 40, 200]), rng.choice(widths)
+        scheduled = ScheduledRequest(
             number,
-            chance.choice([1, 20, 63, 64, 300, 2000]) + chance.randrange(40),
-            new,
+            rng.choice([1, 20, 63, 64, 300, 2000]) + rng.randrange(40),
+            max_new_tokens,
             width,
-            chance.choice([0, 0, 0, 1, 5]),
-            chance.choice("abc"),
-            int(clock),
+            rng.choice([0, 0, 0, 1, 5]),
+            rng.choice("abc"),
+            int(now_ms),
         )
-        life = Life(job, ends=[chance.randint(1, new) for _ in range(width)])
-        life.cancel = clock + chance.uniform(0, 20_000) if chance.random() < 0.1 else None
-        lives.append(life)
-    return lives
+        output_lengths = [rng.randint(1, max_new_tokens) for _ in range(width)]
+        request = SimulatedRequest(scheduled, output_lengths)
+        request.cancel_ms = now_ms + rng.uniform(0, 20_000) if rng.random() < 0.1 else None
+        requests.append(request)
+    return requests
 
 
-def world(
+def make_simulation(
     max_bytes: int | None,
     overcommit: float = 1.0,
-    sequences: int = 8,
-    kinds: tuple[LayerGroup, ...] = (RAW,),
-) -> World:
-    seconds = BUDGET / 1e3
-    schedule = Scheduler(
-        footprint(*kinds), ChunkSizer(CHUNK), max_bytes, sequences, overcommit, seconds
+    max_sequences: int = 8,
+    groups: tuple[LayerGroup, ...] = (RAW,),
+) -> Simulation:
+    seconds = CHUNK_MS / 1e3
+    return Simulation(
+        Scheduler(
+            make_memory_model(*groups),
+            ChunkSizer(MAX_CHUNK),
+            max_bytes,
+            max_sequences,
+            overcommit,
+            seconds,
+        )
     )
-    return World(schedule)

@@ -1,4 +1,4 @@
-"""Requests side by side: what each gets is what it would get alone, whatever happens to others."""
+"""Test concurrent requests: each gets the output it would get alone, whatever happens to others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODERS = [name for name, family in FAMILIES.items() if family.kind != "encoder
 FEW = ("llama", "gemma3", "bloom", "llama4", "deepseek_v32", "falcon_h1", "mamba", "lfm2")
 
 
-def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+def make_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     chance = random.Random(seed)
     return [
         [chance.randrange(3, VOCABULARY) for _ in range(chance.randint(1, longest))]
@@ -35,8 +35,8 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
     ]
 
 
-def alone(model: Any, prompt: list[int], spec: str = "raw", **asked: Any) -> list[int]:
-    steps = kvant.generate(model, Numbers(), prompt, kv_cache=spec, ignore_end=True, **asked)
+def generate_alone(model: Any, prompt: list[int], spec: str = "raw", **options: Any) -> list[int]:
+    steps = kvant.generate(model, Numbers(), prompt, kv_cache=spec, ignore_end=True, **options)
     return [step.token for step in steps]
 
 
@@ -46,19 +46,21 @@ def llama() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No thread, and no cache with pages."""
+def no_leaks() -> Iterator[None]:
+    """Assert that no thread and no cache with pages is left."""
     yield
-    assert not [one for one in threading.enumerate() if one.name == "kvant-engine"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvant-engine"]
     gc.collect()
     caches = [
-        one for one in gc.get_objects() if issubclass(type(one), TransformersCache) and one.nbytes
+        thread
+        for thread in gc.get_objects()
+        if issubclass(type(thread), TransformersCache) and thread.nbytes
     ]
     assert not caches
 
 
-class Watched(Engine):
-    """An engine that ends with an error where its pools pass its limit after any step."""
+class CheckedEngine(Engine):
+    """An engine that fails if its pools exceed its limit after any step."""
 
     def _perform(self, action: Any) -> None:
         super()._perform(action)
@@ -67,69 +69,69 @@ class Watched(Engine):
         assert limit is None or now <= limit, f"{now} bytes of {limit} after {action}"
 
 
-def engine_for(model: Any, spec: str = "raw", **given: Any) -> Engine:
-    return Watched(model, Numbers(), spec, **given)
+def make_engine(model: Any, spec: str = "raw", **options: Any) -> Engine:
+    return CheckedEngine(model, Numbers(), spec, **options)
 
 
-def finished(engine: Engine) -> None:
-    """Nothing is held once nobody is served."""
-    while (told := engine.stats())["running"] or told["waiting"]:
+def wait_until_idle(engine: Engine) -> None:
+    """Wait until the engine is idle, and assert that it holds nothing."""
+    while (stats := engine.stats())["running"] or stats["waiting"]:
         threading.Event().wait(0.001)
     engine.close()
     engine._batch.check()
     assert not any(engine._batch.stats([]).values()) and not engine._requests
 
 
-def test_a_slow_dtype_is_logged_once_a_model(
+def test_slow_dtype_is_logged_once_per_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: dtype == torch.bfloat16)
     model = build("llama").bfloat16()
     for served in (model, model, build("llama")):
-        engine_for(served).close()
+        make_engine(served).close()
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("kvant", "WARNING")
     assert "dtype=torch.float32" in record.getMessage()
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=30,sinks=4", "turbo4v4"])
-def test_tokens_are_those_of_each_alone(llama: Any, spec: str) -> None:
-    asked = prompts(9, longest=90)
+def test_batched_tokens_equal_those_of_each_request_alone(llama: Any, spec: str) -> None:
+    inputs = make_prompts(9, longest=90)
     counts = [5, 30, 1, 12, 70, 8, 8, 3, 20]
-    with engine_for(llama, spec, max_sequences=4) as engine:
+    with make_engine(llama, spec, max_sequences=4) as engine:
         streams = [
             engine.submit(prompt, max_new_tokens=n, ignore_end=True)
-            for prompt, n in zip(asked, counts, strict=True)
+            for prompt, n in zip(inputs, counts, strict=True)
         ]
-        found = [list(stream.result().tokens) for stream in streams]
-        finished(engine)
-    for prompt, n, tokens in zip(asked, counts, found, strict=True):
-        assert tokens == alone(llama, prompt, spec, max_new_tokens=n)
+        actual = [list(stream.result().tokens) for stream in streams]
+        wait_until_idle(engine)
+    for prompt, n, tokens in zip(inputs, counts, actual, strict=True):
+        assert tokens == generate_alone(llama, prompt, spec, max_new_tokens=n)
 
 
-def families() -> list[Any]:
+def family_params() -> list[Any]:
     return [pytest.param(name, marks=() if name in FEW else pytest.mark.laws) for name in DECODERS]
 
 
-@pytest.mark.parametrize("name", families())
-def test_every_family_while_requests_come_and_go(name: str) -> None:
+@pytest.mark.parametrize("name", family_params())
+def test_every_family_serves_requests_that_join_and_leave(name: str) -> None:
     model, chance = build(name), random.Random(name)
-    asked = prompts(7, seed=1, longest=24)
-    counts = [chance.randint(1, 9) for _ in asked]
-    with engine_for(model, max_sequences=3) as engine:
+    inputs = make_prompts(7, seed=1, longest=24)
+    counts = [chance.randint(1, 9) for _ in inputs]
+    with make_engine(model, max_sequences=3) as engine:
         streams = []
-        for prompt, n in zip(asked, counts, strict=True):
+        for prompt, n in zip(inputs, counts, strict=True):
             streams.append(engine.submit(prompt, max_new_tokens=n, ignore_end=True))
             if chance.random() < 0.4:
                 streams[-1].result()
-        found = [list(stream.result().tokens) for stream in streams]
-        finished(engine)
-    for prompt, n, tokens in zip(asked, counts, found, strict=True):
-        assert tokens == alone(model, prompt, max_new_tokens=n)
+        actual = [list(stream.result().tokens) for stream in streams]
+        wait_until_idle(engine)
+    for prompt, n, tokens in zip(inputs, counts, actual, strict=True):
+        assert tokens == generate_alone(model, prompt, max_new_tokens=n)
 
 
-def test_what_is_drawn_does_not_depend_on_who_is_beside(llama: Any) -> None:
-    asked = [
+def test_sampled_tokens_do_not_depend_on_the_batch(llama: Any) -> None:
+    option_sets = [
         {"temperature": 0.8, "seed": 1},
         {"temperature": 1.5, "seed": 2, "top_k": 20},
         {"temperature": 1.0, "seed": 3, "top_p": 0.8},
@@ -137,22 +139,22 @@ def test_what_is_drawn_does_not_depend_on_who_is_beside(llama: Any) -> None:
         {"temperature": 1.0, "seed": 5, "min_p": 0.05, "repetition_penalty": 1.3},
         {"temperature": 0.8, "seed": -6},
     ]
-    texts = prompts(len(asked))
-    with engine_for(llama) as engine:
+    texts = make_prompts(len(option_sets))
+    with make_engine(llama) as engine:
         streams = [
-            engine.submit(text, max_new_tokens=15, ignore_end=True, **one)
-            for text, one in zip(texts, asked, strict=True)
+            engine.submit(text, max_new_tokens=15, ignore_end=True, **options)
+            for text, options in zip(texts, option_sets, strict=True)
         ]
-        found = [list(stream.result().tokens) for stream in streams]
-    for text, one, tokens in zip(texts, asked, found, strict=True):
-        assert tokens == alone(llama, text, max_new_tokens=15, **one)
+        actual = [list(stream.result().tokens) for stream in streams]
+    for text, options, tokens in zip(texts, option_sets, actual, strict=True):
+        assert tokens == generate_alone(llama, text, max_new_tokens=15, **options)
 
 
-def test_steps_tell_text_and_why_it_ended(llama: Any) -> None:
-    (prompt,) = prompts(1)
-    tokens = alone(llama, prompt, max_new_tokens=12)
+def test_steps_carry_text_and_finish_reason(llama: Any) -> None:
+    (prompt,) = make_prompts(1)
+    tokens = generate_alone(llama, prompt, max_new_tokens=12)
     stop = f"<{tokens[6]}>"
-    with engine_for(llama) as engine:
+    with make_engine(llama) as engine:
         whole = engine.submit(prompt, max_new_tokens=12, ignore_end=True)
         assert "".join(step.text for step in whole) == "".join(f"<{t}>" for t in tokens)
         assert whole.result().finish_reason == "length"
@@ -164,29 +166,29 @@ def test_steps_tell_text_and_why_it_ended(llama: Any) -> None:
 
 
 def test_several_continuations_share_the_prompt(llama: Any) -> None:
-    prompt = prompts(1)[0] * 20
-    given = {"max_new_tokens": 9, "temperature": 1.0, "seed": 7}
-    seen = []
-    with engine_for(llama, "affine8,tail=0") as engine:
+    prompt = make_prompts(1)[0] * 20
+    options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 7}
+    calls = []
+    with make_engine(llama, "affine8,tail=0") as engine:
         stream = engine.submit(
             prompt,
             n=3,
             ignore_end=True,
-            on_step=lambda step: seen.append(engine.stats()["nbytes_shared"]),
-            **given,
+            on_step=lambda step: calls.append(engine.stats()["nbytes_shared"]),
+            **options,
         )
-        found = [list(result.tokens) for result in stream.results()]
+        actual = [list(result.tokens) for result in stream.results()]
         assert {step.choice for step in stream} == {0, 1, 2}
-        finished(engine)
-    assert max(seen) > 0 and len(set(map(tuple, found))) == 3
-    for index, tokens in enumerate(found):
-        expected = alone(llama, prompt, "affine8,tail=0", **given | {"seed": 7 + index})
+        wait_until_idle(engine)
+    assert max(calls) > 0 and len(set(map(tuple, actual))) == 3
+    for index, tokens in enumerate(actual):
+        expected = generate_alone(llama, prompt, "affine8,tail=0", **options | {"seed": 7 + index})
         assert tokens == expected
 
 
-def test_the_likeliest_tokens_are_told(llama: Any) -> None:
-    (prompt,) = prompts(1)
-    with engine_for(llama) as engine:
+def test_top_logprobs_are_returned(llama: Any) -> None:
+    (prompt,) = make_prompts(1)
+    with make_engine(llama) as engine:
         steps = list(engine.submit(prompt, max_new_tokens=4, logprobs=3, ignore_end=True))
     for step in steps:
         token, logprob = step.likeliest[0]
@@ -197,10 +199,10 @@ def test_the_likeliest_tokens_are_told(llama: Any) -> None:
         )
 
 
-def test_a_cancel_takes_effect_within_a_step(llama: Any) -> None:
-    with engine_for(llama) as engine:
-        other = engine.submit(prompts(1)[0], max_new_tokens=60, ignore_end=True)
-        stream = engine.submit(prompts(2)[1], max_new_tokens=5000, ignore_end=True)
+def test_cancel_takes_effect_within_a_step(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        other = engine.submit(make_prompts(1)[0], max_new_tokens=60, ignore_end=True)
+        stream = engine.submit(make_prompts(2)[1], max_new_tokens=5000, ignore_end=True)
         first = next(stream)
         stream.cancel()
         rest = list(stream)
@@ -209,14 +211,14 @@ def test_a_cancel_takes_effect_within_a_step(llama: Any) -> None:
         assert result.tokens[0] == first.token
         assert len(other.result().tokens) == 60
         assert engine.stats()["cancelled"] == 1
-        finished(engine)
+        wait_until_idle(engine)
 
 
-def test_text_that_waits_for_a_stop_string_is_there_when_a_request_is_cancelled(llama: Any) -> None:
-    (prompt,) = prompts(1)
-    tokens = alone(llama, prompt, max_new_tokens=4)
-    stop = f"<{tokens[1]}><999>"  # the second token may be its beginning: never the whole
-    with engine_for(llama) as engine:
+def test_cancel_returns_text_withheld_for_a_stop_string(llama: Any) -> None:
+    (prompt,) = make_prompts(1)
+    tokens = generate_alone(llama, prompt, max_new_tokens=4)
+    stop = f"<{tokens[1]}><999>"  # the second token may begin the stop string, never complete it
+    with make_engine(llama) as engine:
         two = threading.Event()
         stream = engine.submit(
             prompt,
@@ -231,196 +233,204 @@ def test_text_that_waits_for_a_stop_string_is_there_when_a_request_is_cancelled(
     assert result.text == "".join(f"<{token}>" for token in result.tokens)
 
 
-def test_who_asks_is_told_once_that_nothing_comes_any_more(llama: Any) -> None:
-    told = []
-    with engine_for(llama) as engine:
-        stream = engine.submit(prompts(1)[0], max_new_tokens=3, ignore_end=True)
-        stream.add_done_callback(lambda: told.append("early"))
+def test_callback_is_notified_of_the_end_once(llama: Any) -> None:
+    events = []
+    with make_engine(llama) as engine:
+        stream = engine.submit(make_prompts(1)[0], max_new_tokens=3, ignore_end=True)
+        stream.add_done_callback(lambda: events.append("early"))
         stream.result()
-        finished(engine)
+        wait_until_idle(engine)
         assert stream.done
-        stream.add_done_callback(lambda: told.append("late"))
-    assert told == ["early", "late"]
+        stream.add_done_callback(lambda: events.append("late"))
+    assert events == ["early", "late"]
 
 
-def test_an_error_of_a_callback_is_nobody_elses(llama: Any) -> None:
+def test_callback_error_affects_no_other_request(llama: Any) -> None:
     def fail() -> None:
         raise RuntimeError("too late")
 
-    with engine_for(llama) as engine:
-        stream = engine.submit(prompts(1)[0], max_new_tokens=30, ignore_end=True)
+    with make_engine(llama) as engine:
+        stream = engine.submit(make_prompts(1)[0], max_new_tokens=30, ignore_end=True)
         stream.add_done_callback(fail)
-        other = engine.submit(prompts(2)[1], max_new_tokens=40, ignore_end=True)
+        other = engine.submit(make_prompts(2)[1], max_new_tokens=40, ignore_end=True)
         assert len(stream.result().tokens) == 30 and len(other.result().tokens) == 40
-        finished(engine)
+        wait_until_idle(engine)
 
 
-def test_async_streams(llama: Any) -> None:
-    asked = prompts(5)
+def test_async_streams_yield_the_same_tokens(llama: Any) -> None:
+    inputs = make_prompts(5)
 
     async def read(stream: Stream) -> list[int]:
         return [step.token async for step in stream]
 
     async def main(engine: Engine) -> list[list[int]]:
-        streams = [engine.submit(p, max_new_tokens=10, ignore_end=True) for p in asked]
+        streams = [engine.submit(p, max_new_tokens=10, ignore_end=True) for p in inputs]
         return await asyncio.gather(*map(read, streams))
 
-    with engine_for(llama) as engine:
-        found = asyncio.run(main(engine))
-    assert found == [alone(llama, prompt, max_new_tokens=10) for prompt in asked]
+    with make_engine(llama) as engine:
+        actual = asyncio.run(main(engine))
+    assert actual == [generate_alone(llama, prompt, max_new_tokens=10) for prompt in inputs]
 
 
-def test_an_error_of_who_is_told_ends_one_request(llama: Any) -> None:
+def test_callback_error_ends_one_request(llama: Any) -> None:
     def fail(step: Any) -> None:
         raise ZeroDivisionError("mine")
 
-    asked = prompts(3)
-    with engine_for(llama) as engine:
+    inputs = make_prompts(3)
+    with make_engine(llama) as engine:
         streams = [
             engine.submit(prompt, max_new_tokens=9, ignore_end=True, on_step=on)
-            for prompt, on in zip(asked, (None, fail, None), strict=True)
+            for prompt, on in zip(inputs, (None, fail, None), strict=True)
         ]
         with pytest.raises(ZeroDivisionError, match="mine"):
             streams[1].result()
         for place in (0, 2):
-            expected = alone(llama, asked[place], max_new_tokens=9)
+            expected = generate_alone(llama, inputs[place], max_new_tokens=9)
             assert list(streams[place].result().tokens) == expected
-        finished(engine)
+        wait_until_idle(engine)
 
 
-class Dies(Exception):
-    """What a forward of the tests dies of."""
+class ForwardFailed(Exception):
+    """The error that test forwards raise."""
 
 
-def deadly(decoder: TransformersDecoder, token: int, chance: random.Random | None = None) -> Any:
-    """A hook that lets forwards die halfway in which a token comes, or now and then."""
+def make_failing_forward(
+    decoder: TransformersDecoder, token: int, chance: random.Random | None = None
+) -> Any:
+    """Return a hook that fails forwards halfway, at a given token or at random."""
     layers = [m for m in decoder.model.modules() if type(m).__name__.endswith("MLP")]
     coming: list[Any] = []
 
-    def before(module: Any, args: Any, kwargs: Any) -> None:
+    def fail_before(module: Any, args: Any, kwargs: Any) -> None:
         coming[:] = [kwargs["input_ids"]]
 
-    def within(module: Any, args: Any) -> None:
+    def fail_within(module: Any, args: Any) -> None:
         bad = (coming[0] == token).any() and coming[0].shape[1] == 1
         if bad or (chance is not None and chance.random() < 0.05):
-            raise Dies("halfway")
+            raise ForwardFailed("halfway")
 
     return [
-        decoder.model.register_forward_pre_hook(before, with_kwargs=True),
-        layers[-1].register_forward_pre_hook(within),
+        decoder.model.register_forward_pre_hook(fail_before, with_kwargs=True),
+        layers[-1].register_forward_pre_hook(fail_within),
     ]
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "qwen3_next"])
 @pytest.mark.parametrize("spec", ["raw", "affine8,tail=0"])
-def test_only_the_request_fails_that_a_forward_dies_of(name: str, spec: str) -> None:
+def test_only_the_request_that_breaks_a_forward_fails(name: str, spec: str) -> None:
     model = build(name)
-    asked = prompts(4, seed=3, longest=80)
-    expected = [alone(model, prompt, spec, max_new_tokens=20) for prompt in asked]
-    others = {token for place in (0, 2, 3) for token in expected[place]}
-    bad = next(t for t in expected[1][3:] if t not in others)
-    hooks = deadly(TransformersDecoder(model), bad)
+    inputs = make_prompts(4, seed=3, longest=80)
+    expected = [generate_alone(model, prompt, spec, max_new_tokens=20) for prompt in inputs]
+    other_tokens = {token for place in (0, 2, 3) for token in expected[place]}
+    bad = next(t for t in expected[1][3:] if t not in other_tokens)
+    hooks = make_failing_forward(TransformersDecoder(model), bad)
     try:
-        with engine_for(model, spec) as engine:
-            streams = [engine.submit(p, max_new_tokens=20, ignore_end=True) for p in asked]
-            with pytest.raises(Dies):
+        with make_engine(model, spec) as engine:
+            streams = [engine.submit(p, max_new_tokens=20, ignore_end=True) for p in inputs]
+            with pytest.raises(ForwardFailed):
                 streams[1].result()
-            found = [list(streams[place].result().tokens) for place in (0, 2, 3)]
-            finished(engine)
+            actual = [list(streams[place].result().tokens) for place in (0, 2, 3)]
+            wait_until_idle(engine)
     finally:
         for hook in hooks:
             hook.remove()
-    assert found == [expected[place] for place in (0, 2, 3)]
+    assert actual == [expected[place] for place in (0, 2, 3)]
 
 
-def five_hundred(count: int) -> None:
+def run_random_requests(count: int) -> None:
     model, chance = build("llama"), random.Random(11)
-    asked = prompts(count, seed=4)
-    counts = [chance.randint(1, 25) for _ in asked]
-    hooks = deadly(TransformersDecoder(model), -1, random.Random(12))
+    inputs = make_prompts(count, seed=4)
+    counts = [chance.randint(1, 25) for _ in inputs]
+    hooks = make_failing_forward(TransformersDecoder(model), -1, random.Random(12))
     lost = 0
     try:
-        with engine_for(model, "affine8", max_sequences=12) as engine:
+        with make_engine(model, "affine8", max_sequences=12) as engine:
             streams = []
-            for number, (prompt, n) in enumerate(zip(asked, counts, strict=True)):
+            for number, (prompt, n) in enumerate(zip(inputs, counts, strict=True)):
                 fails = number % 10 == 3
 
-                def on(step: Any, fails: bool = fails) -> None:
+                def notify(step: Any, fails: bool = fails) -> None:
                     if fails and chance.random() < 0.3:
                         raise ZeroDivisionError
 
-                streams.append(engine.submit(prompt, max_new_tokens=n, ignore_end=True, on_step=on))
+                streams.append(
+                    engine.submit(prompt, max_new_tokens=n, ignore_end=True, on_step=notify)
+                )
                 if number % 7 == 5:
                     streams[chance.randrange(len(streams))].cancel()
-            found: list[list[int] | None] = []
+            results: list[list[int] | None] = []
             for stream in streams:
                 try:
                     result = stream.result()
-                    found.append(list(result.tokens))
-                except (ZeroDivisionError, Dies):
-                    found.append(None)
+                    results.append(list(result.tokens))
+                except (ZeroDivisionError, ForwardFailed):
+                    results.append(None)
                     lost += 1
-            finished(engine)
+            wait_until_idle(engine)
     finally:
         for hook in hooks:
             hook.remove()
     assert count / 20 < lost < count / 2
-    for prompt, n, tokens in zip(asked, counts, found, strict=True):
+    for prompt, n, tokens in zip(inputs, counts, results, strict=True):
         if tokens is not None:
-            assert tokens == alone(model, prompt, "affine8", max_new_tokens=n)[: len(tokens)]
+            assert (
+                tokens == generate_alone(model, prompt, "affine8", max_new_tokens=n)[: len(tokens)]
+            )
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.laws)])
-def test_cancels_errors_and_deaths_leave_nothing_behind(count: int) -> None:
-    five_hundred(count)
+def test_cancels_errors_and_failures_leave_nothing_allocated(count: int) -> None:
+    run_random_requests(count)
 
 
-def test_a_limit_of_bytes_for_four_serves_forty(llama: Any) -> None:
-    asked = prompts(40, seed=5, longest=60)
+def test_byte_limit_for_four_requests_serves_forty(llama: Any) -> None:
+    inputs = make_prompts(40, seed=5, longest=60)
     four = 4 * kvant.plan(llama, "affine8", context=70).nbytes
-    most = []
+    peak = []
 
     def look(step: Any) -> None:
-        told = engine.stats()
-        most.append((told["nbytes_held"] + told["nbytes_free"], told["sequences"]))
+        stats = engine.stats()
+        peak.append((stats["nbytes_held"] + stats["nbytes_free"], stats["sequences"]))
 
-    with engine_for(llama, "affine8", max_bytes=four) as engine:
+    with make_engine(llama, "affine8", max_bytes=four) as engine:
         streams = [
             engine.submit(prompt, max_new_tokens=10, ignore_end=True, on_step=look)
-            for prompt in asked
+            for prompt in inputs
         ]
-        found = [list(stream.result().tokens) for stream in streams]
-        finished(engine)
-    assert max(nbytes for nbytes, _ in most) <= four and max(n for _, n in most) >= 4
-    assert found == [alone(llama, prompt, "affine8", max_new_tokens=10) for prompt in asked]
+        actual = [list(stream.result().tokens) for stream in streams]
+        wait_until_idle(engine)
+    assert max(nbytes for nbytes, _ in peak) <= four and max(n for _, n in peak) >= 4
+    assert actual == [
+        generate_alone(llama, prompt, "affine8", max_new_tokens=10) for prompt in inputs
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("falcon_h1", marks=pytest.mark.laws)])
-def test_what_was_promised_too_much_waits_in_files(name: str) -> None:
-    model, asked = build(name), prompts(5, seed=6, longest=20)
-    few = 3 * kvant.plan(model, "raw", context=20).nbytes
-    most = []
+def test_overcommitted_requests_are_swapped_out(name: str) -> None:
+    model, inputs = build(name), make_prompts(5, seed=6, longest=20)
+    max_bytes = 3 * kvant.plan(model, "raw", context=20).nbytes
+    peak = []
 
     def look(step: Any) -> None:
-        told = engine.stats()
-        most.append(told["nbytes_held"] + told["nbytes_free"])
+        stats = engine.stats()
+        peak.append(stats["nbytes_held"] + stats["nbytes_free"])
 
-    with engine_for(model, max_bytes=2 * few, overcommit=4.0) as engine:
+    with make_engine(model, max_bytes=2 * max_bytes, overcommit=4.0) as engine:
         streams = [
             engine.submit(prompt, max_new_tokens=80, ignore_end=True, on_step=look)
-            for prompt in asked
+            for prompt in inputs
         ]
-        found = [list(stream.result().tokens) for stream in streams]
+        actual = [list(stream.result().tokens) for stream in streams]
         assert engine.stats()["put_aside"] > 0
-        finished(engine)
-    assert max(most) <= 2 * few
-    assert found == [alone(model, prompt, max_new_tokens=80) for prompt in asked]
+        wait_until_idle(engine)
+    assert max(peak) <= 2 * max_bytes
+    assert actual == [generate_alone(model, prompt, max_new_tokens=80) for prompt in inputs]
 
 
-def test_the_model_is_packed_and_attached_for_as_long_as_it_is_served() -> None:
+def test_model_is_packed_and_attached_only_while_it_is_served() -> None:
     model = build("llama", head_dim=64, hidden_size=128).bfloat16()
-    for given, packed in (({}, True), ({"pack": False}, False)):
-        with engine_for(model, **given) as engine:
+    for options, packed in (({}, True), ({"pack": False}, False)):
+        with make_engine(model, **options) as engine:
             assert (
                 len(engine.submit([5, 6], max_new_tokens=3, ignore_end=True).result().tokens) == 3
             )
@@ -428,14 +438,14 @@ def test_the_model_is_packed_and_attached_for_as_long_as_it_is_served() -> None:
         assert not is_packed(model) and not get_attachments(model)
     kvant.pack(model)
     kvant.attach(model, "raw")
-    with engine_for(model):
+    with make_engine(model):
         pass
     assert is_packed(model) and get_attachments(model)
 
 
-def test_a_closed_engine_cancels_what_it_served(llama: Any) -> None:
-    engine = engine_for(llama)
-    stream = engine.submit(prompts(1)[0], max_new_tokens=5000, ignore_end=True)
+def test_closing_the_engine_cancels_its_requests(llama: Any) -> None:
+    engine = make_engine(llama)
+    stream = engine.submit(make_prompts(1)[0], max_new_tokens=5000, ignore_end=True)
     next(stream)
     engine.close()
     assert stream.result().finish_reason == "cancelled"
@@ -445,7 +455,7 @@ def test_a_closed_engine_cancels_what_it_served(llama: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"prompt": []}, kvant.PromptError, "no tokens"),
         ({"prompt": [500]}, kvant.PromptError, "token 500"),
@@ -461,97 +471,97 @@ def test_a_closed_engine_cancels_what_it_served(llama: Any) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_request_is_refused_before_it_waits(
-    llama: Any, given: dict[str, Any], error: type[Exception], told: str
+def test_invalid_request_is_refused_before_it_queues(
+    llama: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with engine_for(llama, max_bytes="1MiB", max_context=10**7) as engine:
-        with pytest.raises(error, match=told):
-            engine.submit(**{"prompt": [5, 6]} | given)
+    with make_engine(llama, max_bytes="1MiB", max_context=10**7) as engine:
+        with pytest.raises(error, match=message):
+            engine.submit(**{"prompt": [5, 6]} | options)
         assert engine.stats()["requests"] == 0
         assert len(engine.submit([5, 6], max_new_tokens=2, ignore_end=True).result().tokens) == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"max_sequences": 0}, ValueError, "max_sequences=0"),
         ({"max_bytes": "much"}, kvant.SpecError, "much"),
         ({"max_bytes": 0}, ValueError, "max_bytes=0"),
         ({"overcommit": 0.0}, ValueError, "overcommit=0.0"),
-        ({"overcommit": 2.0}, ValueError, "overcommit=2.0 of no max_bytes"),
+        ({"overcommit": 2.0}, ValueError, "overcommit=2.0 without max_bytes"),
         ({"chunk_seconds": 0.0}, ValueError, "chunk_seconds=0.0"),
         ({"backend": "cuda"}, ValueError, "cuda"),
     ],
     ids=str,
 )
-def test_a_wrong_engine_is_refused(
-    llama: Any, given: dict[str, Any], error: type[Exception], told: str
+def test_invalid_engine_arguments_are_refused(
+    llama: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=told):
-        engine_for(llama, **given)
+    with pytest.raises(error, match=message):
+        make_engine(llama, **options)
 
 
-def test_half_of_a_surrogate_pair_is_no_prompt(llama: Any) -> None:
+def test_lone_surrogate_is_refused_as_a_prompt(llama: Any) -> None:
     with (
-        engine_for(llama) as engine,
+        make_engine(llama) as engine,
         pytest.raises(kvant.PromptError, match=r"U\+D800 at character 1: half of a surrogate"),
     ):
         engine.submit("a\ud800", max_new_tokens=1)
 
 
-def test_a_fork_of_the_process_cannot_submit(llama: Any) -> None:
-    """The engine's thread is of the parent: the child would wait for ever."""
-    with engine_for(llama) as engine:
+def test_forked_process_cannot_submit(llama: Any) -> None:
+    """The engine's thread belongs to the parent: the child would wait for ever."""
+    with make_engine(llama) as engine:
         engine._pid = os.getpid() + 1
         with pytest.raises(kvant.EngineError, match="make an engine in the child"):
             engine.submit([5, 6], max_new_tokens=1)
 
 
-def test_only_models_of_transformers_are_served() -> None:
+def test_only_transformers_models_are_served() -> None:
     with pytest.raises(TypeError, match="models of transformers"):
         Engine(lambda ids, cache: torch.zeros(1, 1, 5), Numbers())
 
 
-def test_statistics_tell_who_waits_and_how_long(llama: Any) -> None:
-    with engine_for(llama, max_sequences=2, max_bytes="64MiB") as engine:
-        streams = [engine.submit(p, max_new_tokens=8, ignore_end=True) for p in prompts(6)]
+def test_stats_report_queue_lengths_and_waiting_times(llama: Any) -> None:
+    with make_engine(llama, max_sequences=2, max_bytes="64MiB") as engine:
+        streams = [engine.submit(p, max_new_tokens=8, ignore_end=True) for p in make_prompts(6)]
         for stream in streams:
             stream.result()
-        told = engine.stats()
-    assert (told["requests"], told["finished"], told["failed"]) == (6, 6, 0)
-    assert told["completion_tokens"] == 48 and told["max_bytes"] == 64 << 20
+        stats = engine.stats()
+    assert (stats["requests"], stats["finished"], stats["failed"]) == (6, 6, 0)
+    assert stats["completion_tokens"] == 48 and stats["max_bytes"] == 64 << 20
     for name in ("first_token_seconds", "between_tokens_seconds"):
-        assert 0 < told[name]["median"] <= told[name]["p95"]
+        assert 0 < stats[name]["median"] <= stats[name]["p95"]
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_h1"])
-def test_statistics_tell_what_recurrent_layers_keep(name: str) -> None:
-    model, most = build(name), []
-    with engine_for(model, max_sequences=3) as engine:
+def test_stats_report_recurrent_state_bytes(name: str) -> None:
+    model, peak = build(name), []
+    with make_engine(model, max_sequences=3) as engine:
         streams = [
             engine.submit(
                 prompt,
                 max_new_tokens=8,
                 ignore_end=True,
-                on_step=lambda step: most.append(engine.stats()["nbytes_states"]),
+                on_step=lambda step: peak.append(engine.stats()["nbytes_states"]),
             )
-            for prompt in prompts(3)
+            for prompt in make_prompts(3)
         ]
         for stream in streams:
             stream.result()
-        finished(engine)
-    one = kvant.plan(model, "raw", context=1).state_nbytes
-    assert 3 * one <= max(most) <= 9 * one
+        wait_until_idle(engine)
+    state_nbytes = kvant.plan(model, "raw", context=1).state_nbytes
+    assert 3 * state_nbytes <= max(peak) <= 9 * state_nbytes
 
 
-def test_a_dead_thread_is_an_error_of_every_request(llama: Any) -> None:
+def test_dead_engine_thread_fails_every_request(llama: Any) -> None:
     class Torn(BaseException):
-        """Not an error that a request could have."""
+        """An error that no request can cause."""
 
     def tear(step: Any) -> None:
         raise Torn
 
-    with engine_for(llama) as engine:
+    with make_engine(llama) as engine:
         torn = threading.Event()
         streams = [engine.submit([5], on_step=lambda step: torn.wait(60) and tear(step))]
         streams.append(engine.submit([6]))
@@ -563,10 +573,10 @@ def test_a_dead_thread_is_an_error_of_every_request(llama: Any) -> None:
             engine.submit([5])
 
 
-def test_a_forward_that_dies_behind_all_layers_gave_nobody_a_token(llama: Any) -> None:
-    """Without slack nothing could be taken back from behind a window."""
-    spec, asked = "affine8,window=64,sinks=0,slack=0", prompts(2, seed=8, longest=99)
-    expected = [alone(llama, prompt, spec, max_new_tokens=25) for prompt in asked]
+def test_forward_that_fails_after_all_layers_yields_no_token(llama: Any) -> None:
+    """Without slack nothing beyond a window can be rolled back."""
+    spec, inputs = "affine8,window=64,sinks=0,slack=0", make_prompts(2, seed=8, longest=99)
+    expected = [generate_alone(llama, prompt, spec, max_new_tokens=25) for prompt in inputs]
     calls = []
 
     def die(module: Any, args: Any) -> None:
@@ -576,39 +586,39 @@ def test_a_forward_that_dies_behind_all_layers_gave_nobody_a_token(llama: Any) -
 
     hook = llama.lm_head.register_forward_pre_hook(die)
     try:
-        with engine_for(llama, spec) as engine:
-            streams = [engine.submit(p, max_new_tokens=25, ignore_end=True) for p in asked]
+        with make_engine(llama, spec) as engine:
+            streams = [engine.submit(p, max_new_tokens=25, ignore_end=True) for p in inputs]
             assert [list(stream.result().tokens) for stream in streams] == expected
-            finished(engine)
+            wait_until_idle(engine)
     finally:
         hook.remove()
     assert calls.count(2) > 9
 
 
-def test_a_capacity_is_taken_at_once_and_counts(llama: Any) -> None:
+def test_fixed_capacity_is_allocated_at_once_and_counted(llama: Any) -> None:
     spec = "raw,capacity=640"
     need = kvant.plan(llama, spec, context=1).nbytes
-    with engine_for(llama, spec, max_bytes=need) as engine:
-        streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in prompts(3)]
+    with make_engine(llama, spec, max_bytes=need) as engine:
+        streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in make_prompts(3)]
         assert all(len(stream.result().tokens) == 5 for stream in streams)
         with pytest.raises(kvant.CapacityError, match="context of"):
             engine.submit([5] * 700)
     with (
-        engine_for(llama, spec, max_bytes=need - 1) as engine,
+        make_engine(llama, spec, max_bytes=need - 1) as engine,
         pytest.raises(kvant.CapacityError, match="of a limit of"),
     ):
         engine.submit([5])
 
 
-def test_bytes_that_nobody_can_tell_have_no_limit() -> None:
-    with pytest.raises(kvant.CacheError, match="nobody can tell"):
-        engine_for(build("deepseek_v32"), max_bytes="1GiB")
+def test_models_of_unknown_state_size_have_no_byte_limit() -> None:
+    with pytest.raises(kvant.CacheError, match="state of unknown size"):
+        make_engine(build("deepseek_v32"), max_bytes="1GiB")
 
 
-def test_a_cancelled_request_leaves_no_file(llama: Any) -> None:
-    few = 2 * kvant.plan(llama, "raw", context=60).nbytes
-    with engine_for(llama, max_bytes=few, overcommit=4.0) as engine:
-        streams = [engine.submit(p, max_new_tokens=80, ignore_end=True) for p in prompts(5)]
+def test_cancelled_request_leaves_no_swap_file(llama: Any) -> None:
+    max_bytes = 2 * kvant.plan(llama, "raw", context=60).nbytes
+    with make_engine(llama, max_bytes=max_bytes, overcommit=4.0) as engine:
+        streams = [engine.submit(p, max_new_tokens=80, ignore_end=True) for p in make_prompts(5)]
         while not engine.stats()["put_aside"]:
             threading.Event().wait(0.001)
         for stream in streams:
@@ -620,29 +630,29 @@ def test_a_cancelled_request_leaves_no_file(llama: Any) -> None:
     assert not folder.exists()
 
 
-def test_a_request_fails_once_however_many_continuations_it_has(llama: Any) -> None:
+def test_request_with_several_continuations_fails_once(llama: Any) -> None:
     def die(module: Any, args: Any) -> None:
         if args[0].shape[0] > 1 or calls:
-            raise Dies
+            raise ForwardFailed
         calls.append(module)
 
     calls: list[Any] = []
     hook = llama.lm_head.register_forward_pre_hook(die)
     try:
-        with engine_for(llama) as engine:
+        with make_engine(llama) as engine:
             stream = engine.submit([5, 6, 7], n=3, max_new_tokens=5, ignore_end=True)
-            with pytest.raises(Dies):
+            with pytest.raises(ForwardFailed):
                 stream.results()
             assert engine.stats()["failed"] == 1
     finally:
         hook.remove()
 
 
-def test_who_is_told_of_a_step_may_stop_or_close(llama: Any) -> None:
+def test_step_callback_may_cancel_or_close(llama: Any) -> None:
     def stop(step: Any) -> None:
         raise StopIteration
 
-    with engine_for(llama) as engine:
+    with make_engine(llama) as engine:
         with pytest.raises(RuntimeError, match="StopIteration"):
             list(engine.submit([5], max_new_tokens=5, ignore_end=True, on_step=stop))
         stream = engine.submit(
@@ -651,7 +661,7 @@ def test_who_is_told_of_a_step_may_stop_or_close(llama: Any) -> None:
         assert stream.result().finish_reason == "cancelled" and len(stream.result().tokens) == 1
 
 
-def test_logits_that_are_not_numbers_fail_their_own_request(llama: Any) -> None:
+def test_nan_logits_fail_only_their_request(llama: Any) -> None:
     def spoil(module: Any, args: Any, out: Any) -> Any:
         if len(out) == 2:
             out[-1] = torch.nan
@@ -659,14 +669,14 @@ def test_logits_that_are_not_numbers_fail_their_own_request(llama: Any) -> None:
 
     hook = llama.lm_head.register_forward_hook(spoil)
     try:
-        with engine_for(llama) as engine:
+        with make_engine(llama) as engine:
             streams = [engine.submit([5 + i], max_new_tokens=6, ignore_end=True) for i in range(2)]
-            told = []
+            errors = []
             for stream in streams:
                 try:
-                    told.append(str(len(stream.result().tokens)))
+                    errors.append(str(len(stream.result().tokens)))
                 except ValueError as error:
-                    told.append(str(error))
-            assert sorted(told)[0] == "6" and "not numbers" in sorted(told)[1]
+                    errors.append(str(error))
+            assert sorted(errors)[0] == "6" and "logits are NaN" in sorted(errors)[1]
     finally:
         hook.remove()

@@ -1,4 +1,4 @@
-"""A limit of bytes, against what the process really takes."""
+"""Test the byte limit against the memory of the process."""
 
 from __future__ import annotations
 
@@ -38,32 +38,33 @@ def serve(count, new):
             engine.submit([3 + i] * PROMPT, max_new_tokens=new, ignore_end=True)
             for i in range(count)
         ]
-        said = sum(len(stream.result().tokens) for stream in streams)
-        return said, engine.stats()
+        num_tokens = sum(len(stream.result().tokens) for stream in streams)
+        return num_tokens, engine.stats()
 
 def peak(count):
     ctypes.CDLL(None).malloc_trim(0)
     before = reset_resident_peak()
-    said, told = serve(count, NEW)
-    return read_resident_nbytes("VmHWM") - before, said, told["finished"]
+    num_tokens, stats = serve(count, NEW)
+    return read_resident_nbytes("VmHWM") - before, num_tokens, stats["finished"]
 
-serve(1, 1)  # what first calls take for good
+serve(1, 1)  # permanent allocations of first calls
 one, _, _ = peak(1)  # its pages, and the activations of a prompt
-many, said, finished = peak(40)
-print(json.dumps({"four": four, "one": one, "peak": many, "said": said, "finished": finished}))
+many, num_tokens, finished = peak(40)
+report = {"four": four, "one": one, "peak": many, "num_tokens": num_tokens, "finished": finished}
+print(json.dumps(report))
 """
-KEPT = 4 << 20  # by the allocator, of what came and went
-AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # for it to give back what is larger
+KEPT = 4 << 20  # retained by the allocator
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # lets it return larger blocks
 
 
-def test_forty_requests_take_what_four_need() -> None:
+def test_forty_requests_need_the_memory_of_four() -> None:
     tests = Path(__file__).resolve().parent.parent
     run = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(
+    process = subprocess.run(
         run, capture_output=True, text=True, check=True, cwd=tests, env=os.environ | AT_ONCE
     )
-    told = json.loads(done.stdout)
-    assert (told["said"], told["finished"]) == (160, 40)
-    grows = told["four"] // 8  # keys, or values, of one of four layers: old and new pages
-    most = 0.75 * told["four"] + told["one"] + grows + KEPT
-    assert 0.5 * told["four"] < told["peak"] <= most, told
+    report = json.loads(process.stdout)
+    assert (report["num_tokens"], report["finished"]) == (160, 40)
+    grows = report["four"] // 8  # keys or values of one of four layers: old and new pages
+    limit = 0.75 * report["four"] + report["one"] + grows + KEPT
+    assert 0.5 * report["four"] < report["peak"] <= limit, report

@@ -1,4 +1,4 @@
-"""Batches whose forwards are recorded on a CPU: each gets what it would get alone, to the token."""
+"""Test batches whose forwards are captured on a CPU: tokens equal those of each request alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 
-from engine.test_engine import alone, engine_for, finished, nothing_is_left, prompts
+from engine.test_engine import generate_alone, make_engine, make_prompts, no_leaks, wait_until_idle
 from hf.zoo import build
 from kvant.engine.batch import Batch, EngineSequence
 from kvant.generation import TransformersDecoder
@@ -17,27 +17,27 @@ from kvant.native import get_library
 
 pytestmark = [
     pytest.mark.skipif(get_library().functions is None, reason="the native library is not here"),
-    pytest.mark.usefixtures(nothing_is_left.__name__),
+    pytest.mark.usefixtures(no_leaks.__name__),
 ]
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Of every forward of a token of each: how many sequences, and was it replayed?"""
-    found, rows = [], TransformersDecoder.compute_batch_logits
+def replay_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Record the batch size of every decode forward, and whether it was replayed."""
+    actual, rows = [], TransformersDecoder.compute_batch_logits
 
-    def counted(
-        decoder: Any, tokens: Any, places: Any, cache: TransformersCache, *given: Any
+    def count_forwards(
+        decoder: Any, tokens: Any, places: Any, cache: TransformersCache, *args: Any
     ) -> Any:
         before = cache.context.replay_stats.num_tokens
-        out = rows(decoder, tokens, places, cache, *given)
-        found.append((len(tokens), cache.context.replay_stats.num_tokens > before))
+        out = rows(decoder, tokens, places, cache, *args)
+        actual.append((len(tokens), cache.context.replay_stats.num_tokens > before))
         return out
 
-    monkeypatch.setattr(TransformersDecoder, "compute_batch_logits", counted)
+    monkeypatch.setattr(TransformersDecoder, "compute_batch_logits", count_forwards)
     at_once = NATIVE_REPLAY._replace(num_warmup_forwards=0)
     monkeypatch.setattr("kvant.generation.decoder.NATIVE_REPLAY", at_once)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -48,38 +48,38 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         *(pytest.param(s, marks=pytest.mark.laws) for s in ("affine4,tail=3", "turbo4v4", "fp8")),
     ],
 )
-def test_sequences_come_and_go(
-    replayed: list[tuple[int, bool]], spec: str, monkeypatch: pytest.MonkeyPatch
+def test_replay_survives_sequences_joining_and_leaving(
+    replay_log: list[tuple[int, bool]], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, asked = build("llama"), prompts(9, longest=90)
+    model, inputs = build("llama"), make_prompts(9, longest=90)
     counts = [5, 30, 1, 12, 70, 8, 8, 3, 20]
-    with engine_for(model, spec, max_sequences=4) as engine:
+    with make_engine(model, spec, max_sequences=4) as engine:
         streams = [
             engine.submit(prompt, max_new_tokens=n, ignore_end=True)
-            for prompt, n in zip(asked, counts, strict=True)
+            for prompt, n in zip(inputs, counts, strict=True)
         ]
-        found = [list(stream.result().tokens) for stream in streams]
-        finished(engine)
-    sizes = {size for size, _ in replayed}  # which others there are, the processor's speed decides
+        actual = [list(stream.result().tokens) for stream in streams]
+        wait_until_idle(engine)
+    sizes = {size for size, _ in replay_log}  # other sizes depend on the speed of the processor
     assert {1, 4} <= sizes <= {1, 2, 3, 4}, "nobody is beside them who asked nothing"
-    assert {size for size, again in replayed if again} == sizes
-    assert sum(again for _, again in replayed) > len(replayed) // 2
+    assert {size for size, was_replayed in replay_log if was_replayed} == sizes
+    assert sum(was_replayed for _, was_replayed in replay_log) > len(replay_log) // 2
     monkeypatch.setattr(TransformersDecoder, "_captures_on_cpu", False)
-    for prompt, n, tokens in zip(asked, counts, found, strict=True):
-        assert tokens == alone(model, prompt, spec, max_new_tokens=n)
+    for prompt, n, tokens in zip(inputs, counts, actual, strict=True):
+        assert tokens == generate_alone(model, prompt, spec, max_new_tokens=n)
 
 
-def test_a_model_that_is_not_replayed_is_served(replayed: list[tuple[int, bool]]) -> None:
-    model, asked = build("falcon_h1"), prompts(3, seed=4, longest=9)
-    with engine_for(model, "raw", max_sequences=3) as engine:
-        streams = [engine.submit(p, max_new_tokens=6, ignore_end=True) for p in asked]
-        found = [list(stream.result().tokens) for stream in streams]
-        finished(engine)
-    assert not any(again for _, again in replayed)
-    assert found == [alone(model, prompt, max_new_tokens=6) for prompt in asked]
+def test_model_without_replay_is_served(replay_log: list[tuple[int, bool]]) -> None:
+    model, inputs = build("falcon_h1"), make_prompts(3, seed=4, longest=9)
+    with make_engine(model, "raw", max_sequences=3) as engine:
+        streams = [engine.submit(p, max_new_tokens=6, ignore_end=True) for p in inputs]
+        actual = [list(stream.result().tokens) for stream in streams]
+        wait_until_idle(engine)
+    assert not any(was_replayed for _, was_replayed in replay_log)
+    assert actual == [generate_alone(model, prompt, max_new_tokens=6) for prompt in inputs]
 
 
-def test_an_empty_batch_keeps_no_memory_of_recordings(replayed: list[tuple[int, bool]]) -> None:
+def test_empty_batch_frees_its_replay_memory(replay_log: list[tuple[int, bool]]) -> None:
     decoder = TransformersDecoder(build("llama"))
     batch, seat = Batch(decoder, decoder.make_cache("raw")), EngineSequence([3, 4, 5])
     batch.prefill(seat, 3)
@@ -90,4 +90,4 @@ def test_an_empty_batch_keeps_no_memory_of_recordings(replayed: list[tuple[int, 
     batch.release(seat)
     batch.clear()
     gc.collect()
-    assert replayed == [(1, True)] * 3 and blocks() is None
+    assert replay_log == [(1, True)] * 3 and blocks() is None

@@ -1,4 +1,4 @@
-"""Thousands of requests without a model: bytes, order and waits, in integers."""
+"""Test thousands of requests without a model: bytes, order and waiting times, in integers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import random
 
 import pytest
 
-from engine.caches import Caches, Line
+from engine.caches import SimulatedBatch, SimulatedSequence
 from engine.crowd import (
-    BUDGET,
-    CHUNK,
-    FOOTPRINT,
+    CHUNK_MS,
+    MAX_CHUNK,
+    MEMORY_MODEL,
     RAW,
     SEALED,
     WINDOW,
-    Life,
-    footprint,
-    milliseconds,
-    requests,
-    world,
+    SimulatedRequest,
+    compute_chunk_ms,
+    make_memory_model,
+    make_requests,
+    make_simulation,
 )
 from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.scheduler import (
@@ -45,23 +45,23 @@ LIVES = [
 
 @pytest.mark.parametrize("fetches", [False, True])
 @pytest.mark.parametrize(("count", "seed", "overcommit"), LIVES)
-def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
+def test_all_requests_finish_within_the_byte_limit_and_the_delay_bound(
     count: int, seed: int, overcommit: float, fetches: bool
 ) -> None:
     limit = 120 * 1000
-    here = world(limit, overcommit)
-    here.schedule.has_store = fetches
-    here.run(requests(count, seed))
-    assert here.finished == count and here.most <= limit
-    assert fetches or (here.moves > 0) == (overcommit > 1)  # what a store has is read sooner
-    # Chunks of some prompts, the moves that made room, and the forwards of others.
-    longest = MAX_TIMED_PROMPTS * 1.1 * BUDGET
-    usual = [wait for wait in here.waits if wait > longest]
-    assert len(usual) <= here.moves
-    for place, late in enumerate(here.order):
-        for early in here.order[place + 1 : place + 50]:
-            gained = max(0, late.job.priority - early.job.priority) + 1
-            assert late.job.arrival_ms <= early.job.arrival_ms + AGING_MS * gained
+    simulation = make_simulation(limit, overcommit)
+    simulation.scheduler.has_store = fetches
+    simulation.run(make_requests(count, seed))
+    assert simulation.num_finished == count and simulation.peak_nbytes <= limit
+    assert fetches or (simulation.num_swaps > 0) == (overcommit > 1)  # store lookups finish sooner
+    # Chunks of some prompts, the evictions and swaps for them, and the forwards of others.
+    longest = MAX_TIMED_PROMPTS * 1.1 * CHUNK_MS
+    usual = [wait for wait in simulation.delays_ms if wait > longest]
+    assert len(usual) <= simulation.num_swaps
+    for place, life in enumerate(simulation.admitted):
+        for early in simulation.admitted[place + 1 : place + 50]:
+            gained = max(0, life.scheduled.priority - early.scheduled.priority) + 1
+            assert life.scheduled.arrival_ms <= early.scheduled.arrival_ms + AGING_MS * gained
 
 
 CROWDS = {"raw": (RAW,), "sealed": (SEALED,), "window": (WINDOW,), "both": (SEALED, WINDOW)}
@@ -83,77 +83,83 @@ LIMITS = {"raw": 150_000, "sealed": 90_000, "window": 48_000, "both": 150_000}
         ],
     ],
 )
-def test_prefixes_take_only_what_no_request_needs(
+def test_prefixes_use_only_memory_no_request_needs(
     count: int, overcommit: float, pages: str, fetches: bool
 ) -> None:
-    """Also where half of the requests ask for several continuations: pools stay in the limit."""
+    """Also if half of the requests have several continuations: pools stay within the limit."""
     limit = LIMITS[pages]
-    here = world(limit, overcommit, kinds=CROWDS[pages])
-    here.schedule.has_store = fetches
-    here.schedule.set_prefix_slots(here.schedule.memory_budget.zero_slots)
-    here.run(requests(count, seed=7, widths=(1, 1, 2, 4)))
-    assert here.finished == count and limit // 2 < here.most <= limit
-    assert here.hit > 20 * count and here.gone > count
-    assert (here.came > 50 * count) == fetches and (here.late > count // 20) == fetches
-    assert (here.overdue > count // 20) == fetches
+    simulation = make_simulation(limit, overcommit, groups=CROWDS[pages])
+    simulation.scheduler.has_store = fetches
+    simulation.scheduler.set_prefix_slots(simulation.scheduler.memory_budget.zero_slots)
+    simulation.run(make_requests(count, seed=7, widths=(1, 1, 2, 4)))
+    assert simulation.num_finished == count and limit // 2 < simulation.peak_nbytes <= limit
+    assert simulation.num_hit_tokens > 20 * count and simulation.num_evicted > count
+    assert (simulation.num_restored_tokens > 50 * count) == fetches and (
+        simulation.num_late > count // 20
+    ) == fetches
+    assert (simulation.num_overdue > count // 20) == fetches
 
 
 @pytest.mark.parametrize("pages", CROWDS)
-def test_a_footprint_counts_the_pages_that_close_with_a_chunk(pages: str) -> None:
-    """Pages that were open before a chunk are there until its last query has read them."""
+def test_memory_model_counts_pages_sealed_by_a_chunk(pages: str) -> None:
+    """Pages open before a chunk stay until its last query has read them."""
     chance = random.Random(0)
     for _ in range(100):
-        one = footprint(*CROWDS[pages])
-        caches, line, length = Caches(one), Line(), 0
+        memory_model = make_memory_model(*CROWDS[pages])
+        caches, line, length = SimulatedBatch(memory_model), SimulatedSequence(), 0
         for _ in range(chance.randint(1, 4)):
-            count = chance.choice((1, chance.randint(1, 70), chance.randint(1, CHUNK)))
-            caches.read(line, count)
+            count = chance.choice((1, chance.randint(1, 70), chance.randint(1, MAX_CHUNK)))
+            caches.prefill(line, count)
             length += count
-        most = (one.count_slots(length) + one.count_transient_slots(length) + one.pool_overhead)[
-            :-1
-        ]
-        assert (caches.allocated <= most).all(), f"{caches.allocated} of {most}"
-        assert caches.held == sum(map(len, caches.slots(line)))  # nothing waits to be freed
+        bound = (
+            memory_model.count_slots(length)
+            + memory_model.count_transient_slots(length)
+            + memory_model.pool_overhead
+        )[:-1]
+        assert (caches.num_allocated <= bound).all(), f"{caches.num_allocated} of {bound}"
+        assert caches.num_used == sum(
+            map(len, caches.list_slots(line))
+        )  # nothing waits to be freed
 
 
-def test_the_next_one_is_looked_for_while_it_waits_for_a_place() -> None:
-    schedule = world(None, sequences=1).schedule
+def test_next_request_looks_up_its_prefix_while_it_queues() -> None:
+    schedule = make_simulation(None, max_sequences=1).scheduler
     schedule.has_store = True
-    one, two, three = (ScheduledRequest(number, 64, 2) for number in range(3))
-    for job in (one, two, three):
+    first, two, three = (ScheduledRequest(number, 64, 2) for number in range(3))
+    for job in (first, two, three):
         schedule.add(job)
-    assert schedule.choose_action(0) == LookUpStore(one)
-    one.store_deadline_ms = 100
-    assert schedule.choose_action(0) == LookUpStore(two)  # and no third one ahead of its place
+    assert schedule.choose_action(0) == LookUpStore(first)
+    first.store_deadline_ms = 100
+    assert schedule.choose_action(0) == LookUpStore(two)  # no third request ahead of its turn
     two.store_deadline_ms = 100
     assert schedule.choose_action(0) is None and schedule.compute_timeout(0) == 0.1
     assert schedule.finish_store_lookup(two, 0)
-    assert schedule.choose_action(50) is None  # it came, but the place is that of the first
-    assert schedule.finish_store_lookup(one, 0)
-    assert schedule.choose_action(60) == Prefill(one, 64)
-    schedule.remove(one)
+    assert schedule.choose_action(50) is None  # finished, but the first request is next
+    assert schedule.finish_store_lookup(first, 0)
+    assert schedule.choose_action(60) == Prefill(first, 64)
+    schedule.remove(first)
     assert schedule.choose_action(70) == LookUpStore(three)
     assert schedule.choose_action(70) == Prefill(two, 64)
 
 
-def test_what_comes_late_is_used_if_nothing_was_read() -> None:
-    schedule = world(None, sequences=3).schedule
+def test_late_store_hit_is_used_if_nothing_was_prefilled() -> None:
+    schedule = make_simulation(None, max_sequences=3).scheduler
     schedule.has_store = True
     jobs = [ScheduledRequest(number, 64, 2) for number in range(3)]
     for job in jobs:
         schedule.add(job)
         assert schedule.choose_action(0) == LookUpStore(job)
         job.store_deadline_ms = 50
-    one, _, three = jobs
-    assert schedule.choose_action(60) == Prefill(one, 64)
+    first, _, three = jobs
+    assert schedule.choose_action(60) == Prefill(first, 64)
     assert not any(job.store_deadline_ms for job in jobs)
-    schedule.complete(Prefill(one, 64))
+    schedule.complete(Prefill(first, 64))
     schedule.remove(three)
     assert [schedule.finish_store_lookup(job, 0) for job in jobs] == [False, True, False]
 
 
-def test_who_waits_ahead_of_its_place_is_overtaken_by_nobody() -> None:
-    schedule = world(None, sequences=4).schedule
+def test_request_at_the_head_of_the_queue_is_not_overtaken() -> None:
+    schedule = make_simulation(None, max_sequences=4).scheduler
     schedule.has_store = True
     jobs = [
         ScheduledRequest(0, 64, 9),
@@ -164,100 +170,111 @@ def test_who_waits_ahead_of_its_place_is_overtaken_by_nobody() -> None:
         schedule.add(job)
     assert schedule.choose_action(0) == LookUpStore(jobs[0])
     assert schedule.choose_action(0) == LookUpStore(jobs[1])
-    assert schedule.choose_action(0) == Prefill(
-        jobs[0], 64
-    )  # three places are free, and kept for four
+    # three places are free, and reserved for four
+    assert schedule.choose_action(0) == Prefill(jobs[0], 64)
     assert jobs[2] in schedule.waiting
 
 
-def test_a_low_priority_is_served_though_high_ones_never_end() -> None:
-    here = world(None, sequences=1)
-    crowd = [Life(ScheduledRequest(n, 64, 20, 1, 3, "", 150 * n), ends=[20]) for n in range(1000)]
-    low = Life(ScheduledRequest(5000, 64, 20, 1, 0, "", 0), ends=[20])
-    here.run([*crowd, low])
-    assert low.admitted is not None and low.admitted < 4.5 * AGING_MS
+def test_low_priority_request_is_not_starved() -> None:
+    simulation = make_simulation(None, max_sequences=1)
+    crowd = [
+        SimulatedRequest(ScheduledRequest(n, 64, 20, 1, 3, "", 150 * n), output_lengths=[20])
+        for n in range(1000)
+    ]
+    low = SimulatedRequest(ScheduledRequest(5000, 64, 20, 1, 0, "", 0), output_lengths=[20])
+    simulation.run([*crowd, low])
+    assert low.admitted_ms is not None and low.admitted_ms < 4.5 * AGING_MS
 
 
-def test_the_first_who_does_not_fit_is_overtaken_by_nobody() -> None:
-    here = world(50 * 1000)
-    small = [Life(ScheduledRequest(2 * n, 64, 400, arrival_ms=n), ends=[400]) for n in range(40)]
-    large = Life(ScheduledRequest(7, 2900, 2, arrival_ms=3), ends=[2])
-    here.run([*small, large])
-    places = [life.job.number for life in here.order]
+def test_first_request_that_does_not_fit_is_not_overtaken() -> None:
+    simulation = make_simulation(50 * 1000)
+    small = [
+        SimulatedRequest(ScheduledRequest(2 * n, 64, 400, arrival_ms=n), output_lengths=[400])
+        for n in range(40)
+    ]
+    large = SimulatedRequest(ScheduledRequest(7, 2900, 2, arrival_ms=3), output_lengths=[2])
+    simulation.run([*small, large])
+    places = [life.scheduled.number for life in simulation.admitted]
     assert places.index(7) <= 4
 
 
-def test_tenants_take_turns() -> None:
-    here = world(None, sequences=4)
+def test_tenants_alternate() -> None:
+    simulation = make_simulation(None, max_sequences=4)
     greedy = [
-        Life(ScheduledRequest(n, 64, 50, tenant="greedy", arrival_ms=0), ends=[50])
+        SimulatedRequest(
+            ScheduledRequest(n, 64, 50, tenant="greedy", arrival_ms=0), output_lengths=[50]
+        )
         for n in range(30)
     ]
     modest = [
-        Life(ScheduledRequest(50 + n, 64, 50, tenant="modest", arrival_ms=1), ends=[50])
+        SimulatedRequest(
+            ScheduledRequest(50 + n, 64, 50, tenant="modest", arrival_ms=1), output_lengths=[50]
+        )
         for n in range(4)
     ]
-    here.run([*greedy, *modest])
-    places = [life.job.number for life in here.order]
+    simulation.run([*greedy, *modest])
+    places = [life.scheduled.number for life in simulation.admitted]
     assert max(places.index(50 + n) for n in range(4)) < 14
 
 
 @pytest.mark.parametrize(("prompts", "times"), [(1, 1), (2, 2), (3, 3), (6, MAX_TIMED_PROMPTS)])
-def test_the_more_prompts_are_read_the_longer_others_wait(prompts: int, times: int) -> None:
-    """Each has a budget of time between two tokens, up to so many of them."""
-    here = world(None)
-    speaking = [Life(ScheduledRequest(0, 20, 300), ends=[300])]
+def test_decode_delay_grows_with_the_number_of_prefills(prompts: int, times: int) -> None:
+    """Each prompt has a time budget between two tokens, up to a maximum number of prompts."""
+    simulation = make_simulation(None)
+    speaking = [SimulatedRequest(ScheduledRequest(0, 20, 300), output_lengths=[300])]
     reading = [
-        Life(ScheduledRequest(1 + n, 3000, 1, arrival_ms=1000), ends=[1]) for n in range(prompts)
+        SimulatedRequest(ScheduledRequest(1 + n, 3000, 1, arrival_ms=1000), output_lengths=[1])
+        for n in range(prompts)
     ]
-    here.run([*speaking, *reading])
-    assert (times - 1) * BUDGET < max(here.waits) < 1.1 * times * BUDGET
+    simulation.run([*speaking, *reading])
+    assert (times - 1) * CHUNK_MS < max(simulation.delays_ms) < 1.1 * times * CHUNK_MS
 
 
 def test_chunks_of_several_prompts_fit_between_two_tokens() -> None:
-    schedule, order = world(None).schedule, list[str]()
+    schedule, order = make_simulation(None).scheduler, list[str]()
     for tokens in (64, 128, 256):
-        schedule.chunk_sizer.record_time(tokens, 0, milliseconds(tokens, 0) / 1e3)
+        schedule.chunk_sizer.record_time(tokens, 0, compute_chunk_ms(tokens, 0) / 1e3)
+    # 110 ms each, of 250
     jobs = [
         ScheduledRequest(0, 20, 3),
         *(ScheduledRequest(1 + n, 100, 1) for n in range(3)),
-    ]  # 110 ms each, of 250
+    ]
     for job in jobs:
         schedule.add(job)
     while action := schedule.choose_action(0):
         order.append(type(action).__name__)
         schedule.complete(action)
         for job in [
-            one for one in jobs if one.num_output_tokens == one.max_new_tokens and one.num_sequences
+            job for job in jobs if job.num_output_tokens == job.max_new_tokens and job.num_sequences
         ]:
             schedule.finish_sequence(job)
         if isinstance(action, FreePools):
             break
-    assert order == [*["Prefill"] * 3, "Decode", "Prefill", "Decode", "FreePools"]
+    assert order == ["Prefill"] * 3 + ["Decode", "Prefill", "Decode", "FreePools"]
 
 
 @pytest.mark.parametrize(
     ("prompt", "count"),
     [(130, 130), (240, 240), (260, 192)],  # 225 ms of 250 at 200 tokens, 274 at 240, 299 at 260
 )
-def test_a_few_tokens_more_come_with_the_last_chunk(prompt: int, count: int) -> None:
+def test_last_chunk_absorbs_a_small_remainder(prompt: int, count: int) -> None:
     pace = ChunkSizer(512)
     for tokens in (64, 128, 256):
-        pace.record_time(tokens, 0, milliseconds(tokens, 0) / 1e3)
-    assert pace.choose_chunk(0, prompt, BUDGET / 1e3) == count
+        pace.record_time(tokens, 0, compute_chunk_ms(tokens, 0) / 1e3)
+    assert pace.choose_chunk(0, prompt, CHUNK_MS / 1e3) == count
 
 
-def test_what_can_never_fit_is_refused_with_what_it_needs() -> None:
-    here = world(10 * 1000)
+def test_impossible_request_is_refused_with_the_needed_bytes() -> None:
+    simulation = make_simulation(10 * 1000)
     with pytest.raises(CapacityError, match=r"700 tokens and 10 new ones need .* of a limit of"):
-        here.schedule.check_request(ScheduledRequest(0, 700, 10))
+        simulation.scheduler.check_request(ScheduledRequest(0, 700, 10))
     with pytest.raises(CapacityError, match=r"n=9 with max_sequences=8"):
-        here.schedule.check_request(ScheduledRequest(0, 7, 10, 9))
-    here.schedule.check_request(ScheduledRequest(0, 500, 10))
+        simulation.scheduler.check_request(ScheduledRequest(0, 7, 10, 9))
+    simulation.scheduler.check_request(ScheduledRequest(0, 500, 10))
 
 
-def test_memory_is_let_go_once_nobody_is_left() -> None:
-    schedule = world(None).schedule
+def test_memory_is_released_when_all_requests_finish() -> None:
+    schedule = make_simulation(None).scheduler
     job = ScheduledRequest(0, 10, 1)
     schedule.add(job)
     action = schedule.choose_action(0)
@@ -273,6 +290,6 @@ def test_memory_is_let_go_once_nobody_is_left() -> None:
     ("name", "value"),
     [("max_bytes", 0), ("max_sequences", 0), ("overcommit", 0.5), ("overcommit", float("nan"))],
 )
-def test_wrong_numbers_are_named(name: str, value: float) -> None:
+def test_invalid_numbers_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: 1 or more"):
-        Scheduler(FOOTPRINT, ChunkSizer(512), **{name: value})  # type: ignore[arg-type]
+        Scheduler(MEMORY_MODEL, ChunkSizer(512), **{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The model inside on a few tokens: what raw gives, what breaks is seen, and what is kept."""
+"""Test evaluation of the bundled model on a few tokens: raw, lossy formats and saved results."""
 
 from __future__ import annotations
 
@@ -33,76 +33,81 @@ FEW = EvaluationSettings(tokens=700, context=350, prompts=1, continued=8)
 
 
 @pytest.fixture(scope="module")
-def inside() -> Any:
+def bundled_model() -> Any:
     return load(None)
 
 
 @pytest.fixture(scope="module")
-def found(inside: Any) -> list[EvaluationResult]:
-    model, tokenizer = inside
+def results(bundled_model: Any) -> list[EvaluationResult]:
+    model, tokenizer = bundled_model
     specs = {"raw": "raw", "four bits": make_stored_prefill_spec(model, "affine4")}
     return evaluate(model, tokenizer, specs, settings=FEW)
 
 
-def test_raw_is_itself(found: list[EvaluationResult]) -> None:
-    raw, _ = found
+def test_raw_equals_itself(results: list[EvaluationResult]) -> None:
+    raw, _ = results
     assert (raw.mean_kl, raw.p999_kl, raw.perplexity_change, raw.top1) == (0, 0, 0, 1)
     assert raw.mean_kl_interval == raw.perplexity_change_interval == (0, 0)
     assert (raw.identical, raw.recall) == (8, raw.raw_recall)
     assert raw.row_nbytes == raw.raw_row_nbytes and raw.nbytes == raw.raw_nbytes
 
 
-def test_recipes_may_have_a_name(inside: Any, found: list[EvaluationResult]) -> None:
-    _, four = found
+def test_recipes_may_be_named(bundled_model: Any, results: list[EvaluationResult]) -> None:
+    _, four = results
     assert (four.format, four.positions) == ("four bits", 698)
     assert 0 < four.mean_kl_interval[0] < four.mean_kl < four.mean_kl_interval[1] < 0.1
     assert four.p99_kl <= four.p999_kl and four.tokens_s > 0 and four.vs_raw > 0
-    planned = plan(inside[0], "affine4", context=32768)
+    planned = plan(bundled_model[0], "affine4", context=32768)
     assert (four.row_nbytes, four.nbytes["32k"]) == (planned.nbytes_per_token, planned.nbytes)
 
 
-def test_a_format_whose_scales_are_fitted_can_be_measured(inside: Any) -> None:
-    """What `auto` takes on a model with outliers was refused: "Smooth has no name"."""
-    (smooth,) = evaluate(*inside, {"turbo4": "turbo4,smooth"}, settings=FEW)
+def test_a_format_whose_scales_are_fitted_can_be_measured(bundled_model: Any) -> None:
+    """Regression: the format that `auto` chose for a model with outliers was refused: "Smooth
+    has no name".
+    """
+    (smooth,) = evaluate(*bundled_model, {"turbo4": "turbo4,smooth"}, settings=FEW)
     assert 0 < smooth.mean_kl < 0.1 and smooth.row_nbytes < 0.3 * smooth.raw_row_nbytes
 
 
-def test_a_format_that_loses_rows_is_seen(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossy_format_is_detected(bundled_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)
     monkeypatch.setattr(dispatch, "BACKENDS", [ReferenceBackend()])
-    (broken,) = evaluate(*inside, {"affine8": "affine8,tail=0"}, settings=FEW)
+    (broken,) = evaluate(*bundled_model, {"affine8": "affine8,tail=0"}, settings=FEW)
     assert broken.perplexity_change_interval[0] > 0.1 and broken.mean_kl > 0.1
     assert broken.top1 < 0.9 and broken.identical < 8
 
 
-def test_a_result_is_a_line_of_json_also_where_nothing_is_finite(
-    found: list[EvaluationResult],
+def test_result_is_one_json_line_even_if_nothing_is_finite(
+    results: list[EvaluationResult],
 ) -> None:
-    for one in (*found, replace(found[0], mean_kl=math.inf, mean_kl_interval=(0.5, math.inf))):
-        line = json.dumps(one.to_json(), allow_nan=False)
-        assert EvaluationResult.from_json(json.loads(line)) == one
-        assert flatten_result(one)["recall_copy"] == one.recall_shares["copy"]
-        assert all(isinstance(v, str | int | float | None) for v in flatten_result(one).values())
+    for result in (
+        *results,
+        replace(results[0], mean_kl=math.inf, mean_kl_interval=(0.5, math.inf)),
+    ):
+        line = json.dumps(result.to_json(), allow_nan=False)
+        assert EvaluationResult.from_json(json.loads(line)) == result
+        assert flatten_result(result)["recall_copy"] == result.recall_shares["copy"]
+        assert all(isinstance(v, str | int | float | None) for v in flatten_result(result).values())
 
 
-def test_a_loss_beyond_all_numbers_is_infinite() -> None:
+def test_overflowing_loss_is_infinite() -> None:
     many = torch.zeros(500)
-    told = summarize_quality(Divergence(many + 900, many + 1, many + 900, many > 0), seed=0)
-    assert told["perplexity_change"] == told["perplexity_change_interval"][1] == math.inf
-    assert told["mean_kl_interval"] == (900, 900)
+    quality = summarize_quality(Divergence(many + 900, many + 1, many + 900, many > 0), seed=0)
+    assert quality["perplexity_change"] == quality["perplexity_change_interval"][1] == math.inf
+    assert quality["mean_kl_interval"] == (900, 900)
 
 
-def test_a_capacity_has_no_bytes_beyond_it(inside: Any) -> None:
-    (one,) = evaluate(*inside, {"a": "affine8,capacity=4096"}, settings=FEW)
-    assert one.nbytes["2k"] is not None and one.nbytes["32k"] is None
+def test_capacity_allocates_no_bytes_beyond_it(bundled_model: Any) -> None:
+    (result,) = evaluate(*bundled_model, {"a": "affine8,capacity=4096"}, settings=FEW)
+    assert result.nbytes["2k"] is not None and result.nbytes["32k"] is None
 
 
 def test_a_saved_result_is_not_measured_again(
-    inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, steps = tmp_path / "found.jsonl", list[tuple[int, int]]()
-    (first,) = evaluate(*inside, {"affine8": "affine8"}, settings=FEW, save=file)
+    (first,) = evaluate(*bundled_model, {"affine8": "affine8"}, settings=FEW, save=file)
     with file.open("a") as torn:
         torn.write('{"format": "affine4", "mean')
     measured: list[str] = []
@@ -116,60 +121,64 @@ def test_a_saved_result_is_not_measured_again(
     monkeypatch.setattr(Evaluation, "measure_format", result)
     names = {"affine8": "affine8", "affine4": "affine4"}
     for _ in range(2):
-        again = evaluate(
-            *inside, names, settings=FEW, save=file, progress=lambda *step: steps.append(step)
+        second = evaluate(
+            *bundled_model,
+            names,
+            settings=FEW,
+            save=file,
+            progress=lambda *step: steps.append(step),
         )
-        assert again == [first, replace(first, format="affine4")]
+        assert second == [first, replace(first, format="affine4")]
     assert measured == ["affine4"]
     assert steps == [(done, 8) for done in range(1, 9)] * 2
-    other = evaluate(*inside, {"affine8": "affine8,sinks=4"}, settings=FEW, save=file)
-    assert other == [first] and measured[1:] == ["affine8"]  # the name alone says nothing
+    other = evaluate(*bundled_model, {"affine8": "affine8,sinks=4"}, settings=FEW, save=file)
+    assert other == [first] and measured[1:] == ["affine8"]  # the name alone is not enough
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "message"),
     [
         ({"settings": replace(FEW, tokens=600)}, "holds results with text"),
-        ({"settings": replace(FEW, seed=7)}, "holds results with seed 0, and this is 7"),
+        ({"settings": replace(FEW, seed=7)}, "holds results with seed 0, and this run has 7"),
         ({"text": "import this\n" * 200}, "holds results with text"),
     ],
     ids=["tokens", "seed", "text"],
 )
-def test_results_of_something_else_are_refused(
-    inside: Any, changes: Any, why: str, tmp_path: Path
+def test_results_of_other_settings_are_refused(
+    bundled_model: Any, changes: Any, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "found.jsonl"
-    evaluate(*inside, {}, settings=FEW, save=file)
+    evaluate(*bundled_model, {}, settings=FEW, save=file)
     before = file.read_text()
-    with pytest.raises(ValueError, match=why):
-        evaluate(*inside, {"raw": "raw"}, **{"settings": FEW} | changes, save=file)
+    with pytest.raises(ValueError, match=message):
+        evaluate(*bundled_model, {"raw": "raw"}, **{"settings": FEW} | changes, save=file)
     assert file.read_text() == before
 
 
-def test_another_file_is_not_written_to(inside: Any, tmp_path: Path) -> None:
+def test_unrelated_file_is_not_overwritten(bundled_model: Any, tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("mine")
-    with pytest.raises(ValueError, match="no file of saved results"):
-        evaluate(*inside, {"raw": "raw"}, settings=FEW, save=file)
+    with pytest.raises(ValueError, match="not a file of saved results"):
+        evaluate(*bundled_model, {"raw": "raw"}, settings=FEW, save=file)
     assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    ("formats", "settings", "why"),
+    ("formats", "settings", "message"),
     [
         ({"a": "affine9"}, FEW, "nearest: affine8"),
         ({"a": "raw"}, replace(FEW, continued=200), "continue by fewer"),
         ({"a": "raw"}, replace(FEW, tokens=100), "too short to plant"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    inside: Any, formats: Any, settings: EvaluationSettings, why: str
+def test_invalid_arguments_are_refused(
+    bundled_model: Any, formats: Any, settings: EvaluationSettings, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=why):
-        evaluate(*inside, formats, settings=settings)
+    with pytest.raises(ValueError, match=message):
+        evaluate(*bundled_model, formats, settings=settings)
 
 
-def test_continuations_count_what_is_the_same() -> None:
+def test_continuations_count_matching_tokens() -> None:
     assert [
         count_shared_prefix([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [9, 2, 3])
     ] == [
@@ -182,13 +191,15 @@ def test_continuations_count_what_is_the_same() -> None:
     assert compare_continuations(model, [ids, ids], "affine2,tail=0", 12).identical < 12
 
 
-def test_the_front_has_no_format_that_another_beats(
-    found: list[EvaluationResult], tmp_path: Path
+def test_pareto_front_has_no_dominated_format(
+    results: list[EvaluationResult], tmp_path: Path
 ) -> None:
     sizes = {"a": (8, 0.1), "b": (4, 0.2), "c": (4, 0.3), "d": (6, 0.25), "e": (2, 0.9)}
-    made = [replace(found[0], format=n, row_nbytes=x, mean_kl=y) for n, (x, y) in sizes.items()]
-    points = [FormatPoint.from_result(one) for one in made]
-    assert [one.name for one in find_pareto_front(points)] == ["e", "b", "a"]
+    variants = [
+        replace(results[0], format=n, row_nbytes=x, mean_kl=y) for n, (x, y) in sizes.items()
+    ]
+    points = [FormatPoint.from_result(variant) for variant in variants]
+    assert [variant.name for variant in find_pareto_front(points)] == ["e", "b", "a"]
     pytest.importorskip("matplotlib", reason="only pictures need it")
     plot_results(points, "title", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,4 +1,4 @@
-"""Outliers that leave the function of a model what it is."""
+"""Test outliers that leave the function of a model unchanged."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from kvant.hf import cache_for
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
 @pytest.mark.parametrize(("change", "side"), [(scale_key_channels, 0), (scale_value_channels, 1)])
-def test_the_function_stays_and_the_rows_do_not(name: str, change: Any, side: int) -> None:
+def test_added_outliers_keep_the_function_and_change_the_rows(
+    name: str, change: Any, side: int
+) -> None:
     model, ids = build(name), torch.randint(3, 100, (1, 30))
-    twin = change(model, 64.0, channels=(3,))  # a power of two: nothing is rounded
-    caches = [cache_for(model, "raw"), cache_for(twin, "raw")]
+    changed = change(model, 64.0, channels=(3,))  # a power of two: nothing is rounded
+    caches = [cache_for(model, "raw"), cache_for(changed, "raw")]
     with torch.no_grad():
         plain, other = (
-            one(ids, past_key_values=cache).logits
-            for one, cache in zip((model, twin), caches, strict=True)
+            variant(ids, past_key_values=cache).logits
+            for variant, cache in zip((model, changed), caches, strict=True)
         )
     assert (plain - other).abs().max() < 1e-4 * plain.abs().max()
     for before, after in zip(*(cache.states for cache in caches), strict=True):
@@ -33,7 +35,7 @@ def test_the_function_stays_and_the_rows_do_not(name: str, change: Any, side: in
         assert (grown[..., large] - 64).abs().max() < 1
 
 
-def test_the_model_itself_stays() -> None:
+def test_original_model_is_unchanged() -> None:
     model = build("llama")
     before = [weight.clone() for weight in model.parameters()]
     scale_key_channels(model, 30.0)
@@ -45,6 +47,6 @@ def test_a_model_without_such_projections_is_refused() -> None:
         scale_key_channels(build("gpt2"), 30.0)
 
 
-def test_a_model_that_would_be_another_function_is_refused() -> None:
+def test_transformation_that_changes_the_function_is_refused() -> None:
     with pytest.raises(ValueError, match="not the same function"):
-        scale_key_channels(build("olmo2"), 30.0)  # whose norms are over all heads
+        scale_key_channels(build("olmo2"), 30.0)  # its norms span all heads

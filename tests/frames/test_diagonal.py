@@ -11,8 +11,8 @@ def test_each_head_has_its_own_row() -> None:
     assert frame.transform_queries(x).tolist() == [[[[1, 0.5]], [[0.25, -0.125]]]]
 
 
-def test_the_queries_of_a_head_lie_together() -> None:
-    """Heads 0 and 1 ask KV head 0, heads 2 and 3 ask KV head 1."""
+def test_queries_of_a_kv_head_are_adjacent() -> None:
+    """Heads 0 and 1 use KV head 0, heads 2 and 3 use KV head 1."""
     frame = Diagonal(((1.0,), (4.0,)))
     x = torch.ones(1, 4, 1, 1)
     assert frame.transform_queries(x).flatten().tolist() == [1, 1, 0.25, 0.25]
@@ -32,12 +32,12 @@ def test_a_scale_without_an_inverse_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [(), ((),), ((1.0,), (1.0, 2.0))])
-def test_a_scale_that_is_no_table_is_refused(scale: tuple[tuple[float, ...], ...]) -> None:
+def test_scale_of_wrong_rank_is_refused(scale: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(ValueError, match="every head needs the same number"):
         Diagonal(scale)
 
 
-def test_rows_that_do_not_fit_are_refused() -> None:
+def test_rows_of_wrong_shape_are_refused() -> None:
     frame = Diagonal(((1.0, 2.0), (4.0, 8.0)))
     with pytest.raises(ValueError, match="3 channels; this scale has 2"):
         frame.transform_rows(torch.ones(1, 2, 1, 3))
@@ -51,8 +51,8 @@ def test_sixteen_bit_rows_are_multiplied_in_float32() -> None:
     assert float(frame.transform_rows(x)) == 1.0
 
 
-def test_factors_are_made_once_for_each_number_of_heads() -> None:
-    """On a GPU they would be copied there for every token, which waits and cannot be captured."""
+def test_factors_are_computed_once_per_head_count() -> None:
+    """On a GPU each token would copy them, which synchronizes and prevents capture."""
     frame = Diagonal(((1.0, 2.0), (4.0, 8.0)))
     two, four = torch.ones(1, 2, 3, 2), torch.ones(1, 4, 1, 2)
     with torch.inference_mode():

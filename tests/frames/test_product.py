@@ -5,7 +5,7 @@ from kvant.codecs.frames import Diagonal, FrameProduct, Rotation
 SCALE = Diagonal((tuple(float(i + 1) for i in range(8)),))
 
 
-def test_the_first_frame_meets_the_rows_first() -> None:
+def test_first_frame_is_applied_to_rows_first() -> None:
     x = torch.randn(1, 1, 3, 8)
     frame = FrameProduct((SCALE, Rotation(4)))
     assert torch.equal(frame.transform_rows(x), Rotation(4).transform_rows(SCALE.transform_rows(x)))
@@ -14,7 +14,7 @@ def test_the_first_frame_meets_the_rows_first() -> None:
     )
 
 
-def test_the_last_frame_is_left_first() -> None:
+def test_last_frame_is_undone_first() -> None:
     x = torch.randn(1, 1, 3, 8)
     frame = FrameProduct((SCALE, Rotation(4)))
     assert torch.equal(

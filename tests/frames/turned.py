@@ -1,4 +1,4 @@
-"""Rows that are hard to turn, and what torch makes of them, which whoever turns them is to give."""
+"""Rows that are hard to rotate, and their rotation by torch, which every backend must reproduce."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 dtypes = pytest.mark.parametrize("dtype", list(INTEGERS), ids=str)
 
 
-def by_torch(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def rotate_with_torch(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hadamard, "can_rotate", lambda x: False)
         patch.setattr(hadamard, "can_launch", lambda x: False)
         return act(x)
 
 
-def bits(x: Tensor) -> Tensor:
-    """One NaN is as good as another: torch itself rounds them to different ones."""
+def to_bits(x: Tensor) -> Tensor:
+    """Return the bits of a tensor with equal NaNs: torch itself rounds them to different ones."""
     return x.masked_fill(x.isnan(), torch.nan).view(INTEGERS[x.dtype])
 
 
-def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
-    """Outliers, zeros of both signs, denormals, infinities, NaN, and what is nearly infinite."""
+def make_hard_rows(dtype: torch.dtype, dim: int) -> Tensor:
+    """Return outliers, zeros of both signs, denormals, infinities, NaN, and values close to
+    infinity.
+    """
     rows = torch.randn(2, 3, 40, dim)
     rows[0, :, :, 3] *= 300
     rows[0, 0, 5] = 0.0

@@ -1,4 +1,4 @@
-"""Models that speak, and what they say by their host's own loop."""
+"""Models that generate text, and their expected output by transformers' own loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW = 20
 
 
 class Numbers:
-    """A tokenizer for models that speak in numbers: token 7 is `<7>`."""
+    """A tokenizer for models that generate numbers: token 7 is `<7>`."""
 
     chat_template = None
 
@@ -52,8 +52,8 @@ def prompt_of(name: str) -> tuple[int, ...]:
 
 
 @cache
-def expected_of(name: str) -> list[int]:
-    """What the host says with its own cache and its own loop."""
+def expected_tokens(name: str) -> list[int]:
+    """Return the output of transformers with its own cache and loop."""
     ids = torch.tensor([prompt_of(name)])
     out = model_of(name).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False
@@ -63,10 +63,10 @@ def expected_of(name: str) -> list[int]:
     return tokens
 
 
-def begin(name: str, **options: Any) -> Iterator[Step]:
-    given = {"max_new_tokens": NEW, "ignore_end": True} | options
-    return generate(model_of(name), tokenizer_of(name), prompt_of(name), **given)
+def start_generation(name: str, **options: Any) -> Iterator[Step]:
+    inputs = {"max_new_tokens": NEW, "ignore_end": True} | options
+    return generate(model_of(name), tokenizer_of(name), prompt_of(name), **inputs)
 
 
-def said(name: str, **options: Any) -> list[int]:
-    return [step.token for step in begin(name, **options)]
+def generate_tokens(name: str, **options: Any) -> list[int]:
+    return [step.token for step in start_generation(name, **options)]

@@ -1,4 +1,6 @@
-"""What a user of transformers hands to `generate` works, or one line says what to write instead."""
+"""Test that prompts of transformers users work in `generate`, or raise one line with the
+alternative.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,28 @@ from generation.speakers import DEMO, model_of, prompt_of, tokenizer_of
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-def said(prompt: Any, *, tokenizer: Any = None, **options: Any) -> list[int]:
+def generate_tokens(prompt: Any, *, tokenizer: Any = None, **options: Any) -> list[int]:
     speaker = tokenizer or tokenizer_of(DEMO)
-    given: dict[str, Any] = {"max_new_tokens": 4, "ignore_end": True} | options
-    return [step.token for step in kvant.generate(model_of(DEMO), speaker, prompt, **given)]
+    inputs: dict[str, Any] = {"max_new_tokens": 4, "ignore_end": True} | options
+    return [step.token for step in kvant.generate(model_of(DEMO), speaker, prompt, **inputs)]
 
 
-def test_token_ids_come_as_lists_and_as_tensors() -> None:
-    """`tokenizer(text, return_tensors="pt").input_ids` died in int()."""
+def test_token_ids_may_be_lists_or_tensors() -> None:
+    """Regression: `tokenizer(text, return_tensors="pt").input_ids` failed in int()."""
     ids = torch.tensor(prompt_of(DEMO))
-    expected = said(list(prompt_of(DEMO)))
+    expected = generate_tokens(list(prompt_of(DEMO)))
     for prompt in (ids, ids[None], ids.int(), ids.numpy(), tuple(ids.tolist()), [ids.tolist()]):
-        assert said(prompt) == expected
+        assert generate_tokens(prompt) == expected
 
 
-def test_messages_go_through_the_chat_template() -> None:
+def test_messages_use_the_chat_template() -> None:
     tokenizer = copy.deepcopy(tokenizer_of(DEMO))
     tokenizer.chat_template = TEMPLATE
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "def f("}]
     text = "[system]Be.[user]def f("
-    assert said(messages, tokenizer=tokenizer) == said(text, tokenizer=tokenizer)
+    assert generate_tokens(messages, tokenizer=tokenizer) == generate_tokens(
+        text, tokenizer=tokenizer
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,43 +55,43 @@ def test_messages_go_through_the_chat_template() -> None:
         ([], "the prompt has no tokens"),
     ],
 )
-def test_another_prompt_is_refused_in_one_line(prompt: Any, error: str) -> None:
+def test_unsupported_prompt_is_refused_in_one_line(prompt: Any, error: str) -> None:
     with pytest.raises(kvant.PromptError, match=error) as caught:
-        said(prompt)
+        generate_tokens(prompt)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("prompt", ["def ", [1, 2]])
-def test_no_tokenizer_is_refused(prompt: Any) -> None:
+def test_missing_tokenizer_is_refused(prompt: Any) -> None:
     with pytest.raises(TypeError, match="tokenizer=None: the model's own is needed"):
         kvant.generate(model_of(DEMO), None, prompt)
     with pytest.raises(TypeError, match="tokenizer=None"):
         kvant.Session(model_of(DEMO), None)
 
 
-def test_a_cache_of_the_core_is_refused_for_a_model_of_transformers() -> None:
-    """It died within the model, which asked it for `get_query_offset`."""
+def test_core_cache_is_refused_for_a_transformers_model() -> None:
+    """Regression: it failed in the model, at `get_query_offset`."""
     with pytest.raises(TypeError, match=r"Qwen3ForCausalLM, kvant\.cache_for\(model, spec\), is"):
-        said("def ", kv_cache=kvant.Cache(6, "affine8"))
+        generate_tokens("def ", kv_cache=kvant.Cache(6, "affine8"))
     for word in (None, 5):
         with pytest.raises(TypeError, match=f"kv_cache={word}: a spec"):
-            said("def ", kv_cache=word)
+            generate_tokens("def ", kv_cache=word)
 
 
 def test_an_empty_cache_of_the_model_is_used() -> None:
     cache = kvant.cache_for(model_of(DEMO), "affine8")
-    assert said("def ", kv_cache=cache) == said("def ", kv_cache="affine8")
-    with pytest.raises(ValueError, match=r"begin with an empty one; kvant\.Session keeps"):
-        said("def ", kv_cache=cache)
+    assert generate_tokens("def ", kv_cache=cache) == generate_tokens("def ", kv_cache="affine8")
+    with pytest.raises(ValueError, match=r"start with an empty one; kvant\.Session keeps"):
+        generate_tokens("def ", kv_cache=cache)
 
 
-def test_the_name_of_a_model_is_no_model() -> None:
-    with pytest.raises(TypeError, match="'gpt2' is no model: a loaded one"):
+def test_model_name_instead_of_a_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="'gpt2' is not a model: give a loaded"):
         kvant.generate("gpt2", tokenizer_of(DEMO), "def ")
 
 
-def test_a_budget_may_be_in_words() -> None:
-    usual = said("def ")
-    assert said("def ", strategy="adaptive", budget="64MiB") == usual
+def test_budget_may_have_units() -> None:
+    usual = generate_tokens("def ")
+    assert generate_tokens("def ", strategy="adaptive", budget="64MiB") == usual
     with pytest.raises(kvant.SpecError, match="size 'lots': a number and a unit"):
-        said("def ", strategy="adaptive", budget="lots")
+        generate_tokens("def ", strategy="adaptive", budget="lots")

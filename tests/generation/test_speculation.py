@@ -1,4 +1,4 @@
-"""Speculation: what is said is as if there were no drafts, and the memory is where it should be."""
+"""Test speculation: output equals that without drafts, and caches have the right length."""
 
 from __future__ import annotations
 
@@ -13,51 +13,62 @@ import torch
 from torch import Tensor
 
 import kvant
-from generation.speakers import DEMO, NEW, Numbers, begin, model_of, prompt_of, said
-from hf.zoo import build, worded
+from generation.speakers import (
+    DEMO,
+    NEW,
+    Numbers,
+    generate_tokens,
+    model_of,
+    prompt_of,
+    start_generation,
+)
+from hf.zoo import build, valid_spec
 from kvant.generation import Sampling, generate
 from kvant.generation.drafters import DraftTarget, NGramDrafter
 from kvant.generation.sampling import DraftToken, Sampler
-from thin import once
+from thin import thin_rows
 
 SPECS = ["raw", "affine8", "affine4", "turbo4v2", "affine4,window=16,sinks=2", "raw,window=12"]
 AIM = DraftTarget(Sampler(Sampling()), 128)
 SPEAKERS = [DEMO, "llama", "gemma3", "falcon_h1", "qwen3_next", "mamba2"]
-SPOKEN = [(name, spec) for spec in SPECS for name in SPEAKERS if worded(name, spec) == spec]
+SPOKEN = [(name, spec) for spec in SPECS for name in SPEAKERS if valid_spec(name, spec) == spec]
 
 
 @cache
-def poorer(name: str) -> Any:
-    """A model that guesses right now and then: the same with noise on its weights."""
-    twin, generator = copy.deepcopy(model_of(name)), torch.Generator().manual_seed(1)
+def make_noisy_copy(name: str) -> Any:
+    """Return a model that guesses right occasionally: the same one with noise on its weights."""
+    model, generator = copy.deepcopy(model_of(name)), torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in twin.parameters():
+        for weight in model.parameters():
             if weight.ndim > 1:
                 noise = torch.randn(weight.shape, generator=generator)
                 weight.add_((0.3 * weight.std() * noise).to(weight.dtype))
-    return twin
+    return model
 
 
-@pytest.mark.parametrize(("name", "spec"), once(SPOKEN))
+@pytest.mark.parametrize(("name", "spec"), thin_rows(SPOKEN))
 def test_greedy_tokens_are_those_of_plain_decoding(name: str, spec: str) -> None:
-    plain = said(name, kv_cache=spec)
-    for most in (1, 12):
-        assert said(name, kv_cache=spec, draft=poorer(name), max_drafts=most) == plain
-    assert said(name, kv_cache=spec, draft=model_of(name)) == plain
+    plain = generate_tokens(name, kv_cache=spec)
+    for max_drafts in (1, 12):
+        assert (
+            generate_tokens(name, kv_cache=spec, draft=make_noisy_copy(name), max_drafts=max_drafts)
+            == plain
+        )
+    assert generate_tokens(name, kv_cache=spec, draft=model_of(name)) == plain
 
 
-@pytest.mark.parametrize(("name", "spec"), once(SPOKEN))
-def test_n_grams_change_nothing_either(name: str, spec: str) -> None:
-    twice = prompt_of(name) * 2  # something to find
-    given = {"kv_cache": spec, "max_new_tokens": NEW, "ignore_end": True}
-    plain = [s.token for s in generate(model_of(name), Numbers(), twice, **given)]
-    steps = list(generate(model_of(name), Numbers(), twice, **given, draft="ngram"))
+@pytest.mark.parametrize(("name", "spec"), thin_rows(SPOKEN))
+def test_n_gram_drafts_change_nothing_either(name: str, spec: str) -> None:
+    twice = prompt_of(name) * 2  # repeated, so that n-grams match
+    options = {"kv_cache": spec, "max_new_tokens": NEW, "ignore_end": True}
+    plain = [s.token for s in generate(model_of(name), Numbers(), twice, **options)]
+    steps = list(generate(model_of(name), Numbers(), twice, **options, draft="ngram"))
     assert [step.token for step in steps] == plain
 
 
-def test_a_perfect_draft_is_taken_whole() -> None:
-    steps = list(begin("llama", draft=model_of("llama"), max_drafts=4))
-    # The prompt gives one token, each forward behind it four drafts and one of its own.
+def test_perfect_draft_is_accepted_whole() -> None:
+    steps = list(start_generation("llama", draft=model_of("llama"), max_drafts=4))
+    # The prompt gives one token, each later forward four drafts and one more.
     assert [step.drafted for step in steps] == [
         False,
         *([True] * 4 + [False]) * 3,
@@ -66,66 +77,72 @@ def test_a_perfect_draft_is_taken_whole() -> None:
     ]
 
 
-def test_a_poor_draft_is_taken_now_and_then() -> None:
-    steps = list(begin(DEMO, draft=poorer(DEMO)))
+def test_poor_draft_is_accepted_occasionally() -> None:
+    steps = list(start_generation(DEMO, draft=make_noisy_copy(DEMO)))
     assert 0 < sum(step.drafted for step in steps) < NEW - 3
 
 
 @pytest.mark.parametrize("name", [DEMO, "falcon_h1"])
 @pytest.mark.parametrize("count", range(1, 8))
-def test_who_stops_within_a_draft_has_a_level_memory(name: str, count: int) -> None:
-    memory = kvant.cache_for(model_of(name), "affine8")
-    steps = begin(name, kv_cache=memory, draft=model_of(name))
+def test_stopping_within_a_draft_leaves_consistent_caches(name: str, count: int) -> None:
+    cache = kvant.cache_for(model_of(name), "affine8")
+    steps = start_generation(name, kv_cache=cache, draft=model_of(name))
     assert len(list(islice(steps, count))) == count
     steps.close()
-    most = len(prompt_of(name)) + count - 1
-    assert memory.length == most or (name != DEMO and memory.length < most)
+    expected_length = len(prompt_of(name)) + count - 1
+    assert cache.length == expected_length or (name != DEMO and cache.length < expected_length)
 
 
-def test_an_end_token_within_a_draft_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = said("llama")
-    at = next(at for at in range(3, NEW) if tokens[at] not in tokens[:at])
-    monkeypatch.setattr(model_of("llama").generation_config, "eos_token_id", tokens[at])
-    memory = kvant.cache_for(model_of("llama"), "affine8")
-    given = {"ignore_end": False, "draft": model_of("llama"), "max_drafts": 12}
-    steps = list(begin("llama", kv_cache=memory, **given))
-    assert [step.token for step in steps] == tokens[: at + 1]
+def test_end_token_within_a_draft_ends_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = generate_tokens("llama")
+    position = next(
+        position for position in range(3, NEW) if tokens[position] not in tokens[:position]
+    )
+    monkeypatch.setattr(model_of("llama").generation_config, "eos_token_id", tokens[position])
+    cache = kvant.cache_for(model_of("llama"), "affine8")
+    options = {"ignore_end": False, "draft": model_of("llama"), "max_drafts": 12}
+    steps = list(start_generation("llama", kv_cache=cache, **options))
+    assert [step.token for step in steps] == tokens[: position + 1]
     assert steps[-1].finish_reason == "stop"
-    assert memory.length == len(prompt_of("llama")) + at
+    assert cache.length == len(prompt_of("llama")) + position
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 9])
-def test_drafts_do_not_pass_a_limit(most: int) -> None:
-    full = len(prompt_of("llama")) + most
-    for limit in ({"max_new_tokens": most}, {"max_context": full}):
-        steps = list(begin("llama", draft=model_of("llama"), **limit))
-        assert len(steps) == most
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
+def test_drafts_do_not_exceed_max_new_tokens(num_tokens: int) -> None:
+    full = len(prompt_of("llama")) + num_tokens
+    for limit in ({"max_new_tokens": num_tokens}, {"max_context": full}):
+        steps = list(start_generation("llama", draft=model_of("llama"), **limit))
+        assert len(steps) == num_tokens
         assert steps[-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("size", [64, 200])
-def test_a_vocabulary_that_is_padded_differently(size: int) -> None:
-    def answers(**given: Any) -> list[int]:
-        steps = generate(model_of("llama"), Numbers(), [5, 6, 7], max_new_tokens=8, **given)
+def test_padded_vocabulary_is_accepted(size: int) -> None:
+    def generate_tokens(**options: Any) -> list[int]:
+        steps = generate(model_of("llama"), Numbers(), [5, 6, 7], max_new_tokens=8, **options)
         return [step.token for step in steps]
 
     other = build("llama", vocab_size=size)
-    assert answers(draft=other) == answers()
-    assert all(token < 128 for token in answers(draft=other, temperature=1.5, seed=0))
+    assert generate_tokens(draft=other) == generate_tokens()
+    assert all(token < 128 for token in generate_tokens(draft=other, temperature=1.5, seed=0))
 
 
-def test_a_draft_model_with_a_shorter_context_stops_guessing() -> None:
+def test_draft_model_with_a_shorter_context_stops_drafting() -> None:
     short = build("gpt2", max_position_embeddings=32)
-    assert said("llama", draft=short, max_new_tokens=40) == said("llama", max_new_tokens=40)
+    assert generate_tokens("llama", draft=short, max_new_tokens=40) == generate_tokens(
+        "llama", max_new_tokens=40
+    )
 
 
-def test_drafts_do_not_pass_a_capacity() -> None:
+def test_drafts_do_not_exceed_the_capacity() -> None:
     full = len(prompt_of("llama")) + 9
-    given = {"kv_cache": f"raw,capacity={full}", "max_new_tokens": 10}
-    assert said("llama", **given, draft=model_of("llama")) == said("llama", **given)
+    options = {"kv_cache": f"raw,capacity={full}", "max_new_tokens": 10}
+    assert generate_tokens("llama", **options, draft=model_of("llama")) == generate_tokens(
+        "llama", **options
+    )
 
 
-def test_a_hybrid_that_dies_as_a_draft_can_be_forked() -> None:
+def test_hybrid_that_fails_during_a_draft_can_be_forked() -> None:
     draft = build("falcon_h1")
     session = kvant.Session(model_of("llama"), Numbers(), draft=draft)
     steps = session.send([5, 6, 7], max_new_tokens=9)
@@ -138,23 +155,25 @@ def test_a_hybrid_that_dies_as_a_draft_can_be_forked() -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         next(steps)
     hook.remove()
-    twin = session.fork()
-    replies = [[s.token for s in one.send([8], max_new_tokens=9)] for one in (session, twin)]
+    fork = session.fork()
+    replies = [
+        [s.token for s in session_.send([8], max_new_tokens=9)] for session_ in (session, fork)
+    ]
     assert replies[0] == replies[1]
 
 
 def test_an_unknown_draft_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="'ngram', a model"):
-        begin("llama", draft="medusa")
+        start_generation("llama", draft="medusa")
 
 
-def test_n_grams_continue_the_newest_copy() -> None:
+def test_n_grams_continue_the_latest_match() -> None:
     tokens = [1, 2, 3, 9, 1, 2, 3, 7, 8, 1, 2, 3]
     drafts = NGramDrafter().propose_drafts(tokens, 2, AIM)
     assert [draft.token for draft in drafts] == [7, 8]
 
 
-def test_n_grams_follow_a_text_that_grows_and_goes_back() -> None:
+def test_n_grams_follow_appends_and_rewinds() -> None:
     grams = NGramDrafter()
     text = [5, 6, 1, 5]
     assert grams.propose_drafts(text, 3, AIM) == []
@@ -163,7 +182,7 @@ def test_n_grams_follow_a_text_that_grows_and_goes_back() -> None:
 
 
 def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
-    """Of counts against probabilities, which must hold whatever was counted."""
+    """Compute chi-square of counts against probabilities."""
     total = sum(counts.values())
     assert set(counts) <= {key for key, share in expected.items() if share > 0}
     return sum(
@@ -174,12 +193,12 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
 
 
 VOCABULARY = 6
-SURE = {5: 20.5, 35: 66.6}  # a chi-square beyond this comes once in a thousand times
+SURE = {5: 20.5, 35: 66.6}  # a chi-square above this occurs once in a thousand runs
 
 
 @pytest.mark.parametrize("filtered", [{}, {"top_k": 4}, {"temperature": 0.6}, {"top_p": 0.7}])
 @pytest.mark.parametrize("certain", [False, True])
-def test_a_verified_token_is_drawn_from_the_right_distribution(
+def test_verified_token_follows_the_target_distribution(
     certain: bool, filtered: dict[str, Any]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -194,8 +213,8 @@ def test_a_verified_token_is_drawn_from_the_right_distribution(
     assert chi_square(counts, expected) < SURE[5]
 
 
-def table(seed: int) -> Any:
-    """A model whose next token hangs on the last one alone."""
+def make_table_model(seed: int) -> Any:
+    """Return a model whose next token depends on the last one only."""
     rows = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
     def logits(ids: Tensor, cache: kvant.Cache) -> Tensor:
@@ -207,7 +226,7 @@ def table(seed: int) -> Any:
     return logits
 
 
-class Guesses:
+class TableDrafts:
     """Drafts from a table."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -222,20 +241,20 @@ class Guesses:
             text.append(drafts[-1].token)
         return drafts
 
-    def fork(self) -> Guesses:
+    def fork(self) -> TableDrafts:
         return self
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(3000, marks=pytest.mark.laws)])
-def test_what_is_sampled_with_drafts_has_the_distribution_of_the_model(count: int) -> None:
-    model, guesses = table(0), Guesses(table(1).rows)
+def test_sampling_with_drafts_follows_the_model_distribution(count: int) -> None:
+    model, guesses = make_table_model(0), TableDrafts(make_table_model(1).rows)
     counts: Counter[tuple[int, int]] = Counter()
-    taken = 0
+    accepted = 0
     for seed in range(count):
-        given = {"kv_cache": kvant.Cache(1), "temperature": 1.0, "seed": seed, "draft": guesses}
-        steps = list(generate(model, Numbers(), [0], max_new_tokens=4, max_drafts=2, **given))
-        counts[steps[1].token, steps[2].token] += 1  # a draft, and what comes behind it
-        taken += sum(step.drafted for step in steps)
+        options = {"kv_cache": kvant.Cache(1), "temperature": 1.0, "seed": seed, "draft": guesses}
+        steps = list(generate(model, Numbers(), [0], max_new_tokens=4, max_drafts=2, **options))
+        counts[steps[1].token, steps[2].token] += 1  # a draft, and the token after it
+        accepted += sum(step.drafted for step in steps)
     chances = model.rows.softmax(-1).double()
     first = chances[0] @ chances
     expected = {
@@ -243,5 +262,5 @@ def test_what_is_sampled_with_drafts_has_the_distribution_of_the_model(count: in
         for a in range(VOCABULARY)
         for b in range(VOCABULARY)
     }
-    assert taken > count // 3
+    assert accepted > count // 3
     assert chi_square(counts, expected) < SURE[35]

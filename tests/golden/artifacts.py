@@ -45,8 +45,8 @@ COMMON: dict[str, Any] = {
 }
 
 
-def exact(shape: tuple[int, ...], name: str) -> Tensor:
-    """Values in [-0.5, 0.5) that float32 and bfloat16 hold exactly."""
+def make_exact_values(shape: tuple[int, ...], name: str) -> Tensor:
+    """Return values in [-0.5, 0.5) that float32 and bfloat16 hold exactly."""
     count = torch.Size(shape).numel()
     mixed = (torch.arange(count) * 2654435761 + crc32(name.encode())) % 2**32
     return ((mixed >> 25).float() / 128 - 0.5).reshape(shape)
@@ -61,7 +61,7 @@ def model_of(family: str) -> Any:
         model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**COMMON, layer_types=types))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(exact(tuple(weight.shape), name) + (weight.dim() == 1))
+            weight.copy_(make_exact_values(tuple(weight.shape), name) + (weight.dim() == 1))
         for _, buffer in model.named_buffers():  # rotary frequencies
             buffer.copy_(0.5 ** torch.arange(buffer.numel()).reshape(buffer.shape))
     model.generation_config.eos_token_id = None
@@ -69,54 +69,54 @@ def model_of(family: str) -> Any:
 
 
 def append(layer: Any, begin: int, end: int, name: str) -> Any:
-    """Rows `begin` to `end` of the sequence that has this name."""
-    keys, values = exact((2, 1, HEADS, 512, DIM), name)[:, :, :, begin:end]
+    """Append rows `begin` to `end` of the sequence with this name."""
+    keys, values = make_exact_values((2, 1, HEADS, 512, DIM), name)[:, :, :, begin:end]
     return layer.append(keys, values)
 
 
-def filled(spec: str) -> Cache:
+def make_filled_cache(spec: str) -> Cache:
     cache = Cache(2, spec)
     for layer in cache:
         append(layer, 0, ROWS, "rows")
     return cache
 
 
-def pruned() -> Cache:
-    cache = filled("affine8,prune=keydiff:50%")
+def make_pruned_cache() -> Cache:
+    cache = make_filled_cache("affine8,prune=keydiff:50%")
     cache.prune()
     return cache
 
 
-def hybrid() -> Cache:
+def make_hybrid() -> Cache:
     (layer,) = kvant.parse("affine8", 1).layers
     group = GroupSpec((("rows", layer), ("memory", RecurrentSpec(4))))
     cache = Cache(None, CacheSpec((layer, group)))
     append(cache[0], 0, ROWS, "rows")
     append(cache[1]["rows"], 0, ROWS, "rows")
-    cache[1]["memory"].append(ROWS, {"conv": exact((1, 4, 2), "conv")})
+    cache[1]["memory"].append(ROWS, {"conv": make_exact_values((1, 4, 2), "conv")})
     return cache
 
 
 CACHES: dict[str, Callable[[], Cache]] = {
-    "raw": lambda: filled("raw"),
-    "affine4": lambda: filled("affine4"),
-    "turbo4v2": lambda: filled("turbo4v2"),
-    "window": lambda: filled("affine8,window=70,sinks=4"),
-    "hybrid": hybrid,
-    "pruned": pruned,
+    "raw": lambda: make_filled_cache("raw"),
+    "affine4": lambda: make_filled_cache("affine4"),
+    "turbo4v2": lambda: make_filled_cache("turbo4v2"),
+    "window": lambda: make_filled_cache("affine8,window=70,sinks=4"),
+    "hybrid": make_hybrid,
+    "pruned": make_pruned_cache,
 }
 
 
-def session() -> Session:
-    """After one turn."""
-    begun = Session(model_of("llama"), Numbers(), "affine8")
-    for _ in begun.send("3 4 5 6 7", max_new_tokens=8):
+def make_session() -> Session:
+    """Return a session after one turn."""
+    session = Session(model_of("llama"), Numbers(), "affine8")
+    for _ in session.send("3 4 5 6 7", max_new_tokens=8):
         pass
-    return begun
+    return session
 
 
-def reply(family: str, spec: str, store: Path | None) -> Any:
-    """The reply to the prompt by an engine with prefixes from this store."""
+def generate_reply(family: str, spec: str, store: Path | None) -> Any:
+    """Return the reply to the prompt by an engine with prefixes from this store."""
     prefixes = None if store is None else Prefixes(store=str(store))
     with Engine(model_of(family), Numbers(), spec, prefixes=prefixes, pack=False) as engine:
         result = engine.submit(PROMPT, max_new_tokens=6, ignore_end=True).result()
@@ -126,15 +126,15 @@ def reply(family: str, spec: str, store: Path | None) -> Any:
     return result
 
 
-def write() -> None:
+def write_all() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     for name, make in CACHES.items():
         kvant.save(make(), FOLDER / f"{name}.kv")
-    session().save(FOLDER / "session.kv")
+    make_session().save(FOLDER / "session.kv")
     for name, (family, spec) in STORES.items():
-        reply(family, spec, FOLDER / "stores" / name)
+        generate_reply(family, spec, FOLDER / "stores" / name)
 
 
 if __name__ == "__main__":
-    write()
+    write_all()

@@ -1,7 +1,7 @@
-"""The ways in which people generate, each as a function from a player to the tokens it played.
+"""Ways to generate, each a function from a player to the tokens it generates.
 
-A player is a model with the cache that it is to use, so one mode runs with the host's cache and
-with ours, and the tokens must be the same.
+A player is a model with its cache, so a mode runs with the transformers cache and with kvant's, and
+the tokens must be equal.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 import kvant
-from hf.parity import PROMPT, Batch, Text, generated, handed, host_cache, model_of, text_of
+from hf.parity import (
+    PROMPT,
+    Batch,
+    Text,
+    generate_text,
+    make_transformers_cache,
+    model_of,
+    prepare_model,
+    text_of,
+)
 from hf.zoo import FAMILIES, Family
 from kvant.recipes import LayerSpec
 
-Owner = Literal["host", "stock", "attached"]  # whose cache; ours goes to a stock model or attached
-LONG_DRAFT = 20  # more tokens than a rewind is exact by default, or a window of the zoo holds
+# owner of the cache; kvant's is used with a stock or an attached model
+Owner = Literal["host", "stock", "attached"]
+LONG_DRAFT = 20  # more tokens than the default slack, or a window of the zoo
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +47,17 @@ class Player:
 
     def cache(self) -> Cache:
         if self.owner == "host":
-            return host_cache(self.model, self.family)
+            return make_transformers_cache(self.model, self.family)
         return kvant.cache_for(self.model, self.spec)
 
     def text(self, batch: Batch = 1) -> Text:
         return text_of(self.family, batch).prompt
 
     def play(self, text: Text | None = None, cache: Cache | None = None, **options: Any) -> Tensor:
-        """An attached model makes its cache by itself, unless it is given one."""
+        """Generate; an attached model creates its cache unless it gets one."""
         if cache is None and self.owner != "attached":
             cache = self.cache()
-        return generated(self.model, self.family, text or self.text(), cache, **options)
+        return generate_text(self.model, self.family, text or self.text(), cache, **options)
 
 
 def greedy(player: Player) -> Tensor:
@@ -81,22 +91,24 @@ def chunked_prompt(player: Player) -> Tensor:
 
 
 def prompt_lookup(player: Player) -> Tensor:
-    return player.play(repetitive(player.text()), prompt_lookup_num_tokens=3, max_new_tokens=16)
+    return player.play(
+        make_repetitive(player.text()), prompt_lookup_num_tokens=3, max_new_tokens=16
+    )
 
 
 def assisted(player: Player) -> Tensor:
-    return player.play(assistant_model=draft(player.family.name), max_new_tokens=16)
+    return player.play(assistant_model=make_draft(player.family.name), max_new_tokens=16)
 
 
 def assisted_far(player: Player) -> Tensor:
-    """With drafts that no default promises to take back."""
-    model = draft(player.family.name, LONG_DRAFT)
+    """Use drafts longer than the default slack."""
+    model = make_draft(player.family.name, LONG_DRAFT)
     return player.play(assistant_model=model, max_new_tokens=LONG_DRAFT + 4)
 
 
 def assisted_by_ours(player: Player) -> Tensor:
-    """The draft's cache is one of ours too."""
-    with handed(draft(player.family.name), player.owner, player.spec) as model:
+    """Use a kvant cache for the draft model, too."""
+    with prepare_model(make_draft(player.family.name), player.owner, player.spec) as model:
         return player.play(assistant_model=model, max_new_tokens=16)
 
 
@@ -108,12 +120,12 @@ def several_turns(player: Player) -> Tensor:
 
 
 def forks(player: Player) -> Tensor:
-    """Two continuations of one prefix; the first goes on where it was, after the second."""
+    """Continue one prefix twice; the first continues after the second has finished."""
     cache, text = player.cache(), player.text()
     before = player.play(text, cache, max_new_tokens=5)
-    twin = copy.deepcopy(cache)
+    fork = copy.deepcopy(cache)
     first = player.play(_more(text, before, 1), cache, max_new_tokens=5)
-    second = player.play(_more(text, before, 2), twin, max_new_tokens=5)
+    second = player.play(_more(text, before, 2), fork, max_new_tokens=5)
     third = player.play(_more(text, first, 3), cache, max_new_tokens=5)
     return torch.cat([first, second, third], 1)
 
@@ -147,15 +159,15 @@ MODES: Mapping[str, Callable[[Player], Tensor]] = {
 }
 
 
-def played(mode: str, name: str, owner: Owner, spec: str | LayerSpec = "raw") -> Tensor:
+def play_mode(mode: str, name: str, owner: Owner, spec: str | LayerSpec = "raw") -> Tensor:
     model = model_of(name, "eager" if owner == "host" else None)
-    with handed(model, owner, spec) as model:
+    with prepare_model(model, owner, spec) as model:
         return MODES[mode](Player(model, FAMILIES[name], owner, spec))
 
 
 @lru_cache(maxsize=4)
-def draft(name: str, tokens: int = 5) -> PreTrainedModel:
-    """A model that often guesses what the family says, and often not."""
+def make_draft(name: str, tokens: int = 5) -> PreTrainedModel:
+    """Return a draft model that is often right and often wrong."""
     model = copy.deepcopy(model_of(name))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -167,14 +179,14 @@ def draft(name: str, tokens: int = 5) -> PreTrainedModel:
     return model
 
 
-def repetitive(text: Text) -> Text:
-    """A prompt that speaks in phrases: something to look up."""
+def make_repetitive(text: Text) -> Text:
+    """Return a repetitive prompt, so that prompt lookup matches."""
     phrase = text.ids[:, : PROMPT // 3]
     return Text(phrase.repeat(1, 3), text.mask, text.encoder)
 
 
 def _more(text: Text, played: Tensor, seed: int) -> Text:
-    """What was said, and what the next speaker says."""
+    """Append the reply and the next message."""
     generator = torch.Generator().manual_seed(seed)
-    said = torch.randint(3, 128, (played.shape[0], 3), generator=generator)
-    return Text(torch.cat([played, said], 1), None, text.encoder)
+    message = torch.randint(3, 128, (played.shape[0], 3), generator=generator)
+    return Text(torch.cat([played, message], 1), None, text.encoder)

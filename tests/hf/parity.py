@@ -1,7 +1,8 @@
-"""A family driven through a text, with a cache of ours and with the host's own: the two must agree.
+"""A model family run over a text with a kvant cache and with the transformers cache: both must
+agree.
 
-What is compared is one cell: a family, a format, a batch, a way to take in the prompt, and a way to
-hand the cache to the model. Logits are those of every token but padding.
+Each cell is a family, a format, a batch, a way to prefill, and a way to pass the cache to the
+model. Logits of every token but padding are compared.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 import kvant
-from hf.oracle import Oracle, Rows, attention_of
+from hf.oracle import Oracle, Rows, get_attention_spec
 from hf.zoo import FAMILIES, NAMES, Family
 from kvant.hf import PairedCache, TransformersCache
 from kvant.recipes import CacheSpec, LayerSpec
 
-Batch = Literal[1, 2]  # two: the first of the sequences is left-padded
+Batch = Literal[1, 2]  # with two, the first sequence is left-padded
 Prefill = Literal["one-shot", "chunked"]
-Way = Literal["stock", "attached"]  # a model as it comes, or after kvant.attach
+Way = Literal["stock", "attached"]  # a stock model, or one after kvant.attach
 
 FORMATS = ("raw", "affine8", "affine4", "turbo4v4")
 BATCHES: tuple[Batch, ...] = (1, 2)
 PAGE = 8  # small, so that a short text has several
 PADDING = 7
-TOLERANCE = 1e-4  # of logits, relative to how far they spread
+TOLERANCE = 1e-4  # of logits, relative to their spread
 PROMPT, TOKENS = 24, 44
-# A page that falls due inside a chunk would give its queries different seams, which no dense rows
-# of one forward can show: compressed chunks end where pages do.
+# A page sealed inside a chunk would give its queries different `dense_from`, which no dense rows of
+# one forward can show: compressed chunks end at page boundaries.
 CHUNKS = {"raw": (13, 11), "compressed": (16, 8)}
 
 
@@ -63,38 +64,38 @@ class Cell:
 
     @property
     def spec(self) -> str | LayerSpec:
-        return "raw" if self.raw else small_pages(self.format)
+        return "raw" if self.raw else with_small_pages(self.format)
 
     def refusal(self) -> str | None:
-        """Why no cache can serve it: the model's own forward fails."""
+        """Return why no cache works: the model's own forward fails."""
         alike = self.batch == 2 and self.prefill == "chunked"
         if alike and self.family in ("mamba", "falcon_mamba"):
             return "the model lays the mask of all tokens over the states of a chunk"
         return None
 
 
-def small_pages(spec: str, **changes: Any) -> LayerSpec:
-    """The spec with pages that a short text fills, sealed as soon as they are full."""
+def with_small_pages(spec: str, **changes: Any) -> LayerSpec:
+    """Return the spec with pages that a short text fills, sealed as soon as they are full."""
     layer = kvant.parse(spec, 1).layers[0]
     assert isinstance(layer, LayerSpec)
     return replace(layer, **{"page": PAGE, "tail": 0, **changes})
 
 
-def every_cell() -> Iterator[Cell]:
-    """The whole matrix."""
+def iterate_cells() -> Iterator[Cell]:
+    """Return the whole matrix."""
     axes = (NAMES, FORMATS, BATCHES, ("one-shot", "chunked"), ("stock", "attached"))
     cells = (Cell(*values) for values in itertools.product(*axes))
     return (cell for cell in cells if cell.refusal() is None)
 
 
-def pairwise() -> list[Cell]:
-    """Few cells of each family in which every two values of other axes meet; greedy.
+def list_pairwise_cells() -> list[Cell]:
+    """Return few cells per family that cover every pair of values of other axes; greedy.
 
-    Families begin at different cells, so three values that no family combines meet in another.
+    Families start at different cells, so triples that one family lacks occur in another.
     """
     chosen = []
     for number, name in enumerate(NAMES):
-        cells = [cell for cell in every_cell() if cell.family == name]
+        cells = [cell for cell in iterate_cells() if cell.family == name]
         cells = cells[number % len(cells) :] + cells[: number % len(cells)]
         missing = set().union(*map(_pairs, cells))
         while missing:
@@ -109,12 +110,12 @@ def _pairs(cell: Cell) -> set[tuple[Any, ...]]:
     return {(a, b, getattr(cell, a), getattr(cell, b)) for a, b in itertools.combinations(names, 2)}
 
 
-# ---- what a model is given
+# ---- inputs of a model
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """What a model reads: tokens of its decoder, and what is before them."""
+    """The input of a model: decoder tokens, and encoder inputs."""
 
     ids: Tensor
     mask: Tensor | None  # None: no padding
@@ -145,14 +146,14 @@ def text_of(family: Family, batch: Batch = 1, tokens: int = TOKENS, seed: int = 
 
 @lru_cache(maxsize=4)
 def model_of(name: str, implementation: str | None = None) -> PreTrainedModel:
-    """Built once for the tests of a family; eager for what others are compared with."""
+    """Build the model once for all tests of a family; eager for reference models."""
     changes = {} if implementation is None else {"attn_implementation": implementation}
     return FAMILIES[name].build(**changes)
 
 
 @contextmanager
-def handed(model: PreTrainedModel, way: Way, spec: Any) -> Iterator[PreTrainedModel]:
-    """The model, attached if that is the way; as it was afterwards."""
+def prepare_model(model: PreTrainedModel, way: Way, spec: Any) -> Iterator[PreTrainedModel]:
+    """Return the model, attached if requested; restore it afterwards."""
     if way == "attached":
         kvant.attach(model, spec, guard=False)
     try:
@@ -162,8 +163,8 @@ def handed(model: PreTrainedModel, way: Way, spec: Any) -> Iterator[PreTrainedMo
             kvant.detach(model)
 
 
-def host_cache(model: PreTrainedModel, family: Family) -> Cache:
-    """What the host itself would use."""
+def make_transformers_cache(model: PreTrainedModel, family: Family) -> Cache:
+    """Return the cache that transformers would use."""
     if family.kind == "encoder-decoder":
         return EncoderDecoderCache(DynamicCache(), DynamicCache())
     return DynamicCache(config=model.config)
@@ -172,49 +173,49 @@ def host_cache(model: PreTrainedModel, family: Family) -> Cache:
 # ---- forwards by hand
 
 
-class Reads(NamedTuple):
-    """How often attention read pages, how often dense rows were made, masks of the host's."""
+class AttentionCounts(NamedTuple):
+    """How often attention read pages, made dense rows, or used masks of transformers."""
 
     fused: int
     materialized: int
     masks: int
 
     @classmethod
-    def of(cls, cache: Cache) -> Reads:
+    def of(cls, cache: Cache) -> AttentionCounts:
         if isinstance(cache, PairedCache):
             parts = (cache.self_attention_cache, cache.cross_attention_cache)
             return cls(*map(sum, zip(*map(cls.of, parts), strict=True)))
         stats = cache.stats() if isinstance(cache, TransformersCache) else {}
         return cls(*(stats.get(name, 0) for name in cls._fields))
 
-    def since(self, before: Reads) -> Reads:
-        return Reads(*(new - old for new, old in zip(self, before, strict=True)))
+    def since(self, before: AttentionCounts) -> AttentionCounts:
+        return AttentionCounts(*(new - old for new, old in zip(self, before, strict=True)))
 
 
 class Run(NamedTuple):
     logits: Tensor
-    prompt: Reads
-    decoding: Reads
+    prompt: AttentionCounts
+    decoding: AttentionCounts
 
 
 @torch.no_grad()
-def drive(
+def run_forwards(
     model: PreTrainedModel, family: Family, cache: Cache, text: Text, chunks: Sequence[int]
 ) -> Run:
-    """The prompt in these chunks, then one token after the other."""
+    """Run the prompt in these chunks, then one token at a time."""
     encoded = dict(text.encoder)
     if encoded:
         encoded["encoder_outputs"] = model.get_encoder()(**text.encoder)
-        encoded = {name: given for name, given in encoded.items() if not name.startswith("input")}
+        encoded = {name: value for name, value in encoded.items() if not name.startswith("input")}
     cuts = [*itertools.accumulate(chunks, initial=0)]
     cuts += range(cuts[-1] + 1, text.ids.shape[1] + 1)
-    logits, begun = [], Reads.of(cache)
-    decoding = begun
+    logits, reads_before = [], AttentionCounts.of(cache)
+    decoding = reads_before
     for start, stop in itertools.pairwise(cuts):
-        decoding = Reads.of(cache) if start == sum(chunks) else decoding
+        decoding = AttentionCounts.of(cache) if start == sum(chunks) else decoding
         logits.append(model(**_arguments(family, cache, text, start, stop), **encoded).logits)
     whole = torch.cat(logits, 1)
-    return Run(whole, decoding.since(begun), Reads.of(cache).since(decoding))
+    return Run(whole, decoding.since(reads_before), AttentionCounts.of(cache).since(decoding))
 
 
 def _arguments(family: Family, cache: Cache, text: Text, start: int, stop: int) -> dict[str, Any]:
@@ -228,12 +229,12 @@ def _arguments(family: Family, cache: Cache, text: Text, start: int, stop: int) 
         positions = text.real.long().cumsum(-1)[:, start:stop] - 1
         arguments["position_ids"] = positions.clamp_min(0)
     elif stop == start + 1:
-        return arguments  # these take a mask for more than one token only
+        return arguments  # these need a mask for several tokens only
     return arguments if mask is None else arguments | {"attention_mask": mask}
 
 
 def deviation(ours: Tensor, theirs: Tensor, text: Text) -> float:
-    """The largest difference of logits, relative to how far logits spread."""
+    """Return the largest difference of logits, relative to their spread."""
     ours, theirs = ours[text.real], theirs[text.real]
     return float((ours - theirs).abs().max() / theirs.std())
 
@@ -243,36 +244,40 @@ def deviation(ours: Tensor, theirs: Tensor, text: Text) -> float:
 
 class Result(NamedTuple):
     error: float
-    prompt: Reads
-    decoding: Reads
-    calls: int  # of attention on rows of ours, in one forward
-    reasons: frozenset[str]  # what dense rows were made for
+    prompt: AttentionCounts
+    decoding: AttentionCounts
+    calls: int  # attention calls on kvant rows, in one forward
+    reasons: frozenset[str]  # reasons for dense rows
 
 
-def compared(cell: Cell) -> Result:
-    """Ours against the host's: with dense rows if raw, and with the rows that a query sees."""
+def compare_cell(cell: Cell) -> Result:
+    """Compare with transformers: with dense rows if raw, else with the visible decoded rows."""
     family, text = FAMILIES[cell.family], text_of(FAMILIES[cell.family], cell.batch)
-    with handed(model_of(cell.family), cell.way, cell.spec) as model:
+    with prepare_model(model_of(cell.family), cell.way, cell.spec) as model:
         cache = kvant.cache_for(model, cell.spec)
-        stored = [recorded(part) for part in _parts(cache)]
-        ours = drive(model, family, cache, text, cell.chunks)
+        stored = [record_rows(part) for part in _parts(cache)]
+        ours = run_forwards(model, family, cache, text, cell.chunks)
     model = model_of(cell.family, "eager")
-    oracle = host_cache(model, family) if cell.raw else _oracle(model, family, cache, stored)
-    theirs = drive(model, family, oracle, text, cell.chunks)
+    oracle = (
+        make_transformers_cache(model, family)
+        if cell.raw
+        else _oracle(model, family, cache, stored)
+    )
+    theirs = run_forwards(model, family, oracle, text, cell.chunks)
     error = deviation(ours.logits, theirs.logits, text)
     return Result(error, ours.prompt, ours.decoding, _calls(model, cache), _reasons(cache))
 
 
 def _reasons(cache: Cache) -> frozenset[str]:
     notes = [notes for part in _parts(cache) for notes in part.context.attention_stats.values()]
-    return frozenset(reason for one in notes for reason in one.materialized)
+    return frozenset(reason for note in notes for reason in note.materialized)
 
 
 def _calls(model: PreTrainedModel, cache: Cache) -> int:
-    """One for each layer that stores rows, and for each that reads those of another."""
+    """Count one call per layer that stores rows or reads those of another layer."""
     layers = [recipe for part in _parts(cache) for recipe in part.spec.layers]
     shared = getattr(model.config, "num_kv_shared_layers", 0)
-    return sum(attention_of(recipe) is not None for recipe in layers) + shared
+    return sum(get_attention_spec(recipe) is not None for recipe in layers) + shared
 
 
 def _parts(cache: Cache) -> list[TransformersCache]:
@@ -282,8 +287,8 @@ def _parts(cache: Cache) -> list[TransformersCache]:
     return [cache]
 
 
-def recorded(cache: TransformersCache) -> dict[int, list[Rows]]:
-    """The rows that each layer is given from now on."""
+def record_rows(cache: TransformersCache) -> dict[int, list[Rows]]:
+    """Record the rows that each layer gets from now on."""
     rows: dict[int, list[Rows]] = defaultdict(list)
     update: Callable[..., Any] = cache.update
 
@@ -300,24 +305,24 @@ def _oracle(
 ) -> Cache:
     config = None if family.kind == "encoder-decoder" else model.config
     specs: list[CacheSpec] = [part.spec for part in _parts(cache)]
-    parts = [Oracle(config, *both) for both in zip(specs, stored, strict=True)]
+    parts = [Oracle(config, *pair) for pair in zip(specs, stored, strict=True)]
     if len(parts) == 1:
         return parts[0]
     parts[1].cross = True
     return EncoderDecoderCache(*parts)
 
 
-# ---- the host's own loop
+# ---- the generation loop of transformers
 
 
-def generated(
+def generate_text(
     model: PreTrainedModel,
     family: Family,
     text: Text,
     cache: Cache | None = None,
     **options: Any,
 ) -> Tensor:
-    """What `model.generate` makes of a text."""
+    """Return the output of `model.generate` for a text."""
     prefix = "decoder_" if family.kind == "encoder-decoder" else ""
     arguments: dict[str, Any] = {**text.encoder, f"{prefix}input_ids": text.ids}
     if text.mask is not None:

@@ -1,4 +1,4 @@
-"""A model of a family, a prompt, and the logits of tokens behind it."""
+"""A model of a family, a prompt, and the logits of later tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import kvant
 from hf.zoo import VOCABULARY, build
 
 
-def attached(name: str) -> Any:
-    """A model whose attention is kvant's: with dense rows of its own it would read all of them."""
+def make_attached_model(name: str) -> Any:
+    """Return a model with kvant's attention: reading dense rows itself, it would read all of
+    them.
+    """
     model = build(name)
     kvant.attach(model, "raw", guard=False)
     return model
@@ -24,17 +26,17 @@ def text(count: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def read(model: Any, spec: str, prompt: list[int]) -> Any:
+def prefill_prompt(model: Any, spec: str, prompt: list[int]) -> Any:
     cache = kvant.cache_for(model, spec)
     model(torch.tensor([prompt]), past_key_values=cache)
     return cache
 
 
 @torch.no_grad()
-def decoded(model: Any, cache: Any, lengths: list[int], which: list[int]) -> Tensor:
+def decode_logits(model: Any, cache: Any, lengths: list[int], indices: list[int]) -> Tensor:
     outs = []
     for step in range(3):
-        ids = torch.tensor([[5 + 7 * step + i] for i in which])
+        ids = torch.tensor([[5 + 7 * step + i] for i in indices])
         places = torch.tensor([[length + step] for length in lengths])
         outs.append(model(ids, past_key_values=cache, position_ids=places).logits[:, -1])
     return torch.stack(outs, 1)

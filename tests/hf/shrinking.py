@@ -1,7 +1,7 @@
 """A tiny random model of any causal language model of transformers: `tiny("openai-gpt")`.
 
-The default configuration of a class, with the sizes that it declares made small. A family of the
-zoo is built as there, and what sizes alone do not make small has options of its own here.
+It uses the default configuration of a class with small sizes. A family of the zoo is built as
+there; options below shrink the rest.
 """
 
 from __future__ import annotations
@@ -69,31 +69,31 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _options(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+def _options(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Return the sizes that a configuration declares, and those of its parts."""
-    declared = {field.name for field in fields(kind)}
-    known = {kind.attribute_map.get(name, name): value for name, value in SIZES.items()}
-    found = {name: value for name, value in known.items() if name in declared}
+    declared = {field.name for field in fields(config_class)}
+    sizes = {config_class.attribute_map.get(name, name): value for name, value in SIZES.items()}
+    options = {name: value for name, value in sizes.items() if name in declared}
     if "kv_lora_rank" in declared:
-        found["num_key_value_heads"] = HEADS
-    for name, part in _parts(kind):
+        options["num_key_value_heads"] = HEADS
+    for name, part in _parts(config_class):
         if name in declared:
-            found[name] = {"model_type": part.model_type} | _options(part)
-    return found
+            options[name] = {"model_type": part.model_type} | _options(part)
+    return options
 
 
-def _parts(kind: type[PreTrainedConfig]) -> Iterator[tuple[str, type[PreTrainedConfig]]]:
+def _parts(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, type[PreTrainedConfig]]]:
     """Yield the configurations within a configuration, by name."""
-    defaults = getattr(kind, "sub_configs_defaults", {})
-    for name, part in kind.sub_configs.items():
+    defaults = getattr(config_class, "sub_configs_defaults", {})
+    for name, part in config_class.sub_configs.items():
         if part is not transformers.AutoConfig:
             yield name, part
         elif (model_type := getattr(defaults.get(name), "model_type", None)) is not None:
             yield name, CONFIG_MAPPING[model_type]
 
 
-def _mixed(config: PreTrainedConfig, kinds: Iterable[str]) -> None:
-    """Let the few layers be of all the kinds that the default configuration has."""
+def _mix_layer_types(config: PreTrainedConfig, kinds: Iterable[str]) -> None:
+    """Give the few layers all the types of the default configuration."""
     text = config.get_text_config(decoder=True)
     for name in ("layer_types", "layers_block_type"):
         present = getattr(text, name, None)
@@ -111,7 +111,7 @@ QWEN4 = {
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
 }
-# What sizes alone do not make consistent.
+# Options that sizes alone leave inconsistent.
 OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
@@ -126,34 +126,38 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp": QWEN4,
     "qwen4_exp_text": QWEN4,
     "reformer": {"axial_pos_embds": False},
-    "xlm": {"pad_token_id": 3, "pad_index": 3},  # it puts token 0 behind every text
+    "xlm": {"pad_token_id": 3, "pad_index": 3},  # adds token 0 after every text
     "xmod": {"default_language": "en_XX"},
 }
 
 
-def _merged(options: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _merge_options(options: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Return the options with those of `own` over them, also within parts."""
-    merged = {name: _merged(options[name], own[name]) for name in own if name.endswith("_config")}
-    return options | own | merged
+    merged = {
+        name: _merge_options(options[name], overrides[name])
+        for name in overrides
+        if name.endswith("_config")
+    }
+    return options | overrides | merged
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
-    found: type[PreTrainedModel] = getattr(transformers, CAUSAL[name])
-    return found
+    result: type[PreTrainedModel] = getattr(transformers, CAUSAL[name])
+    return result
 
 
 def tiny(name: str) -> PreTrainedModel:
     """Return a tiny model of this type, with the same weights every time."""
-    family = next((one for one in FAMILIES.values() if one.model == CAUSAL[name]), None)
+    family = next((family_ for family_ in FAMILIES.values() if family_.model == CAUSAL[name]), None)
     if family is not None:
         return family.build()
-    kind = model_class(name).config_class
-    assert kind is not None
-    config = kind(**_merged(_options(kind), OWN.get(name, {})))
-    whole = kind().get_text_config(decoder=True)
-    _mixed(config, getattr(whole, "layer_types", None) or ())
+    config_class = model_class(name).config_class
+    assert config_class is not None
+    config = config_class(**_merge_options(_options(config_class), OWN.get(name, {})))
+    whole = config_class().get_text_config(decoder=True)
+    _mix_layer_types(config, getattr(whole, "layer_types", None) or ())
     with torch.device("meta"):
-        size = sum(one.numel() for one in model_class(name)(config).parameters())
+        size = sum(family_.numel() for family_ in model_class(name)(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"{name}: {size:,} parameters, more than {MAX_PARAMETERS:,}")
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -34,7 +34,7 @@ LOGIT = 0.02  # of the residual, for 1 of a logit
 
 
 @lru_cache(maxsize=1)
-def build() -> LlamaForCausalLM:
+def build_sink_model() -> LlamaForCausalLM:
     """Build the model, in float32."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -83,8 +83,8 @@ def _set_attention(layer: torch.nn.Module, answers: Tensor, noise: Tensor, scale
         query[head * DIM + channels, QUERY + torch.arange(len(CODE))] = 20 / scale
         query[head * DIM + SINK, ALWAYS] = 12 / scale
         mean = 1 / (LAYERS * HEADS * GROUP)
-        here = slice(head * DIM, head * DIM + DIM - 1)
-        out[OUT : OUT + VOCABULARY, here] = LOGIT * mean * 12 * answers / (DIM - 1)
+        part = slice(head * DIM, head * DIM + DIM - 1)
+        out[OUT : OUT + VOCABULARY, part] = LOGIT * mean * 12 * answers / (DIM - 1)
         out[OUT : OUT + VOCABULARY, head * DIM + DIM - 1] = LOGIT * mean * 12 * noise
     for head in range(HEADS):
         key[head * DIM + channels, KEY + torch.arange(len(CODE))] = 20 / scale

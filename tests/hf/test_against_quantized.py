@@ -1,6 +1,6 @@
-"""What transformers' own QuantizedCache cannot do, call by call, and that a compressed cache can.
+"""Test operations of a compressed cache that transformers' QuantizedCache lacks, one by one.
 
-Its fp8 backend needs nothing installed. The others share these calls with it.
+Its fp8 backend needs no extra package. The other backends share these methods.
 """
 
 from __future__ import annotations
@@ -15,58 +15,71 @@ from transformers import QuantizedCache
 from transformers.cache_utils import Cache
 
 import kvant
-from hf.modes import draft, repetitive
-from hf.parity import PROMPT, Text, generated, handed, model_of, small_pages, text_of
+from hf.modes import make_draft, make_repetitive
+from hf.parity import (
+    PROMPT,
+    Text,
+    generate_text,
+    model_of,
+    prepare_model,
+    text_of,
+    with_small_pages,
+)
 from hf.zoo import FAMILIES
 
 NAME = "llama"
-SPEC = small_pages("affine8", prefill="stored")
+SPEC = with_small_pages("affine8", prefill="stored")
 
 
-def theirs() -> Cache:
+def make_quantized_cache() -> Cache:
     return QuantizedCache(backend="fp8", config=model_of(NAME).config)
 
 
-def ours() -> Cache:
+def make_kvant_cache() -> Cache:
     return kvant.cache_for(model_of(NAME), SPEC)
 
 
-def prompt() -> Text:
+def make_prompt() -> Text:
     return text_of(FAMILIES[NAME]).prompt
 
 
 @torch.no_grad()
-def read(cache: Cache, ids: Tensor) -> Tensor:
-    """Logits for these tokens, which the cache holds afterwards."""
+def forward_logits(cache: Cache, ids: Tensor) -> Tensor:
+    """Append these tokens and return their logits."""
     logits: Tensor = model_of(NAME)(ids, past_key_values=cache).logits
     return logits
 
 
-def filled(cache: Cache, sequences: int = 1) -> Cache:
-    """The prompt, read by so many sequences, of which each goes on with a token of its own."""
-    read(cache, prompt().ids.repeat(sequences, 1))
-    read(cache, torch.arange(5, 5 + sequences)[:, None])
+def prefill_batch(cache: Cache, sequences: int = 1) -> Cache:
+    """Prefill a batch with the prompt, each sequence ending in a different token."""
+    forward_logits(cache, make_prompt().ids.repeat(sequences, 1))
+    forward_logits(cache, torch.arange(5, 5 + sequences)[:, None])
     return cache
 
 
-def after(verb: Callable[[Any], None], cache: Cache, sequences: int) -> Tensor:
-    """Logits of one more token, after a verb on a cache of so many sequences."""
-    filled(cache, sequences)
+def logits_after(verb: Callable[[Any], None], cache: Cache, sequences: int) -> Tensor:
+    """Return the logits of one more token, after an operation on a batch."""
+    prefill_batch(cache, sequences)
     verb(cache)
-    return read(cache, torch.tensor([[9], [9]]))
+    return forward_logits(cache, torch.tensor([[9], [9]]))
 
 
-def test_crop() -> None:
+def test_crop_matches_transformers() -> None:
     with pytest.raises(IndexError):
-        filled(theirs()).crop(-2)
-    cache = filled(ours())
+        prefill_batch(make_quantized_cache()).crop(-2)
+    cache = prefill_batch(make_kvant_cache())
     cache.crop(-2)
     assert cache.get_seq_length() == PROMPT - 1
-    again = torch.cat([read(cache, token) for token in (prompt().ids[:, -1:], torch.tensor([[5]]))])
-    straight = ours()
-    read(straight, prompt().ids[:, :-1])
-    never_gone = [read(straight, token) for token in (prompt().ids[:, -1:], torch.tensor([[5]]))]
-    assert torch.allclose(again, torch.cat(never_gone), atol=1e-5)
+    repeat = torch.cat(
+        [forward_logits(cache, token) for token in (make_prompt().ids[:, -1:], torch.tensor([[5]]))]
+    )
+    reference = make_kvant_cache()
+    forward_logits(reference, make_prompt().ids[:, :-1])
+    never_gone = [
+        forward_logits(reference, token)
+        for token in (make_prompt().ids[:, -1:], torch.tensor([[5]]))
+    ]
+    assert torch.allclose(repeat, torch.cat(never_gone), atol=1e-5)
 
 
 SELECTIONS: dict[str, tuple[Callable[[Any], None], int, tuple[int, int]]] = {
@@ -76,37 +89,39 @@ SELECTIONS: dict[str, tuple[Callable[[Any], None], int, tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_selecting_sequences(name: str) -> None:
+def test_selecting_sequences_matches_transformers(name: str) -> None:
     verb, sequences, order = SELECTIONS[name]
     with pytest.raises((IndexError, RuntimeError)):
-        after(verb, theirs(), sequences)
-    whole = filled(ours(), sequences)
-    expected = read(whole, torch.full((sequences, 1), 9))[list(order)]
-    assert torch.allclose(after(verb, ours(), sequences), expected, atol=1e-5)
+        logits_after(verb, make_quantized_cache(), sequences)
+    whole = prefill_batch(make_kvant_cache(), sequences)
+    expected = forward_logits(whole, torch.full((sequences, 1), 9))[list(order)]
+    assert torch.allclose(logits_after(verb, make_kvant_cache(), sequences), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ("mistral", "gemma3", "llama4", "gemma4", "falcon_h1", "lfm2"))
-def test_layers_that_are_not_full_attention(name: str) -> None:
+def test_sliding_layers_are_supported(name: str) -> None:
     model, family = model_of(name), FAMILIES[name]
     with pytest.raises(ValueError, match="only full attention layers"):
         QuantizedCache(backend="fp8", config=model.config)
-    cache = kvant.cache_for(model, small_pages("affine8"))
-    tokens = generated(model, family, text_of(family).prompt, cache)
+    cache = kvant.cache_for(model, with_small_pages("affine8"))
+    tokens = generate_text(model, family, text_of(family).prompt, cache)
     assert tokens.shape[1] == PROMPT + 12
 
 
 SPECULATION: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt_lookup_num_tokens": lambda: {"prompt_lookup_num_tokens": 3},
-    "assistant_model": lambda: {"assistant_model": draft(NAME)},
+    "assistant_model": lambda: {"assistant_model": make_draft(NAME)},
 }
 
 
 @pytest.mark.parametrize("name", SPECULATION)
-def test_speculation(name: str) -> None:
-    options, text, family = SPECULATION[name](), repetitive(prompt()), FAMILIES[NAME]
-    with pytest.raises((IndexError, ValueError)):  # an error in words from 5.24 on
-        generated(model_of(NAME), family, text, theirs(), **options)
-    plain = generated(model_of(NAME), family, text, ours())
-    assert torch.equal(generated(model_of(NAME), family, text, ours(), **options), plain)
-    with handed(model_of(NAME), "attached", SPEC) as model:
-        assert torch.equal(generated(model, family, text, **options), plain)
+def test_speculation_matches_plain_decoding(name: str) -> None:
+    options, text, family = SPECULATION[name](), make_repetitive(make_prompt()), FAMILIES[NAME]
+    with pytest.raises((IndexError, ValueError)):  # a message with words from 5.24 on
+        generate_text(model_of(NAME), family, text, make_quantized_cache(), **options)
+    plain = generate_text(model_of(NAME), family, text, make_kvant_cache())
+    assert torch.equal(
+        generate_text(model_of(NAME), family, text, make_kvant_cache(), **options), plain
+    )
+    with prepare_model(model_of(NAME), "attached", SPEC) as model:
+        assert torch.equal(generate_text(model, family, text, **options), plain)

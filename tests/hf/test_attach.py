@@ -1,4 +1,4 @@
-"""Attaching changes one model and nothing else, and detaching leaves no trace."""
+"""Test that attaching changes one model only, and that detaching leaves no trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def tokens(count: int, batch: int = 1) -> Tensor:
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel) -> list[Tensor]:
-    """Everything that attaching might touch: with and without a cache, padded, and steps."""
+    """Return all outputs that attaching might affect: with and without a cache, padded, and
+    steps.
+    """
     ids, mask = tokens(12, batch=2), torch.ones(2, 12, dtype=torch.long)
     padded = mask.clone()
     padded[0, :4] = 0
@@ -44,20 +46,20 @@ def outputs(model: PreTrainedModel) -> list[Tensor]:
     ]
 
 
-def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+def same_outputs(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_another_model_is_untouched_bit_for_bit(name: str) -> None:
-    """Even one that shares the configuration."""
+def test_unattached_model_is_unchanged_bit_for_bit(name: str) -> None:
+    """Even a model that shares the configuration."""
     model = build(name)
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
     other.generation_config = copy.deepcopy(model.generation_config)
     expected = outputs(other)
     kvant.attach(model, "affine8", guard=False)
-    assert alike(outputs(other), expected)
+    assert same_outputs(outputs(other), expected)
     assert type(other)._prepare_cache_for_generation is type(model)._prepare_cache_for_generation
 
 
@@ -71,12 +73,14 @@ def test_detaching_leaves_no_trace(name: str) -> None:
     assert set(model.__dict__) == before
     assert model.config._attn_implementation == implementation
     assert not any("expand_kv" in module.__dict__ for module in model.modules())
-    assert alike(outputs(model), expected)
+    assert same_outputs(outputs(model), expected)
 
 
-def test_the_host_s_own_cache_is_untouched() -> None:
-    """No class of ours takes the place of one of theirs."""
-    assert all("kvant" not in kind.__module__ for kind in DYNAMIC_LAYER_TYPE_MAPPING.values())
+def test_transformers_cache_is_unchanged() -> None:
+    """No kvant class replaces one of transformers."""
+    assert all(
+        "kvant" not in layer_class.__module__ for layer_class in DYNAMIC_LAYER_TYPE_MAPPING.values()
+    )
     assert type(DynamicCache(config=build("llama").config).layers[0]).__name__ == "DynamicLayer"
 
 
@@ -85,7 +89,7 @@ def test_importing_kvant_imports_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def generated(model: PreTrainedModel, **kwargs: object) -> TransformersCache:
+def generate_ids(model: PreTrainedModel, **kwargs: object) -> TransformersCache:
     kwargs = {"max_new_tokens": 4, "do_sample": False} | kwargs
     out = model.generate(tokens(6), return_dict_in_generate=True, **kwargs)
     cache: TransformersCache = out.past_key_values
@@ -95,45 +99,45 @@ def generated(model: PreTrainedModel, **kwargs: object) -> TransformersCache:
 def test_plain_generate_uses_the_cache() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
-    cache = generated(model)
+    cache = generate_ids(model)
     assert isinstance(cache, TransformersCache)
     assert cache.stats()["fused"] == 3 * len(cache)  # the first token comes from the prompt
 
 
-def test_attaching_again_replaces_the_spec() -> None:
+def test_reattaching_replaces_the_spec() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
     kvant.attach(model, "raw,window=16,sinks=2")
-    assert generated(model).spec.layers[0].retention.window == 16  # type: ignore[union-attr]
+    assert generate_ids(model).spec.layers[0].retention.window == 16  # type: ignore[union-attr]
     kvant.detach(model)
-    assert isinstance(generated(model), DynamicCache)
+    assert isinstance(generate_ids(model), DynamicCache)
 
 
-def test_a_cache_that_is_given_wins() -> None:
+def test_explicit_cache_takes_precedence() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
-    mine = DynamicCache(config=model.config)
-    assert generated(model, past_key_values=mine) is mine
-    assert generated(model, use_cache=False) is None
+    own_cache = DynamicCache(config=model.config)
+    assert generate_ids(model, past_key_values=own_cache) is own_cache
+    assert generate_ids(model, use_cache=False) is None
 
 
-def test_another_cache_of_the_host_is_refused() -> None:
+def test_other_transformers_cache_is_refused() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
     with pytest.raises(ValueError, match=r"cache_implementation='static'.*detach"):
-        generated(model, cache_implementation="static")
+        generate_ids(model, cache_implementation="static")
 
 
-def test_a_copy_of_an_attached_model_is_attached_by_itself() -> None:
+def test_copy_of_an_attached_model_is_attached_separately() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     kvant.detach(model)
-    assert isinstance(generated(twin), TransformersCache)
-    assert isinstance(generated(model), DynamicCache)
+    assert isinstance(generate_ids(clone), TransformersCache)
+    assert isinstance(generate_ids(model), DynamicCache)
 
 
-def test_a_spec_that_does_not_fit_is_refused_before_anything_changes() -> None:
+def test_unsupported_spec_is_refused_before_anything_changes() -> None:
     model = build("llama")
     before = dict(model.__dict__)
     with pytest.raises(SpecError):
@@ -145,8 +149,8 @@ def test_a_spec_that_does_not_fit_is_refused_before_anything_changes() -> None:
 
 @pytest.mark.parametrize("name", NO_ROWS)
 @pytest.mark.parametrize("spec", ["affine4", "raw,window=64", "f32"])
-def test_a_format_for_a_model_without_keys_is_refused(name: str, spec: str) -> None:
-    """`affine4` on a mamba was taken, and nothing was stored in 4 bits."""
+def test_format_for_a_model_without_keys_is_refused(name: str, spec: str) -> None:
+    """Regression: `affine4` on a mamba was accepted, and nothing was stored in 4 bits."""
     model = build(name)
     for take in (kvant.cache_for, kvant.attach):
         with pytest.raises(SpecError, match=f"spec '{spec}' .* no layer of this model has any"):
@@ -157,7 +161,7 @@ def test_a_format_for_a_model_without_keys_is_refused(name: str, spec: str) -> N
 
 
 @pytest.mark.parametrize("name", NO_ROWS)
-def test_a_model_without_keys_takes_raw_and_any_recipes(name: str) -> None:
+def test_model_without_keys_accepts_raw_and_any_recipes(name: str) -> None:
     model = build(name)
     recipes = kvant.cache_for(model, "raw").spec
     assert kvant.cache_for(model, recipes).spec == recipes
@@ -166,17 +170,17 @@ def test_a_model_without_keys_takes_raw_and_any_recipes(name: str) -> None:
 
 
 @pytest.mark.parametrize("take", [kvant.cache_for, kvant.plan])
-def test_a_wrong_word_is_refused_where_no_layer_attends(take: Any) -> None:
-    """It was not even read there."""
+def test_invalid_spec_is_refused_even_if_no_layer_attends(take: Any) -> None:
+    """Regression: the spec was not even parsed there."""
     with pytest.raises(SpecError, match="nearest: affine8"):
         take(build("mamba"), "affine9")
 
 
-def test_what_has_no_cache_is_refused() -> None:
-    class RwkvForNothing(LlamaForCausalLM): ...  # told by its name, as the host does
+def test_model_without_a_cache_is_refused() -> None:
+    class RwkvForNothing(LlamaForCausalLM): ...  # recognized by its name, as in transformers
 
     model = RwkvForNothing(build("llama").config)
-    with pytest.raises(SpecError, match="its memory is its own"):
+    with pytest.raises(SpecError, match="does not use the cache of transformers"):
         kvant.cache_for(model, "raw")
 
 
@@ -196,21 +200,22 @@ def test_an_unknown_version_warns_once(
             with caplog.at_level(logging.WARNING, logger="kvant"):
                 kvant.cache_for(build("llama"), "raw")
         assert [record.message for record in caplog.records] == [
-            "transformers 6.0.0 is outside <5.25,>=5.23, which kvant is known to work with"
+            "transformers 6.0.0 is outside <5.25,>=5.23, the versions that kvant is known to work "
+            "with"
         ]
     finally:
         building.check_transformers_version.cache_clear()
 
 
-def test_a_wrong_spec_leaves_the_one_before_in_force() -> None:
+def test_invalid_spec_keeps_the_previous_one() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
     with pytest.raises(SpecError):
         kvant.attach(model, "affine9")
-    assert isinstance(generated(model), TransformersCache)
+    assert isinstance(generate_ids(model), TransformersCache)
 
 
-def test_explain_recommends_attaching_where_it_helps_and_only_there() -> None:
+def test_explain_recommends_attaching_only_where_it_helps() -> None:
     for name, attached, helps in (
         ("gpt_oss", False, True),
         ("gpt_oss", True, False),

@@ -1,7 +1,7 @@
-"""Layers that read an image among the layers of a text, as Mllama has them: rows once, not a token.
+"""Test layers that read an image among text layers, as in Mllama: rows per image, not per token.
 
-Taken for layers of the text they kept every forward from its end: each token was stored, taken for
-what a dead forward had left, and taken back before the next one, so that all tokens were wrong.
+Regression: as text layers they ended every forward early. Each token was stored, treated as an
+incomplete forward, and rolled back before the next one, so all tokens were wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def model_of(*places: int) -> MllamaForConditionalGeneration:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.3)
-            if "gate" in name:  # else an image changes nothing
+            if "gate" in name:  # otherwise an image changes nothing
                 parameter.fill_(0.5)
     model.generation_config.eos_token_id = None
     return model
@@ -88,29 +88,31 @@ def prompt(seed: int = 0, batch: int = 1) -> dict[str, Tensor]:
     return {"input_ids": ids, **image(seed=seed, batch=batch)}
 
 
-def said(model: Any, cache: Any = None, count: int = 12, **given: Any) -> Tensor:
-    settings = {"do_sample": False, "max_new_tokens": count} | given
+def generate_tokens(model: Any, cache: Any = None, count: int = 12, **inputs: Any) -> Tensor:
+    settings = {"do_sample": False, "max_new_tokens": count} | inputs
     out: Tensor = model.generate(past_key_values=cache, **settings)
     return out
 
 
 @torch.no_grad()
-def step(model: Any, cache: Any, ids: Tensor, **given: Any) -> Tensor:
-    """Logits of the last token."""
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
+def forward_logits(model: Any, cache: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    """Return the logits of the last token."""
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs).logits
     return logits[:, -1]
 
 
-def begun(*places: int) -> tuple[MllamaForConditionalGeneration, TransformersCache]:
-    """A cache that has read an image."""
+def make_cache_with_image(*places: int) -> tuple[MllamaForConditionalGeneration, TransformersCache]:
+    """Return a cache that has read an image."""
     model = model_of(*places)
     cache = kvant.cache_for(model)
-    step(model, cache, **{"ids" if k == "input_ids" else k: v for k, v in prompt().items()})
+    forward_logits(
+        model, cache, **{"ids" if k == "input_ids" else k: v for k, v in prompt().items()}
+    )
     return model, cache
 
 
-def recomputed(model: Any, ids: Tensor, seed: int = 0) -> Tensor:
-    """Logits of the last token, without a cache."""
+def recompute_logits(model: Any, ids: Tensor, seed: int = 0) -> Tensor:
+    """Return the logits of the last token, without a cache."""
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, use_cache=False, **image(ids.shape[1], seed)).logits
     return logits[:, -1]
@@ -126,31 +128,33 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("places", PLACES, ids=str)
-def test_an_image_and_a_text_give_the_tokens_of_the_whole_text(
-    places: list[int], mode: str
-) -> None:
+def test_image_and_text_give_the_tokens_of_the_whole_text(places: list[int], mode: str) -> None:
     model, settings = model_of(*places), dict(MODES[mode])
-    given = prompt(batch=settings.pop("batch", 1))
+    inputs = prompt(batch=settings.pop("batch", 1))
     beams = {name: value for name, value in settings.items() if name == "num_beams"}
-    expected = said(model, **given, **beams or {"use_cache": False})
-    assert torch.equal(said(model, kvant.cache_for(model), **given, **settings), expected)
+    expected = generate_tokens(model, **inputs, **beams or {"use_cache": False})
+    assert torch.equal(
+        generate_tokens(model, kvant.cache_for(model), **inputs, **settings), expected
+    )
     kvant.attach(model)
-    attached = said(model, **given, **settings)
+    attached = generate_tokens(model, **inputs, **settings)
     kvant.detach(model)
     assert torch.equal(attached, expected)
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-def test_a_text_without_an_image_is_cached(places: list[int]) -> None:
+def test_text_without_an_image_is_cached(places: list[int]) -> None:
     model, ids = model_of(*places), tokens(9)
     for spec in ("raw", "raw,window=64"):
-        ours = said(model, kvant.cache_for(model, spec), input_ids=ids)
-        assert torch.equal(ours, said(model, DynamicCache(config=model.config), input_ids=ids))
+        ours = generate_tokens(model, kvant.cache_for(model, spec), input_ids=ids)
+        assert torch.equal(
+            ours, generate_tokens(model, DynamicCache(config=model.config), input_ids=ids)
+        )
 
 
-def test_the_rows_of_an_image_lie_beside_those_of_the_text() -> None:
-    model, cache = begun(1)
-    step(model, cache, tokens(1))
+def test_image_rows_are_stored_next_to_text_rows() -> None:
+    model, cache = make_cache_with_image(1)
+    forward_logits(model, cache, tokens(1))
     assert cache.get_seq_length() == PROMPT + 1
     assert cache.stats()["abandoned"] == 0
     assert "layer 1, cross_attention: kept by transformers" in str(cache.explain())
@@ -158,62 +162,64 @@ def test_the_rows_of_an_image_lie_beside_those_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
-def test_tokens_that_are_taken_back_leave_the_image(places: list[int]) -> None:
-    model, cache = begun(*places)
-    step(model, cache, tokens(3, seed=1), cross_attention_mask=torch.ones(1, 3, 1, 4))
+def test_rewound_tokens_keep_the_image(places: list[int]) -> None:
+    model, cache = make_cache_with_image(*places)
+    forward_logits(model, cache, tokens(3, seed=1), cross_attention_mask=torch.ones(1, 3, 1, 4))
     cache.crop(-3)
     last = tokens(1, seed=2)
-    expected = recomputed(model, torch.cat([prompt()["input_ids"], last], 1))
-    ours = step(model, cache, last, cross_attention_mask=torch.ones(1, 1, 1, 4))
+    expected = recompute_logits(model, torch.cat([prompt()["input_ids"], last], 1))
+    ours = forward_logits(model, cache, last, cross_attention_mask=torch.ones(1, 1, 1, 4))
     assert torch.allclose(ours, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("forget", [lambda c: c.crop(-PROMPT), lambda c: c.reset()])
 @pytest.mark.parametrize("places", PLACES, ids=str)
-def test_an_image_goes_with_its_text(places: list[int], forget: Any) -> None:
-    model, cache = begun(*places)
+def test_image_is_dropped_with_its_text(places: list[int], forget: Any) -> None:
+    model, cache = make_cache_with_image(*places)
     forget(cache)
     other = prompt(seed=5)
-    expected = recomputed(model, other["input_ids"], seed=5)
-    ours = step(model, cache, other.pop("input_ids"), **other)
+    expected = recompute_logits(model, other["input_ids"], seed=5)
+    ours = forward_logits(model, cache, other.pop("input_ids"), **other)
     assert torch.allclose(ours, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("again", ["image", "text"])
+@pytest.mark.parametrize("operation", ["image", "text"])
 @pytest.mark.parametrize("places", [[1], [1, 2]], ids=str)
-def test_an_image_whose_forward_died_is_not_seen(
-    places: list[int], again: str, monkeypatch: pytest.MonkeyPatch
+def test_image_of_a_failed_forward_is_not_seen(
+    places: list[int], operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, cache = model_of(*places), kvant.cache_for(model_of(*places))
-    given = prompt()
-    ids = given.pop("input_ids")
+    inputs = prompt()
+    ids = inputs.pop("input_ids")
     with monkeypatch.context() as patch:
         patch.setattr(cache.layers[3], "update", None)
         with pytest.raises(TypeError):
-            step(model, cache, ids, **given)
-    if again == "image":
+            forward_logits(model, cache, ids, **inputs)
+    if operation == "image":
         other = prompt(seed=5)
-        expected = recomputed(model, other["input_ids"], seed=5)
-        ours = step(model, cache, other.pop("input_ids"), **other)
+        expected = recompute_logits(model, other["input_ids"], seed=5)
+        ours = forward_logits(model, cache, other.pop("input_ids"), **other)
     else:
-        expected = step(model, kvant.cache_for(model), ids)
-        ours = step(model, cache, ids)
+        expected = forward_logits(model, kvant.cache_for(model), ids)
+        ours = forward_logits(model, cache, ids)
     assert torch.allclose(ours, expected, atol=1e-4)
 
 
-def test_a_fork_has_an_image_of_its_own() -> None:
-    model, cache = begun(1)
-    twin, mask = copy.deepcopy(cache), torch.ones(1, 1, 1, 4)
-    expected = step(model, cache, tokens(1, seed=1), cross_attention_mask=mask)
+def test_fork_has_its_own_image() -> None:
+    model, cache = make_cache_with_image(1)
+    fork, mask = copy.deepcopy(cache), torch.ones(1, 1, 1, 4)
+    expected = forward_logits(model, cache, tokens(1, seed=1), cross_attention_mask=mask)
     cache.reset()
-    assert torch.equal(step(model, twin, tokens(1, seed=1), cross_attention_mask=mask), expected)
-    twin.crop(-PROMPT - 1)
-    assert twin.get_seq_length() == 0
-    assert twin.layers[1].get_seq_length() == 0
+    assert torch.equal(
+        forward_logits(model, fork, tokens(1, seed=1), cross_attention_mask=mask), expected
+    )
+    fork.crop(-PROMPT - 1)
+    assert fork.get_seq_length() == 0
+    assert fork.layers[1].get_seq_length() == 0
 
 
-def test_what_would_leave_the_image_out_is_refused() -> None:
-    _, cache = begun(1)
+def test_operations_that_would_lose_the_image_are_refused() -> None:
+    _, cache = make_cache_with_image(1)
     for verb in (cache.snapshot, lambda: cache.rewind(3), lambda: cache.recode("affine8")):
         with pytest.raises(CacheError, match=r"layers \[1\] \(cross_attention\) live in transform"):
             verb()

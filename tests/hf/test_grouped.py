@@ -1,8 +1,7 @@
-"""One token's query heads laid out as queries are not so many tokens, however many there are.
+"""Test that the query heads of one token are never mistaken for several tokens.
 
-For one token the host's attention packs the heads of a group side by side (`pack_gqa`), and some
-models ask for the last token of a chunk only: so a chunk of as many tokens as a group has heads is
-the one that shows who confuses the two.
+For one token transformers packs the heads of a group as queries (`pack_gqa`), and some models use
+the last token of a chunk only. A chunk with as many tokens as a group has heads shows a confusion.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
 import kvant
-from hf.expected import reading
-from hf.parity import TOLERANCE, Cell, Way, handed, model_of, small_pages
-from hf.zoo import build, names
+from hf.expected import expect_reading
+from hf.parity import TOLERANCE, Cell, Way, model_of, prepare_model, with_small_pages
+from hf.zoo import build, family_names
 from kvant import UnsupportedView
 from kvant.hf.model_layers import supports_chunked_prefill
-from thin import once
+from thin import thin_rows
 
-PROMPT, CHUNKS = 18, (2, 4, 3, 2)  # groups of the zoo have 2 heads, or 4 with one head of keys
-STEP = 0.02  # of 8 bits, in logits relative to how far they spread
+PROMPT, CHUNKS = 18, (2, 4, 3, 2)  # groups of the zoo have 2 heads, or 4 with one KV head
+STEP = 0.02  # of 8 bits, in logits relative to their spread
 WAYS: tuple[Way, ...] = ("stock", "attached")
 CHANGES = (
     {"num_key_value_heads": 1},
@@ -45,17 +44,17 @@ def tokens(count: int) -> Tensor:
 def last_logits(
     model: PreTrainedModel, cache: Any, prompt: int = PROMPT, chunks: tuple[int, ...] = CHUNKS
 ) -> Tensor:
-    """After each of the chunks of one text, as a reader asks for them: of the last token only."""
+    """Return the logits of the last token after each chunk of a text."""
     cuts = [0, *itertools.accumulate(chunks, initial=prompt)]
     ids, takes = tokens(cuts[-1]), inspect.signature(model.forward).parameters
     logits = []
     for start, stop in itertools.pairwise(cuts):
-        given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
         if "position_ids" in takes:
-            given["position_ids"] = torch.arange(start, stop)[None]
+            options["position_ids"] = torch.arange(start, stop)[None]
         if "logits_to_keep" in takes:
-            given["logits_to_keep"] = 1
-        logits.append(model(ids[:, start:stop], **given).logits[0, -1])
+            options["logits_to_keep"] = 1
+        logits.append(model(ids[:, start:stop], **options).logits[0, -1])
     return torch.stack(logits)
 
 
@@ -65,28 +64,28 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
 
 def check(model: PreTrainedModel, plain: PreTrainedModel, way: Way) -> None:
     expected = last_logits(plain, DynamicCache(config=plain.config))
-    with handed(model, way, "raw"):
+    with prepare_model(model, way, "raw"):
         assert apart(last_logits(model, kvant.cache_for(model)), expected) < TOLERANCE
 
 
 def check_stored(model: PreTrainedModel, way: Way, spec: Any) -> None:
-    """By the rule a chunk gives what its tokens would give one by one.
+    """Check that a chunk equals its tokens one by one, as the rule says.
 
-    Where the noise of float32 turns a code over, a whole step of the format is compared.
+    If float32 noise flips a code, the difference is a whole quantization step.
     """
     single = (1,) * sum(CHUNKS)
-    with handed(model, way, spec):
+    with prepare_model(model, way, spec):
         chunked = last_logits(model, kvant.cache_for(model, spec))
         singly = last_logits(model, kvant.cache_for(model, spec), chunks=single)
     ends = torch.tensor([0, *itertools.accumulate(CHUNKS)])
     assert apart(chunked, singly[ends]) < STEP
 
 
-DECODERS = [n for n in names("decoder", "hybrid") if supports_chunked_prefill(model_of(n))]
+DECODERS = [n for n in family_names("decoder", "hybrid") if supports_chunked_prefill(model_of(n))]
 
 
-@pytest.mark.parametrize(("name", "way"), once(itertools.product(DECODERS, WAYS)))
-def test_a_chunk_as_long_as_a_group(name: str, way: Way) -> None:
+@pytest.mark.parametrize(("name", "way"), thin_rows(itertools.product(DECODERS, WAYS)))
+def test_chunk_as_long_as_a_group(name: str, way: Way) -> None:
     check(model_of(name), model_of(name, "eager"), way)
 
 
@@ -97,34 +96,34 @@ def test_a_chunk_as_long_as_a_group(name: str, way: Way) -> None:
         for turn, (name, way) in enumerate(itertools.product(DECODERS, WAYS))
     ],
 )
-def test_a_chunk_of_stored_rows_as_long_as_a_group(name: str, way: Way) -> None:
-    """It is served where attention reads pages, and else it is right or refused."""
-    spec = small_pages("affine8", prefill="stored")
+def test_chunk_of_stored_rows_as_long_as_a_group(name: str, way: Way) -> None:
+    """It works if attention reads pages, and is right or refused otherwise."""
+    spec = with_small_pages("affine8", prefill="stored")
     try:
         check_stored(model_of(name), way, spec)
     except UnsupportedView:
-        assert reading(Cell(name, "affine8", 1, "chunked", way)) == "materialized"
+        assert expect_reading(Cell(name, "affine8", 1, "chunked", way)) == "materialized"
 
 
 @pytest.mark.parametrize(
     ("spec", "changes", "way"),
-    once(
+    thin_rows(
         itertools.product(["raw", "stored", "narrow"], CHANGES, WAYS),
         lambda row: (row[0], str(row[1]), row[2]),
     ),
     ids=str,
 )
-def test_shared_layers_whatever_the_groups(spec: str, changes: dict[str, int], way: Way) -> None:
+def test_shared_layers_with_any_groups(spec: str, changes: dict[str, int], way: Way) -> None:
     model = build("gemma4", **changes)
     if spec == "raw":
         check(model, build("gemma4", **changes, attn_implementation="eager"), way)
     elif spec == "stored":
-        check_stored(model, way, small_pages("affine8", prefill="stored"))
+        check_stored(model, way, with_small_pages("affine8", prefill="stored"))
     else:
         check_stored(model, way, "raw,window=4,sinks=0")
 
 
-# ---- what PyTorch's attention is asked on a pair of handles, it answers as on dense rows
+# ---- PyTorch's attention on a pair of handles equals that on dense rows
 
 
 def handles(model: PreTrainedModel, heads: int, count: int) -> tuple[Tensor, Tensor]:
@@ -138,57 +137,57 @@ def handles(model: PreTrainedModel, heads: int, count: int) -> tuple[Tensor, Ten
 MASKS = ("none", "causal", "row", "rows", "row a head", "rows a head")
 
 
-def mask_of(kind: str, heads: int, queries: int, columns: int) -> Tensor | None:
-    if kind in ("none", "causal"):
+def mask_of(mask_kind: str, heads: int, queries: int, columns: int) -> Tensor | None:
+    if mask_kind in ("none", "causal"):
         return None
-    shape = (1, heads if "head" in kind else 1, queries if "rows" in kind else 1, columns)
+    shape = (1, heads if "head" in mask_kind else 1, queries if "rows" in mask_kind else 1, columns)
     mask = torch.rand(shape) < 0.5
     mask[..., -1] = True
     return mask
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "heads"),
-    once(itertools.product(["llama", "phi"], MASKS, [1, 2])),  # with groups, and without
+    ("name", "mask_kind", "heads"),
+    thin_rows(itertools.product(["llama", "phi"], MASKS, [1, 2])),  # with groups, and without
 )
-def test_a_question_on_handles_is_taken_by_its_word(name: str, kind: str, heads: int) -> None:
+def test_explicit_repeat_of_a_handle_is_honoured(name: str, mask_kind: str, heads: int) -> None:
     model = build(name)
     for count, queries, groups in itertools.product((1, 2, 3), (1, 2, 3), (1, 2)):
         torch.manual_seed(0)
         keys, values = handles(model, heads, count)
         q = torch.randn(1, heads * groups, queries, 16)
-        asked: dict[str, Any] = {
-            "attn_mask": mask_of(kind, heads * groups, queries, 9 + count),
-            "is_causal": kind == "causal",
+        options: dict[str, Any] = {
+            "attn_mask": mask_of(mask_kind, heads * groups, queries, 9 + count),
+            "is_causal": mask_kind == "causal",
             "enable_gqa": groups > 1,
         }
-        ours = [scaled_dot_product_attention(q, keys, values, **asked) for _ in range(2)]
-        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **asked)
+        ours = [scaled_dot_product_attention(q, keys, values, **options) for _ in range(2)]
+        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **options)
         for out in ours:
             assert torch.allclose(out, theirs, atol=1e-5), (count, queries, groups)
 
 
-def test_a_question_after_grouped_ones_is_taken_by_its_word() -> None:
-    """Where groups were seen, queries on the heads of keys are those of one token."""
+def test_explicit_repeat_after_grouped_calls_is_honoured() -> None:
+    """After grouped calls, queries on the KV heads are those of one token."""
     model = build("llama")
-    for kind, queries in itertools.product(MASKS, (2, 3)):
+    for mask_kind, queries in itertools.product(MASKS, (2, 3)):
         torch.manual_seed(0)
         keys, values = handles(model, 2, queries)
         mask = mask_of("rows", 4, queries, 9 + queries)
         twice = repeat_kv(keys, 2), repeat_kv(values, 2)
         scaled_dot_product_attention(torch.randn(1, 4, queries, 16), *twice, attn_mask=mask)
-        asked = {
-            "attn_mask": mask_of(kind, 2, queries, 9 + queries),
-            "is_causal": kind == "causal",
+        options = {
+            "attn_mask": mask_of(mask_kind, 2, queries, 9 + queries),
+            "is_causal": mask_kind == "causal",
         }
         q = torch.randn(1, 2, queries, 16)
-        ours = scaled_dot_product_attention(q, keys, values, **asked)
-        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **asked)
-        assert torch.allclose(ours, theirs, atol=1e-5), (kind, queries)
+        ours = scaled_dot_product_attention(q, keys, values, **options)
+        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **options)
+        assert torch.allclose(ours, theirs, atol=1e-5), (mask_kind, queries)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "causal"])
-def test_queries_of_an_encoders_rows_are_taken_by_their_word(kind: str) -> None:
+@pytest.mark.parametrize("mask_kind", [kind for kind in MASKS if kind != "causal"])
+def test_explicit_repeat_of_encoder_rows_is_honoured(mask_kind: str) -> None:
     for heads, queries, groups in itertools.product((1, 2), (1, 2, 3), (1, 2)):
         torch.manual_seed(0)
         cache = kvant.cache_for(build("bart")).cross_attention_cache
@@ -196,8 +195,8 @@ def test_queries_of_an_encoders_rows_are_taken_by_their_word(kind: str) -> None:
             cache.update(*torch.randn(2, 1, heads, 9, 16), layer)
         keys, values = cache.layers[0].keys, cache.layers[0].values
         q = torch.randn(1, heads * groups, queries, 16)
-        mask = mask_of(kind, heads * groups, queries, 9)
-        asked: dict[str, Any] = {"attn_mask": mask, "enable_gqa": groups > 1}
-        ours = scaled_dot_product_attention(q, keys, values, **asked)
-        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **asked)
+        mask = mask_of(mask_kind, heads * groups, queries, 9)
+        options: dict[str, Any] = {"attn_mask": mask, "enable_gqa": groups > 1}
+        ours = scaled_dot_product_attention(q, keys, values, **options)
+        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **options)
         assert torch.allclose(ours, theirs, atol=1e-5), (heads, queries, groups)

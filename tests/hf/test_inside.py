@@ -1,4 +1,4 @@
-"""Models that are wrapped, that have models inside, and that are stored: which of them is meant."""
+"""Test wrapped, nested and stored models: which one is attached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import kvant
 from hf.zoo import FAMILIES, build
 from kvant.hf import PairedCache, SupportLevel, TransformersCache, get_support
 
-# What torch.compile and peft say of themselves.
+# Warnings of torch.compile and peft.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:Warning")
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -23,7 +23,7 @@ SMALL |= {"num_attention_heads": 4}
 
 
 class Adapted(nn.Module):
-    """A wrapper of the shape that peft's have: what it does not know is asked of the inside."""
+    """A wrapper like those of peft: unknown attributes come from the inner model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -76,31 +76,33 @@ def ids(count: int = 6) -> Tensor:
     return torch.randint(3, 100, (1, count), generator=torch.Generator().manual_seed(0))
 
 
-def made(model: Any, **given: Any) -> Any:
-    """The cache that a plain `generate` used."""
-    given = {"input_ids": ids()} | given
-    out = model.generate(**given, max_new_tokens=3, return_dict_in_generate=True)
+def cache_of_generate(model: Any, **options: Any) -> Any:
+    """Return the cache that a plain `generate` used."""
+    options = {"input_ids": ids()} | options
+    out = model.generate(**options, max_new_tokens=3, return_dict_in_generate=True)
     return out.past_key_values
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_model_in_a_wrapper_is_attached_and_detached(name: str) -> None:
-    """The wrapper was, to which nobody listens: `generate` made a cache of the host's."""
+def test_model_in_a_wrapper_is_attached_and_detached(name: str) -> None:
+    """Regression: the wrapper was attached, which has no effect: `generate` used a transformers
+    cache.
+    """
     wrapped = WRAPPERS[name](build("llama"))
     kvant.attach(wrapped, "affine8")
-    assert isinstance(made(wrapped), TransformersCache)
+    assert isinstance(cache_of_generate(wrapped), TransformersCache)
     kvant.detach(wrapped)
-    assert isinstance(made(wrapped), DynamicCache)
+    assert isinstance(cache_of_generate(wrapped), DynamicCache)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapped_model_generates_what_the_one_inside_does(name: str) -> None:
-    """It was taken for a plain callable, whose layers nobody knows."""
+def test_wrapped_model_generates_like_the_inner_one(name: str) -> None:
+    """Regression: it was treated as a plain callable with unknown layers."""
     wrapped, words = WRAPPERS[name](build("llama")), Words()
-    prompt, few = ids()[0].tolist(), {"max_new_tokens": 20}
-    expected = [step.token for step in kvant.generate(build("llama"), words, prompt, **few)]
+    prompt, short = ids()[0].tolist(), {"max_new_tokens": 20}
+    expected = [step.token for step in kvant.generate(build("llama"), words, prompt, **short)]
     session = kvant.Session(wrapped, words, "raw", template=False)
-    assert [step.token for step in session.send(prompt, **few)] == expected
+    assert [step.token for step in session.send(prompt, **short)] == expected
     assert isinstance(kvant.cache_for(wrapped, "affine8"), TransformersCache)
     assert kvant.probe(wrapped, None, "affine8").divergence.num_positions > 0
 
@@ -113,26 +115,26 @@ class Forwarding(transformers.LlamaForCausalLM):
 
 
 class Naming(transformers.LlamaForCausalLM):
-    """A subclass whose forward names one argument, and hands on the others."""
+    """A subclass whose forward names one argument and forwards the others."""
 
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         return super().forward(input_ids, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Forwarding, Naming])
-def test_a_subclass_that_hands_on_its_arguments_is_taken_as_its_base(kind: Any) -> None:
+@pytest.mark.parametrize("model_class", [Forwarding, Naming])
+def test_subclass_that_forwards_its_arguments_is_treated_as_its_base(model_class: Any) -> None:
     plain, words = build("llama"), Words()
-    model = kind(plain.config).eval()
+    model = model_class(plain.config).eval()
     model.load_state_dict(plain.state_dict())
     prompt = ids()[0].tolist()
-    expected, found = (
-        [step.token for step in kvant.generate(one, words, prompt, max_new_tokens=8)]
-        for one in (plain, model)
+    expected, actual = (
+        [step.token for step in kvant.generate(model_, words, prompt, max_new_tokens=8)]
+        for model_ in (plain, model)
     )
-    assert found == expected
+    assert actual == expected
     assert get_support(model).level is SupportLevel.RAGGED_BATCH
     kvant.attach(model, guard=False)
-    assert isinstance(made(model), TransformersCache)
+    assert isinstance(cache_of_generate(model), TransformersCache)
 
 
 class Delegating(transformers.PreTrainedModel, transformers.GenerationMixin):
@@ -148,12 +150,12 @@ class Delegating(transformers.PreTrainedModel, transformers.GenerationMixin):
         return self.inner(*args, **kwargs)
 
 
-def test_a_forward_that_names_nothing_may_take_a_cache() -> None:
+def test_forward_with_only_kwargs_may_take_a_cache() -> None:
     assert isinstance(kvant.cache_for(Delegating(build("llama").config)), TransformersCache)
 
 
-def test_a_prompt_that_was_learnt_is_refused() -> None:
-    """The model inside would answer as if there were none."""
+def test_learned_prompt_is_refused() -> None:
+    """The inner model would answer without the learned prompt."""
     wrapped = Adapted(build("llama"))
     wrapped.active_peft_config = type("Config", (), {"is_prompt_learning": True})()
     for use in (kvant.attach, kvant.cache_for, lambda model: kvant.Session(model, Words())):
@@ -162,14 +164,17 @@ def test_a_prompt_that_was_learnt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), 3])
-def test_what_is_no_model_of_the_host_is_refused(other: Any) -> None:
+def test_models_outside_transformers_are_refused(other: Any) -> None:
     for use in (kvant.attach, kvant.detach, kvant.cache_for):
-        with pytest.raises(TypeError, match=f"{type(other).__name__} is no model"):
+        with pytest.raises(
+            TypeError,
+            match=f"{type(other).__name__} is (no model: |neither a transformers)",
+        ):
             use(other)
 
 
 def blip2(text: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model whose forward needs a picture, and whose `generate` hands over to the one inside."""
+    """Return a model whose forward needs a picture, and whose `generate` calls the inner model."""
     sight = SMALL | {"image_size": 30, "patch_size": 10}
     former = SMALL | {"vocab_size": 64, "encoder_hidden_size": 32}
     config = Blip2Config(
@@ -181,11 +186,11 @@ def blip2(text: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     )
     torch.manual_seed(0)
     model = transformers.Blip2ForConditionalGeneration(config).eval()
-    given = {
+    inputs = {
         "pixel_values": torch.randn(1, 3, 30, 30),
         "input_ids": torch.tensor([[99] * 4 + [2, 5, 6, 7]]),
     }
-    return model, given
+    return model, inputs
 
 
 def opt() -> Any:
@@ -198,22 +203,22 @@ def t5() -> Any:
     return T5Config(vocab_size=100, decoder_start_token_id=0, **sizes)
 
 
-@pytest.mark.parametrize(("text", "kind"), [(opt(), TransformersCache), (t5(), PairedCache)])
-def test_the_part_that_generates_is_attached_with_its_model(text: Any, kind: type) -> None:
-    """A guard that gave it no picture raised and left it attached; without one nothing happened."""
-    model, given = blip2(text)
-    plain = model.generate(**given, max_new_tokens=3)
+@pytest.mark.parametrize(("text", "model_class"), [(opt(), TransformersCache), (t5(), PairedCache)])
+def test_generating_part_is_attached_with_its_model(text: Any, model_class: type) -> None:
+    """Regression: a check without a picture raised and left it attached."""
+    model, inputs = blip2(text)
+    plain = model.generate(**inputs, max_new_tokens=3)
     for guard in (True, False):
         kvant.attach(model, "affine8", guard=guard)
-        assert isinstance(made(model, **given), kind)
+        assert isinstance(cache_of_generate(model, **inputs), model_class)
         kvant.detach(model)
         assert not any("_kvant_attachment" in module.__dict__ for module in model.modules())
-    assert torch.equal(model.generate(**given, max_new_tokens=3), plain)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3), plain)
     kvant.attach(model, "raw")
-    assert torch.equal(model.generate(**given, max_new_tokens=3), plain)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=3), plain)
 
 
-def test_a_model_that_needs_more_than_tokens_names_the_part_that_does_not() -> None:
+def test_model_that_needs_more_than_tokens_names_its_text_part() -> None:
     model, _ = blip2(opt())
     with pytest.raises(TypeError, match=r"needs pixel_values.*model\.language_model"):
         kvant.generate(model, Words(), [5, 6])
@@ -222,58 +227,58 @@ def test_a_model_that_needs_more_than_tokens_names_the_part_that_does_not() -> N
 
 
 @pytest.mark.parametrize("before", [None, "affine8,window=64"])
-def test_an_error_leaves_a_model_attached_as_it_was(
+def test_error_keeps_the_previous_attachment(
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("llama")
     if before is not None:
         kvant.attach(model, before, guard=False)
 
-    def died(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise TypeError("a forward that needs a picture")
 
     with monkeypatch.context() as patched:
-        patched.setattr(model, "forward", died)
+        patched.setattr(model, "forward", fail)
         for spec in ("affine4", "auto"):
             with pytest.raises(TypeError, match="picture"):
                 kvant.attach(model, spec)
-    cache = made(model)
+    cache = cache_of_generate(model)
     assert isinstance(cache, TransformersCache) == (before is not None)
     if before is not None:
         assert cache.spec.layers[0].retention.window == 64
 
 
-def test_an_error_leaves_the_parts_of_a_model_attached_as_they_were(
+def test_error_keeps_the_previous_attachments_of_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model inside lost what it had when the one around it was attached in vain."""
-    model, given = blip2(opt())
+    """Regression: the inner model lost its attachment when attaching the outer one failed."""
+    model, inputs = blip2(opt())
     kvant.attach(model.language_model, "affine8,window=64", guard=False)
 
-    def died(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise TypeError("a forward that died")
 
     with monkeypatch.context() as patched:
-        patched.setattr(model.language_model, "forward", died)
+        patched.setattr(model.language_model, "forward", fail)
         with pytest.raises(TypeError, match="died"):
             kvant.attach(model, "affine4")
     assert "_kvant_attachment" not in model.__dict__
-    assert made(model, **given).spec.layers[0].retention.window == 64
+    assert cache_of_generate(model, **inputs).spec.layers[0].retention.window == 64
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
-def test_an_attached_model_that_was_stored_is_attached(name: str) -> None:
-    """It could not be read again; one that attends folded could not be either."""
+def test_reloaded_attached_model_is_attached(name: str) -> None:
+    """Regression: it could not be loaded; neither could one with folded attention."""
     model, file = build(name), io.BytesIO()
     kvant.attach(model, "affine8", guard=False)
     torch.save(model, file)
     file.seek(0)
     read = torch.load(file, weights_only=False)
     kvant.detach(model)
-    assert isinstance(made(read), TransformersCache)
+    assert isinstance(cache_of_generate(read), TransformersCache)
     assert torch.equal(read.generate(ids(), max_new_tokens=3), stored_alone(model))
     kvant.detach(read)
-    assert isinstance(made(read), DynamicCache)
+    assert isinstance(cache_of_generate(read), DynamicCache)
 
 
 def stored_alone(model: PreTrainedModel) -> Tensor:
@@ -283,7 +288,7 @@ def stored_alone(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_models_of_every_family_are_attached_and_leave_no_trace(name: str) -> None:
+def test_models_of_every_family_attach_and_detach_without_trace(name: str) -> None:
     model = build(name)
     before = [set(module.__dict__) for module in model.modules()]
     kvant.attach(model, "raw")
@@ -291,7 +296,7 @@ def test_models_of_every_family_are_attached_and_leave_no_trace(name: str) -> No
     assert [set(module.__dict__) for module in model.modules()] == before
 
 
-def test_a_folder_of_an_attached_model_is_that_of_the_plain_one(tmp_path: Any) -> None:
+def test_folder_of_an_attached_model_equals_that_of_the_plain_one(tmp_path: Any) -> None:
     model = build("llama")
     model.save_pretrained(tmp_path / "plain")
     kvant.attach(model, "affine8", guard=False)

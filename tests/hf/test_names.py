@@ -1,4 +1,4 @@
-"""The name by which a host's model takes its cache: it changed, and nobody is to see a warning."""
+"""Test the argument name of the cache in transformers: it changed, and must cause no warning."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def nothing_is_deprecated() -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "falcon_h1"])
-def test_a_cache_goes_in_by_the_name_that_the_host_has_now(family: str) -> None:
+def test_cache_is_passed_by_the_current_transformers_argument_name(family: str) -> None:
     model, inputs = build(family), FAMILIES[family].inputs(tokens=6)
     cache = kvant.cache_for(model, "raw")
     plain = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    given = {get_cache_argument(model): cache}
-    assert plain.equal(model.generate(**inputs, **given, max_new_tokens=3, do_sample=False))
+    options = {get_cache_argument(model): cache}
+    assert plain.equal(model.generate(**inputs, **options, max_new_tokens=3, do_sample=False))
     assert cache.get_seq_length() > 0
     with kvant.attach(model, "raw"):
         assert plain.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False))
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])
-def test_our_own_loop_uses_that_name(family: str) -> None:
+def test_generation_loop_uses_that_name(family: str) -> None:
     model, ids = build(family), FAMILIES[family].inputs(tokens=6)["input_ids"]
     decoder = TransformersDecoder(model)
     decoder.compute_logits(ids[0].tolist(), decoder.make_cache("raw"))
@@ -42,5 +42,5 @@ def test_our_own_loop_uses_that_name(family: str) -> None:
     assert compute_logits(model, ids, cache).shape[0] == 6
 
 
-def test_so_does_what_is_fitted_to_a_model() -> None:
+def test_fitted_scales_use_that_name() -> None:
     kvant.cache_for(build("llama"), "affine8,smooth")

@@ -1,4 +1,4 @@
-"""Models with packed weights compute what they computed before, attached or not."""
+"""Test that packed models compute the same as before, attached or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import kvant
 from hf.parity import text_of
-from hf.zoo import FAMILIES, NAMES, build, worded
+from hf.zoo import FAMILIES, NAMES, build, valid_spec
 from kvant import weights
 from kvant.checkpoints import load
 from kvant.hf import compute_model_fingerprint
@@ -27,53 +27,56 @@ pytestmark = pytest.mark.skipif(REASONS != "", reason=f"kvant.pack leaves layers
 
 
 @pytest.fixture(autouse=True)
-def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the families are."""
+def pack_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack small layers too: those of the families are small."""
     monkeypatch.setattr(weights, "MIN_PACKED_VALUES", 1)
 
 
 @torch.no_grad()
-def outputs(model: PreTrainedModel, name: str, *, attached: bool) -> list[Tensor]:
-    """Of a prompt, and of tokens one at a time, on a cache of ours."""
+def compute_outputs(model: PreTrainedModel, name: str, *, attached: bool) -> list[Tensor]:
+    """Return the logits of a prompt and of single tokens, on a kvant cache."""
     family = FAMILIES[name]
-    text, spec = text_of(family), worded(name, "affine8")
-    given = {
-        key: one.bfloat16() if one.is_floating_point() else one for key, one in text.encoder.items()
+    text, spec = text_of(family), valid_spec(name, "affine8")
+    inputs = {
+        key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for key, tensor in text.encoder.items()
     }
     ids = "decoder_input_ids" if family.kind == "encoder-decoder" else "input_ids"
     if attached:
         kvant.attach(model, spec, guard=False)
-    cache, found, begin = kvant.cache_for(model, spec), [], 0
+    cache, logits, begin = kvant.cache_for(model, spec), [], 0
     for end in (12, 13, 14, 15):
         tokens = {ids: text.ids[:, begin:end], family.cache_argument: cache}
-        found.append(model(**given, **tokens, use_cache=True).logits)
+        logits.append(model(**inputs, **tokens, use_cache=True).logits)
         begin = end
     if attached:
         kvant.detach(model)
-    return found
+    return logits
 
 
-def alike(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_family_computes_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no layer is packed whose weight the family, or kvant, multiplies with itself."""
+def test_packed_family_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer is packed whose weight the family or kvant multiplies directly."""
     model = build(name).bfloat16()
-    expected = [outputs(model, name, attached=attached) for attached in (False, True)]
+    expected = [compute_outputs(model, name, attached=attached) for attached in (False, True)]
     assert kvant.pack(model, tied=True).layers
-    made: list[Any] = []
+    packings: list[Any] = []
     dense = weights._make_dense
-    monkeypatch.setattr(weights, "_make_dense", lambda weight: made.append(weight) or dense(weight))
+    monkeypatch.setattr(
+        weights, "_make_dense", lambda weight: packings.append(weight) or dense(weight)
+    )
     for attached, same in zip((False, True), expected, strict=True):
-        assert alike(outputs(model, name, attached=attached), same)
-    assert not made
+        assert same_bits(compute_outputs(model, name, attached=attached), same)
+    assert not packings
     kvant.unpack(model)
-    assert alike(outputs(model, name, attached=False), expected[0])
+    assert same_bits(compute_outputs(model, name, attached=False), expected[0])
 
 
-def test_a_model_is_packed_while_it_is_attached() -> None:
+def test_model_is_packed_while_attached() -> None:
     model, ids = build("deepseek_v3").bfloat16(), torch.arange(3, 15)[None]
     options = {"max_new_tokens": 6, "do_sample": False}
     kvant.attach(model, "affine8", guard=False)
@@ -91,24 +94,24 @@ def test_a_saved_model_is_dense(tmp_path: Path) -> None:
     model = build("llama").bfloat16()
     kvant.pack(model)
     model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
+    reloaded = type(model).from_pretrained(tmp_path)
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(model.parameters(), again.parameters(), strict=True)
+        torch.equal(first, second)
+        for first, second in zip(model.parameters(), reloaded.parameters(), strict=True)
     )
 
 
 def test_a_packed_model_is_the_same_model() -> None:
-    """A conversation that one of them saved goes on with the other."""
+    """A conversation saved by one of them continues with the other."""
     model = build("llama").bfloat16()
-    told = (
+    stats = (
         compute_model_fingerprint(model),
         model.num_parameters(),
         model.dtype,
         model.get_memory_footprint(),
     )
     kvant.pack(model)
-    assert told == (
+    assert stats == (
         compute_model_fingerprint(model),
         model.num_parameters(),
         model.dtype,
@@ -116,15 +119,15 @@ def test_a_packed_model_is_the_same_model() -> None:
     )
 
 
-def test_a_conversation_goes_on_with_the_packed_model(tmp_path: Path) -> None:
+def test_conversation_continues_with_the_packed_model(tmp_path: Path) -> None:
     model, tokenizer = load(None)
     session = kvant.Session(model, tokenizer, kv_cache="affine8")
     for _ in session.send("import os\n", max_new_tokens=4):
         pass
     session.save(tmp_path / "talk")
-    twin = session.fork()
-    said = "".join(step.text for step in session.send("def f", max_new_tokens=6))
+    fork = session.fork()
+    reply = "".join(step.text for step in session.send("def f", max_new_tokens=6))
     kvant.pack(model)
-    again = kvant.Session.load(tmp_path / "talk", model, tokenizer)
-    for one in (twin, again):
-        assert "".join(step.text for step in one.send("def f", max_new_tokens=6)) == said
+    loaded = kvant.Session.load(tmp_path / "talk", model, tokenizer)
+    for session_ in (fork, loaded):
+        assert "".join(step.text for step in session_.send("def f", max_new_tokens=6)) == reply

@@ -1,4 +1,4 @@
-"""The first chunk of a prompt: read by a kernel where one is sooner done, else by the host."""
+"""Test the first chunk of a prompt: attended by a kernel where faster, else by transformers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ IDS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[int]]:
-    """The number of queries of each call of the kernel."""
+def count_kernel_queries() -> Iterator[list[int]]:
+    """Record the number of queries of each kernel call."""
     calls: list[int] = []
     right = NativeBackend.attend
 
-    def counted(self: NativeBackend, request: Any, pages: Any) -> Any:
+    def count_queries(self: NativeBackend, request: Any, pages: Any) -> Any:
         calls.append(request.q.shape[2])
         return right(self, request, pages)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeBackend, "attend", counted)
+        patch.setattr(NativeBackend, "attend", count_queries)
         yield calls
 
 
-def logits(model: Any, cache: Any, **more: Any) -> Tensor:
+def prompt_logits(model: Any, cache: Any, **more: Any) -> Tensor:
     out: Tensor = model(IDS, past_key_values=cache, **more).logits
     return out
 
@@ -44,38 +44,38 @@ def logits(model: Any, cache: Any, **more: Any) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("spec", ["raw", "affine8", "fp8", "raw,window=8"])
-def test_a_kernel_reads_rows_as_they_came(spec: str, attached: bool) -> None:
+def test_kernel_reads_the_new_rows_uncopied(spec: str, attached: bool) -> None:
     model = build("mistral" if "window" in spec else "llama")
     plain = model(IDS).logits
     if attached:
         kvant.attach(model, spec, guard=False)
     cache = kvant.cache_for(model, "raw" if "window" in spec else spec)
-    with counting() as calls:
-        found = logits(model, cache)
+    with count_kernel_queries() as calls:
+        actual = prompt_logits(model, cache)
     assert calls == [40] * model.config.num_hidden_layers
-    assert (found - plain).abs().max() < 1e-5 * plain.std()
+    assert (actual - plain).abs().max() < 1e-5 * plain.std()
     assert "only its prompt was read" in str(cache.explain())
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["rotated", "masked", "asked for the reference"])
-def test_otherwise_the_host_does(how: str) -> None:
+@pytest.mark.parametrize("mode", ["rotated", "masked", "asked for the reference"])
+def test_transformers_attends_otherwise(mode: str) -> None:
     model, more = build("llama"), dict[str, Any]()
     cache = kvant.cache_for(
         model,
-        "turbo4" if how == "rotated" else "affine8",
-        backend="reference" if how == "asked for the reference" else None,
+        "turbo4" if mode == "rotated" else "affine8",
+        backend="reference" if mode == "asked for the reference" else None,
     )
-    if how == "masked":
+    if mode == "masked":
         more["attention_mask"] = torch.zeros(2, 1, 40, 40).masked_fill(
             torch.ones(40, 40).triu(1).bool(), -torch.inf
         )
         more["attention_mask"][..., 3] = -torch.inf
         more["attention_mask"][..., 3, 3] = 0.0
-    with counting() as calls:
-        found = logits(model, cache, **more)
+    with count_kernel_queries() as calls:
+        actual = prompt_logits(model, cache, **more)
     assert calls == []
-    assert torch.equal(found, model(IDS, **more).logits)
+    assert torch.equal(actual, model(IDS, **more).logits)
 
 
 @torch.no_grad()
@@ -83,16 +83,16 @@ def test_padding_is_not_seen() -> None:
     model, mask = build("llama"), torch.ones(2, 40, dtype=torch.long)
     mask[0, :7] = 0
     right = model(IDS, attention_mask=mask).logits
-    found = logits(model, kvant.cache_for(model, "affine8"), attention_mask=mask)
-    assert (found - right)[mask.bool()].abs().max() < 1e-5 * right.std()
+    actual = prompt_logits(model, kvant.cache_for(model, "affine8"), attention_mask=mask)
+    assert (actual - right)[mask.bool()].abs().max() < 1e-5 * right.std()
 
 
 def test_gradients_flow_through_a_prompt() -> None:
     model = build("llama")
     for name, weight in model.named_parameters():
-        weight.requires_grad_("q_proj" in name)  # as an adapter of queries alone would
-    with counting() as calls:
-        logits(model, kvant.cache_for(model, "affine8")).sum().backward()
+        weight.requires_grad_("q_proj" in name)  # like an adapter of queries only
+    with count_kernel_queries() as calls:
+        prompt_logits(model, kvant.cache_for(model, "affine8")).sum().backward()
     assert calls == []
     grads = [w.grad for n, w in model.named_parameters() if "q_proj" in n]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)

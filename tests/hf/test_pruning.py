@@ -1,4 +1,4 @@
-"""Models of transformers whose prompts are pruned: alone, side by side, drafted, in an engine."""
+"""Test transformers models with pruned prompts: alone, batched, with drafts, in an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import kvant
 from generation.speakers import Numbers
-from hf.reading import attached, decoded, read, text
+from hf.reading import decode_logits, make_attached_model, prefill_prompt, text
 from hf.zoo import FAMILIES, build
 from kvant.engine import Engine
 from kvant.engine.batch import Batch, EngineSequence
@@ -20,81 +20,82 @@ from kvant.server.settings import ServerSettings
 
 SPEC, ADAPTIVE = "affine8,prune=snapkv:25%", "affine8,prune=snapkv:25%:adaptive"
 FAMILIES_TRIED = ("llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next")
-WHOLE = ("deepseek_v3",)  # keys and values in one
+WHOLE = ("deepseek_v3",)  # keys and values in one stream
 
 
-def pruned_layers(cache: Any) -> list[int]:
-    """Those of which rows are gone, and only those that see all rows may be."""
-    found = []
+def list_pruned_layers(cache: Any) -> list[int]:
+    """Return the layers with evicted rows; only full-attention layers may have any."""
+    layers = []
     for index, layer in cache.states.layers.items():
         attention = layer["attention"] if isinstance(layer, dict) else layer
-        extent = getattr(attention, "page_table", None)
-        if extent is not None and extent.pruned_at.any():
+        page_table = getattr(attention, "page_table", None)
+        if page_table is not None and page_table.pruned_at.any():
             assert attention.spec.retention.window is None
-            found.append(index)
-    return found
+            layers.append(index)
+    return layers
 
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)
-def test_the_first_token_behind_a_prompt_prunes(name: str) -> None:
-    model, prompt = attached(name), text(450)
-    cache, plain = read(model, SPEC, prompt), read(model, "affine8", prompt)
-    assert not pruned_layers(cache) and cache.length == 450
-    some, every = (decoded(model, one, [450], [0]) for one in (cache, plain))
-    assert pruned_layers(cache) and cache.length == 453
-    assert some.isfinite().all() and not torch.equal(some, every)
-    by_hand = read(model, SPEC, prompt)
+def test_first_token_after_a_prompt_prunes(name: str) -> None:
+    model, prompt = make_attached_model(name), text(450)
+    cache, plain = prefill_prompt(model, SPEC, prompt), prefill_prompt(model, "affine8", prompt)
+    assert not list_pruned_layers(cache) and cache.length == 450
+    pruned_logits, every = (decode_logits(model, cache_, [450], [0]) for cache_ in (cache, plain))
+    assert list_pruned_layers(cache) and cache.length == 453
+    assert pruned_logits.isfinite().all() and not torch.equal(pruned_logits, every)
+    by_hand = prefill_prompt(model, SPEC, prompt)
     assert by_hand.prune() == 450 - 113
-    assert torch.equal(decoded(model, by_hand, [450], [0]), some)
+    assert torch.equal(decode_logits(model, by_hand, [450], [0]), pruned_logits)
     cache.states.check()
 
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)
-def test_what_keeps_all_changes_nothing(name: str) -> None:
-    model, prompt = attached(name), text(450)
+def test_prune_that_keeps_all_changes_nothing(name: str) -> None:
+    model, prompt = make_attached_model(name), text(450)
     plain, every = (
-        decoded(model, read(model, spec, prompt), [450], [0])
+        decode_logits(model, prefill_prompt(model, spec, prompt), [450], [0])
         for spec in ("raw", "raw,prune=snapkv:100%")
     )
-    assert float((plain - every).abs().max() / plain.std()) < 1e-3  # prompts are read otherwise
+    # prompts are read in another order
+    assert float((plain - every).abs().max() / plain.std()) < 1e-3
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_layers_that_cannot_be_pruned_stay_whole(name: str) -> None:
-    model, prompt = attached(name), text(200)
-    cache = read(model, SPEC, prompt)
+def test_layers_without_prune_support_stay_whole(name: str) -> None:
+    model, prompt = make_attached_model(name), text(200)
+    cache = prefill_prompt(model, SPEC, prompt)
     assert not cache.spec.prunes and cache.prune() == 0
 
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)
-def test_sequences_side_by_side_are_as_alone(name: str) -> None:
-    model, lengths = attached(name), [90, 450, 400]
+def test_batched_sequences_prune_as_alone(name: str) -> None:
+    model, lengths = make_attached_model(name), [90, 450, 400]
     assert FAMILIES[name].cache_argument == "past_key_values"
-    caches = [read(model, ADAPTIVE, text(n, seed=n)) for n in lengths]
+    caches = [prefill_prompt(model, ADAPTIVE, text(n, seed=n)) for n in lengths]
     for cache in caches:
         cache.prune()
     merged = kvant.merge(caches)
-    alone = [decoded(model, caches[i], [lengths[i]], [i]) for i in range(3)]
-    found, expected = decoded(model, merged, lengths, [0, 1, 2]), torch.cat(alone)
-    assert float((found - expected).abs().max() / expected.std()) < 1e-3
+    single = [decode_logits(model, caches[i], [lengths[i]], [i]) for i in range(3)]
+    actual, expected = decode_logits(model, merged, lengths, [0, 1, 2]), torch.cat(single)
+    assert float((actual - expected).abs().max() / expected.std()) < 1e-3
 
 
-def test_a_padded_batch_is_pruned_as_each_alone() -> None:
-    model = attached("llama")
+def test_padded_batch_prunes_each_sequence_as_alone() -> None:
+    model = make_attached_model("llama")
     prompts = [text(n, seed=n) for n in (90, 300)]
     ids = torch.tensor([[0] * 210 + prompts[0], prompts[1]])
     mask = torch.tensor([[0] * 210 + [1] * 90, [1] * 300])
-    given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     cache = kvant.cache_for(model, SPEC, attention_mask=mask)
-    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **given)
-    for row, prompt in zip(together, prompts, strict=True):
+    batched = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    for row, prompt in zip(batched, prompts, strict=True):
         cache = kvant.cache_for(model, SPEC)
-        alone = model.generate(torch.tensor([prompt]), past_key_values=cache, **given)
-        assert torch.equal(row[-12:], alone[0, -12:])
+        single = model.generate(torch.tensor([prompt]), past_key_values=cache, **options)
+        assert torch.equal(row[-12:], single[0, -12:])
 
 
-def test_padding_that_nobody_told_is_refused() -> None:
-    model = attached("llama")
+def test_undeclared_padding_is_refused() -> None:
+    model = make_attached_model("llama")
     ids = torch.tensor([[0] * 210 + text(90), text(300)])
     mask = torch.tensor([[0] * 210 + [1] * 90, [1] * 300])
     cache = kvant.cache_for(model, SPEC)
@@ -104,14 +105,14 @@ def test_padding_that_nobody_told_is_refused() -> None:
         )
 
 
-def test_a_model_that_reads_dense_rows_itself_says_so() -> None:
+def test_model_that_reads_dense_rows_itself_is_refused() -> None:
     model, prompt = build("llama"), text(300)
     model.set_attn_implementation("eager")
-    cache = read(model, "affine8,prune=keydiff:25%", prompt)
-    with pytest.raises(kvant.UnsupportedView, match="pruned"):
-        decoded(model, cache, [300], [0])
-    with pytest.raises(kvant.CacheError, match="nobody saw"):
-        read(model, SPEC, prompt).prune()
+    cache = prefill_prompt(model, "affine8,prune=keydiff:25%", prompt)
+    with pytest.raises(kvant.UnsupportedView, match="after a prune"):
+        decode_logits(model, cache, [300], [0])
+    with pytest.raises(kvant.CacheError, match="were not recorded"):
+        prefill_prompt(model, SPEC, prompt).prune()
 
 
 PRUNED = (ADAPTIVE, "affine4,prune=keydiff:64", "raw,prune=tova:64")
@@ -127,96 +128,98 @@ PRUNED = (ADAPTIVE, "affine4,prune=keydiff:64", "raw,prune=tova:64")
 )
 def test_drafts_change_nothing(spec: str, draft: str) -> None:
     model, prompt = build("llama"), text(90) * 2
-    given: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 300, "ignore_end": True}
-    plain = [step.token for step in generate(model, Numbers(), prompt, **given)]
+    options: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 300, "ignore_end": True}
+    plain = [step.token for step in generate(model, Numbers(), prompt, **options)]
     other: Any = model if draft == "itself" else draft
-    drafted = [step.token for step in generate(model, Numbers(), prompt, **given, draft=other)]
+    drafted = [step.token for step in generate(model, Numbers(), prompt, **options, draft=other)]
     assert drafted == plain
 
 
 @pytest.mark.parametrize("chunk", [64, 100])
-def test_where_chunks_end_changes_nothing(chunk: int) -> None:
-    """257 tokens: the last chunk of 64 is a single one."""
+def test_chunk_boundaries_change_nothing(chunk: int) -> None:
+    """257 tokens: the last chunk of 64 has a single token."""
     model, prompt = build("llama"), text(257)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "kv_cache": "raw,prune=snapkv:25%",
         "max_new_tokens": 30,
         "ignore_end": True,
     }
-    found = [
-        [step.token for step in generate(model, Numbers(), prompt, **given, prefill_chunk=size)]
+    replies = [
+        [step.token for step in generate(model, Numbers(), prompt, **options, prefill_chunk=size)]
         for size in (512, chunk)
     ]
-    assert found[0] == found[1]
+    assert replies[0] == replies[1]
 
 
-def test_assisted_generation_prunes_as_any_other() -> None:
-    model, prompt = attached("llama"), torch.tensor([text(90) * 3])
-    given: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
-    found = []
+def test_assisted_generation_prunes_too() -> None:
+    model, prompt = make_attached_model("llama"), torch.tensor([text(90) * 3])
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    replies = []
     for more in ({}, {"prompt_lookup_num_tokens": 3}):
         cache = kvant.cache_for(model, "raw,prune=keydiff:64")
-        found.append(model.generate(prompt, past_key_values=cache, **given, **more))
-        assert pruned_layers(cache)
-    assert found[0].shape == found[1].shape
+        replies.append(model.generate(prompt, past_key_values=cache, **options, **more))
+        assert list_pruned_layers(cache)
+    assert replies[0].shape == replies[1].shape
 
 
-@pytest.mark.parametrize("kind", ["snapkv", "keydiff", "tova"])
-def test_a_sequence_that_was_put_aside_goes_on(kind: str, tmp_path: Path) -> None:
-    model, spec = attached("llama"), f"raw,prune={kind}:64"
+@pytest.mark.parametrize("place", ["snapkv", "keydiff", "tova"])
+def test_swapped_out_sequence_continues(place: str, tmp_path: Path) -> None:
+    model, spec = make_attached_model("llama"), f"raw,prune={place}:64"
     decoder = make_decoder(model)
     assert isinstance(decoder, TransformersDecoder)
-    batch, said = Batch(decoder, decoder.make_cache(spec)), dict[bool, list[int]]()
+    batch, replies = Batch(decoder, decoder.make_cache(spec)), dict[bool, list[int]]()
     for aside in (False, True):
         seat = EngineSequence(text(300))
-        logits, said[aside] = batch.prefill(seat, 300), []
-        for at in range(40):
-            said[aside].append(int(logits.argmax()))
-            seat.tokens.append(said[aside][-1])
+        logits, replies[aside] = batch.prefill(seat, 300), []
+        for position in range(40):
+            replies[aside].append(int(logits.argmax()))
+            seat.tokens.append(replies[aside][-1])
             rows, failed = batch.decode([seat])
             assert not failed
             logits = rows[0]
-            if aside and at in (3, 20):
-                batch.swap_out(seat, tmp_path / f"{at}")
+            if aside and position in (3, 20):
+                batch.swap_out(seat, tmp_path / f"{position}")
                 batch.swap_in(seat)
         batch.release(seat)
-    assert said[True] == said[False]
+    assert replies[True] == replies[False]
 
 
 @pytest.mark.parametrize("spec", [ADAPTIVE, "affine4,prune=keydiff:64"])
-def test_an_engine_gives_what_each_gives_alone(spec: str) -> None:
+def test_engine_tokens_equal_those_of_each_alone(spec: str) -> None:
     model, prompts = build("llama"), [text(n, seed=n) for n in (80, 450, 400)]
-    given: dict[str, Any] = {"max_new_tokens": 150, "ignore_end": True}
-    alone = [list(generate(model, Numbers(), prompt, kv_cache=spec, **given)) for prompt in prompts]
+    options: dict[str, Any] = {"max_new_tokens": 150, "ignore_end": True}
+    single = [
+        list(generate(model, Numbers(), prompt, kv_cache=spec, **options)) for prompt in prompts
+    ]
     with Engine(model, Numbers(), spec) as engine:
-        streams = [engine.submit(prompt, **given) for prompt in prompts]
-        for stream, steps in zip(streams, alone, strict=True):
-            for own, step in zip(stream, steps, strict=True):
-                assert own.logprob == pytest.approx(step.logprob, abs=5e-3)
-                if own.token != step.token:
-                    break  # two tokens that were as likely: a sum in another order decided
+        streams = [engine.submit(prompt, **options) for prompt in prompts]
+        for stream, steps in zip(streams, single, strict=True):
+            for step_, step in zip(stream, steps, strict=True):
+                assert step_.logprob == pytest.approx(step.logprob, abs=5e-3)
+                if step_.token != step.token:
+                    break  # two tokens were equally likely: the order of sums decided
 
 
-def test_a_conversation_goes_on(tmp_path: Path) -> None:
+def test_conversation_continues(tmp_path: Path) -> None:
     model = build("llama")
-    given: dict[str, Any] = {"max_new_tokens": 8, "ignore_end": True}
-    session, held = kvant.Session(model, Numbers(), SPEC), []
+    options: dict[str, Any] = {"max_new_tokens": 8, "ignore_end": True}
+    session, lengths = kvant.Session(model, Numbers(), SPEC), []
     for seed in range(3):
-        list(session.send(text(120, seed=seed), **given))
-        held.append(int((session.cache.states[0].positions() >= 0).sum(-1).max()))
-    # A quarter of the tokens so far (and no fewer than 32), and the reply but for its last token.
-    assert held == [32 + 7, 248 // 4 + 7, 376 // 4 + 7]
+        list(session.send(text(120, seed=seed), **options))
+        lengths.append(int((session.cache.states[0].positions() >= 0).sum(-1).max()))
+    # A quarter of the tokens so far (and at least 32), and the reply but for its last token.
+    assert lengths == [32 + 7, 248 // 4 + 7, 376 // 4 + 7]
     assert session.stats()["tokens_reused"] == 127 + 255
     session.save(tmp_path / "talk")
-    back = kvant.Session.load(tmp_path / "talk", model, Numbers())
-    for one in (session, back):
-        list(one.send(text(50, seed=9), **given))
-    assert back.tokens == session.tokens
+    loaded = kvant.Session.load(tmp_path / "talk", model, Numbers())
+    for session_ in (session, loaded):
+        list(session_.send(text(50, seed=9), **options))
+    assert loaded.tokens == session.tokens
 
 
-def test_nothing_of_it_is_shared() -> None:
+def test_pruned_caches_share_no_prefix() -> None:
     model = build("llama")
-    with pytest.raises(ValueError, match="leave the prune out"):
+    with pytest.raises(ValueError, match="remove the prune from the spec"):
         Engine(model, Numbers(), SPEC, prefixes=kvant.Prefixes())
     settings = ServerSettings(kv_cache=SPEC)
     settings.check()
@@ -225,21 +228,21 @@ def test_nothing_of_it_is_shared() -> None:
         ServerSettings(kv_cache="affine8").shares_prefixes
         and ServerSettings(kv_cache="auto:1GiB").shares_prefixes
     )
-    with pytest.raises(kvant.SpecError, match="a store beside"):
+    with pytest.raises(kvant.SpecError, match="--store with --kv-cache"):
         ServerSettings(kv_cache=SPEC, store=["memory"]).check()
 
 
-def test_a_recode_to_another_format_goes_on_pruning() -> None:
-    model, prompt = attached("llama"), text(300)
-    cache = read(model, "raw,prune=keydiff:64", prompt)
+def test_recode_to_another_format_keeps_pruning() -> None:
+    model, prompt = make_attached_model("llama"), text(300)
+    cache = prefill_prompt(model, "raw,prune=keydiff:64", prompt)
     cache.recode("affine8")
-    assert decoded(model, cache, [300], [0]).isfinite().all() and pruned_layers(cache)
+    assert decode_logits(model, cache, [300], [0]).isfinite().all() and list_pruned_layers(cache)
     cache.recode("affine4")
     assert cache.spec.prunes and cache.length == 303
-    with pytest.raises(kvant.SpecError, match="does not come back"):
+    with pytest.raises(kvant.SpecError, match="cannot be restored"):
         cache.recode("affine8,window=400,sinks=0")
 
 
-def test_rows_go_by_a_prune_or_by_a_budget() -> None:
-    with pytest.raises(ValueError, match="a budget beside a prune"):
+def test_prune_and_budget_cannot_be_combined() -> None:
+    with pytest.raises(ValueError, match="a budget and a prune"):
         kvant.Session(build("llama"), Numbers(), SPEC, strategy="adaptive", budget="1MiB")

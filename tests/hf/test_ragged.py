@@ -1,4 +1,4 @@
-"""Sequences of different lengths under one cache: each is computed as it would be alone."""
+"""Test sequences of different lengths under one cache: each is computed as if alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hf.zoo import FAMILIES, OWN_ATTENTION, VOCABULARY, build
 
 PROMPTS, STEPS = (5, 17, 31), 5
 DECODERS = [name for name, family in FAMILIES.items() if family.kind != "encoder-decoder"]
-# Their attention computes with keys themselves, or with a mask of its own making.
+# Their attention uses keys directly, or builds its own mask.
 ALONE = (*OWN_ATTENTION, "diffllama", "doge", "jetmoe")
-FOREIGN = ("mllama", "deepseek_v32")  # transformers keeps what some of their layers remember
+FOREIGN = ("mllama", "deepseek_v32")  # transformers stores the state of some of their layers
 FEW = ("llama", "gemma3", "llama4", "gpt_oss", "deepseek_v3", "falcon_h1", "qwen3_next", "mamba2")
 
 
 @torch.no_grad()
-def prompted(model: PreTrainedModel, name: str, spec: str) -> list[Any]:
-    """A cache for each prompt."""
+def prefill_caches(model: PreTrainedModel, name: str, spec: str) -> list[Any]:
+    """Return a cache for each prompt."""
     caches, seed = [], torch.Generator().manual_seed(1)
     for count in PROMPTS:
         cache = kvant.cache_for(model, spec)
@@ -33,127 +33,129 @@ def prompted(model: PreTrainedModel, name: str, spec: str) -> list[Any]:
 
 
 @torch.no_grad()
-def decoded(model: PreTrainedModel, name: str, cache: Any, which: list[int]) -> Tensor:
-    """Logits of a few tokens of these sequences."""
+def decode_tokens(model: PreTrainedModel, name: str, cache: Any, indices: list[int]) -> Tensor:
+    """Return the logits of a few tokens of these sequences."""
     steps = torch.randint(3, VOCABULARY, (3, STEPS), generator=torch.Generator().manual_seed(2))
     outs = []
-    for at in range(STEPS):
-        places = torch.tensor([[PROMPTS[sequence] + at] for sequence in which])
-        given = {FAMILIES[name].cache_argument: cache, "position_ids": places}
-        outs.append(model(steps[which, at : at + 1], **given).logits[:, -1])
+    for position in range(STEPS):
+        places = torch.tensor([[PROMPTS[sequence] + position] for sequence in indices])
+        options = {FAMILIES[name].cache_argument: cache, "position_ids": places}
+        outs.append(model(steps[indices, position : position + 1], **options).logits[:, -1])
     return torch.stack(outs, 1)
 
 
-def apart(name: str, spec: str, *, attached: bool) -> float:
-    """How far logits of sequences side by side are from those of each alone."""
+def logits_difference(name: str, spec: str, *, attached: bool) -> float:
+    """Return the difference between batched logits and those of each sequence alone."""
     model = build(name)
     if attached:
         kvant.attach(model, "raw", guard=False)
-    caches = prompted(model, name, spec)
+    caches = prefill_caches(model, name, spec)
     merged = kvant.merge(caches)
-    alone = [decoded(model, name, cache, [b]) for b, cache in enumerate(caches)]
-    found, expected = decoded(model, name, merged, [0, 1, 2]), torch.cat(alone)
-    return float((found - expected).abs().max() / expected.std())
+    single = [decode_tokens(model, name, cache, [b]) for b, cache in enumerate(caches)]
+    actual, expected = decode_tokens(model, name, merged, [0, 1, 2]), torch.cat(single)
+    return float((actual - expected).abs().max() / expected.std())
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_each_sequence_is_computed_as_alone(name: str) -> None:
     spec = "raw" if FAMILIES[name].kind == "recurrent" else "affine8,tail=0"
-    assert apart(name, spec, attached=True) < 1e-3
+    assert logits_difference(name, spec, attached=True) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_an_unmodified_model_decodes_them(name: str) -> None:
-    assert apart(name, "raw", attached=False) < 1e-3
+def test_unmodified_model_decodes_ragged_batches(name: str) -> None:
+    assert logits_difference(name, "raw", attached=False) < 1e-3
 
 
 @pytest.mark.laws
-@pytest.mark.parametrize("name", [one for one in DECODERS if one not in ALONE + FOREIGN])
-def test_every_other_family_decodes_them(name: str) -> None:
-    assert apart(name, "raw", attached=True) < 1e-3
+@pytest.mark.parametrize(
+    "name", [decoder for decoder in DECODERS if decoder not in ALONE + FOREIGN]
+)
+def test_every_other_family_decodes_ragged_batches(name: str) -> None:
+    assert logits_difference(name, "raw", attached=True) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["bloom", "xglm"])
-def test_a_family_that_cannot_says_why_and_keeps_what_it_has(name: str) -> None:
+def test_unsupported_family_gives_a_reason_and_keeps_its_caches(name: str) -> None:
     model = build(name)
-    caches = prompted(model, name, "raw")
+    caches = prefill_caches(model, name, "raw")
     merged = kvant.merge(caches)
     with pytest.raises(kvant.UnsupportedView, match=r"different lengths.*extract"):
-        decoded(model, name, merged, [0, 1, 2])
+        decode_tokens(model, name, merged, [0, 1, 2])
     assert merged.lengths == list(PROMPTS)
-    one = decoded(model, name, merged.extract(1), [1])
-    assert torch.allclose(one, decoded(model, name, caches[1], [1]), atol=1e-4)
+    single = decode_tokens(model, name, merged.extract(1), [1])
+    assert torch.allclose(single, decode_tokens(model, name, caches[1], [1]), atol=1e-4)
 
 
 @pytest.mark.laws
 @pytest.mark.parametrize("name", ALONE)
-def test_no_family_is_wrong_without_a_word(name: str) -> None:
+def test_no_family_fails_silently(name: str) -> None:
     model = build(name)
-    merged = kvant.merge(prompted(model, name, "raw"))
+    merged = kvant.merge(prefill_caches(model, name, "raw"))
     with pytest.raises(kvant.UnsupportedView, match="different lengths"):
-        decoded(model, name, merged, [0, 1, 2])
+        decode_tokens(model, name, merged, [0, 1, 2])
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_layers_that_transformers_keeps_are_not_merged(name: str) -> None:
+def test_layers_with_transformers_state_are_not_merged(name: str) -> None:
     model = build(name)
     with pytest.raises(kvant.CacheError, match="live in transformers"):
-        kvant.merge(prompted(model, name, "raw"))
+        kvant.merge(prefill_caches(model, name, "raw"))
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-def test_sequences_come_and_go(name: str) -> None:
+def test_sequences_join_and_leave(name: str) -> None:
     model = build(name)
-    caches = prompted(model, name, "affine8")
+    caches = prefill_caches(model, name, "affine8")
     merged = kvant.merge(caches)
-    decoded(model, name, merged, [0, 1, 2])
-    one = merged.extract(2)
+    decode_tokens(model, name, merged, [0, 1, 2])
+    single = merged.extract(2)
     merged.remove(1)
     assert merged.lengths == [PROMPTS[0] + STEPS, PROMPTS[2] + STEPS]
-    assert (one.lengths, one.length) == ([PROMPTS[2] + STEPS], PROMPTS[2] + STEPS)
+    assert (single.lengths, single.length) == ([PROMPTS[2] + STEPS], PROMPTS[2] + STEPS)
     merged.states.check()
-    again = kvant.merge([merged, caches[1]])
-    assert again.lengths == [PROMPTS[0] + STEPS, PROMPTS[2] + STEPS, PROMPTS[1]]
+    rejoined = kvant.merge([merged, caches[1]])
+    assert rejoined.lengths == [PROMPTS[0] + STEPS, PROMPTS[2] + STEPS, PROMPTS[1]]
 
 
-def test_what_cannot_be_merged_is_refused() -> None:
+def test_incompatible_caches_are_not_merged() -> None:
     model, other = build("llama"), build("gemma3")
-    one = prompted(model, "llama", "raw")[0]
+    single = prefill_caches(model, "llama", "raw")[0]
     with pytest.raises(ValueError, match="no tokens"):
-        kvant.merge([one, kvant.cache_for(model, "raw")])
+        kvant.merge([single, kvant.cache_for(model, "raw")])
     with pytest.raises(ValueError, match="recode"):
-        kvant.merge([one, prompted(model, "llama", "affine8")[0]])
+        kvant.merge([single, prefill_caches(model, "llama", "affine8")[0]])
     with pytest.raises(ValueError, match="different models"):
-        kvant.merge([one, prompted(other, "gemma3", "raw")[0]])
+        kvant.merge([single, prefill_caches(other, "gemma3", "raw")[0]])
     with pytest.raises(ValueError, match="merge of no caches"):
         kvant.merge([])
 
 
-def chunked(model: PreTrainedModel, cache: Any, which: list[int]) -> Tensor:
-    """Logits of three tokens at once."""
+def decode_chunk(model: PreTrainedModel, cache: Any, indices: list[int]) -> Tensor:
+    """Return the logits of three tokens at once."""
     ids = torch.randint(3, VOCABULARY, (3, 3), generator=torch.Generator().manual_seed(2))
-    places = torch.tensor([[PROMPTS[b] + t for t in range(3)] for b in which])
+    places = torch.tensor([[PROMPTS[b] + t for t in range(3)] for b in indices])
     with torch.no_grad():
-        out: Tensor = model(ids[which], position_ids=places, past_key_values=cache).logits
+        out: Tensor = model(ids[indices], position_ids=places, past_key_values=cache).logits
     return out
 
 
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])
-def test_several_tokens_of_each_are_read_at_once(name: str, attached: bool) -> None:
-    """The host aligns its masks to the newest token, as we do."""
+def test_several_tokens_of_each_sequence_run_in_one_forward(name: str, attached: bool) -> None:
+    """Transformers aligns its masks to the newest token, too."""
     model = build(name)
     if attached or name == "gemma2":
         kvant.attach(model, "raw", guard=False)
-    caches = prompted(model, name, "raw")
-    found = chunked(model, kvant.merge(caches), [0, 1, 2])
-    alone = [chunked(model, cache, [b]) for b, cache in enumerate(caches)]
-    assert (found - torch.cat(alone)).abs().max() < 1e-3 * found.std()
+    caches = prefill_caches(model, name, "raw")
+    actual = decode_chunk(model, kvant.merge(caches), [0, 1, 2])
+    single = [decode_chunk(model, cache, [b]) for b, cache in enumerate(caches)]
+    assert (actual - torch.cat(single)).abs().max() < 1e-3 * actual.std()
 
 
-def test_several_tokens_of_each_in_chunks_are_refused() -> None:
-    """The host counts its chunks from the first column."""
+def test_chunk_over_a_ragged_batch_is_refused() -> None:
+    """Transformers counts its chunks from the first column."""
     model = build("llama4")
-    merged = kvant.merge(prompted(model, "llama4", "raw"))
+    merged = kvant.merge(prefill_caches(model, "llama4", "raw"))
     with pytest.raises(kvant.UnsupportedView, match="one token at a time"):
-        chunked(model, merged, [0, 1, 2])
+        decode_chunk(model, merged, [0, 1, 2])

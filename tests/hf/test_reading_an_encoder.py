@@ -1,7 +1,8 @@
-"""Decoders that read an encoder and are no encoder-decoders: its rows lie in a cache of their own.
+"""Test decoders that read an encoder without being encoder-decoders: encoder rows have their own
+cache.
 
-They make one of two parts from the host's own cache, known by its class. Given one of ours they
-appended the rows of the encoder to the layers of the text.
+They build a two-part cache from a transformers cache, recognized by its class. Regression: with a
+kvant cache, encoder rows were appended to the text layers.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, layers: int = 2, **changes: Any) -> PreTrainedModel:
+def build_decoder(name: str, layers: int = 2, **changes: Any) -> PreTrainedModel:
     path, options = FAMILIES[name]
-    kind: Any = transformers
+    module: Any = transformers
     for part in path.split("."):
-        kind = getattr(kind, part)
-    told = COMMON | {"num_hidden_layers": layers} | options | changes
-    renamed = {kind.config_class.attribute_map.get(key, key): told[key] for key in told}
+        module = getattr(module, part)
+    settings = COMMON | {"num_hidden_layers": layers} | options | changes
+    renamed = {module.config_class.attribute_map.get(key, key): settings[key] for key in settings}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
-        model: PreTrainedModel = kind(kind.config_class(**renamed)).eval()
+        model: PreTrainedModel = module(module.config_class(**renamed)).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.2)
@@ -73,11 +74,11 @@ def build(name: str, layers: int = 2, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def tokens(count: int = 5) -> Tensor:
+def make_tokens(count: int = 5) -> Tensor:
     return torch.randint(3, 64, (1, count), generator=torch.Generator().manual_seed(0))
 
 
-def encoder(name: str, seed: int = 1, rows: int = ROWS) -> dict[str, Any]:
+def make_encoder_inputs(name: str, seed: int = 1, rows: int = ROWS) -> dict[str, Any]:
     states = torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(seed))
     if name == "whisper":
         return {"encoder_outputs": BaseModelOutput(last_hidden_state=states)}
@@ -85,41 +86,47 @@ def encoder(name: str, seed: int = 1, rows: int = ROWS) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def driven(model: PreTrainedModel, cache: Any, ids: Tensor, **given: Any) -> Tensor:
-    """Logits of all tokens: three at once, then one after the other."""
+def run_with_cache(model: PreTrainedModel, cache: Any, ids: Tensor, **inputs: Any) -> Tensor:
+    """Return the logits of all tokens: three at once, then one at a time."""
     parts = [ids[:, :3], *ids[:, 3:].split(1, 1)]
-    outs = [model(input_ids=x, past_key_values=cache, use_cache=True, **given) for x in parts]
+    outs = [model(input_ids=x, past_key_values=cache, use_cache=True, **inputs) for x in parts]
     return torch.cat([out.logits for out in outs], 1)
 
 
 @torch.no_grad()
-def whole(model: PreTrainedModel, ids: Tensor, **given: Any) -> Tensor:
-    logits: Tensor = model(input_ids=ids, use_cache=False, **given).logits
+def run_without_cache(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False, **inputs).logits
     return logits
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", ["blip", "bert", "gpt2", "roformer", "whisper"])
-def test_an_encoder_is_read_as_without_a_cache(name: str, layers: int) -> None:
-    model, ids = build(name, layers), tokens()
+def test_encoder_rows_are_read_as_without_a_cache(name: str, layers: int) -> None:
+    model, ids = build_decoder(name, layers), make_tokens()
     cache = kvant.cache_for(model)
     assert isinstance(cache, PairedCache)
-    ours = driven(model, cache, ids, **encoder(name))
-    assert torch.allclose(ours, whole(model, ids, **encoder(name)), atol=1e-4)
-    assert not torch.allclose(ours, whole(model, ids, **encoder(name, seed=2)), atol=1e-2)
+    ours = run_with_cache(model, cache, ids, **make_encoder_inputs(name))
+    assert torch.allclose(
+        ours, run_without_cache(model, ids, **make_encoder_inputs(name)), atol=1e-4
+    )
+    assert not torch.allclose(
+        ours, run_without_cache(model, ids, **make_encoder_inputs(name, seed=2)), atol=1e-2
+    )
 
 
 def test_a_decoder_without_its_encoder_continues_a_text() -> None:
-    model, ids = build("bert"), tokens()
-    ours = driven(model, kvant.cache_for(model), ids)
-    assert torch.allclose(ours, whole(model, ids), atol=1e-4)
+    model, ids = build_decoder("bert"), make_tokens()
+    ours = run_with_cache(model, kvant.cache_for(model), ids)
+    assert torch.allclose(ours, run_without_cache(model, ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_blip_generates_what_it_generates_with_the_cache_of_the_host(layers: int) -> None:
-    model, ids = build("blip", layers), tokens(3)
-    given = encoder("blip") | {"encoder_attention_mask": torch.ones(1, ROWS, dtype=torch.long)}
-    settings = given | {"max_new_tokens": 12, "do_sample": False}
+def test_blip_generates_the_same_as_with_the_transformers_cache(layers: int) -> None:
+    model, ids = build_decoder("blip", layers), make_tokens(3)
+    inputs = make_encoder_inputs("blip") | {
+        "encoder_attention_mask": torch.ones(1, ROWS, dtype=torch.long)
+    }
+    settings = inputs | {"max_new_tokens": 12, "do_sample": False}
     for beams in (1, 3):
         expected = model.generate(ids, num_beams=beams, **settings)
         cache = kvant.cache_for(model)
@@ -132,18 +139,27 @@ def test_blip_generates_what_it_generates_with_the_cache_of_the_host(layers: int
 
 
 @pytest.mark.parametrize("rows", [3, ROWS], ids=["as many as tokens", "more"])
-def test_rows_of_an_encoder_are_refused_where_nobody_told_of_one(rows: int) -> None:
-    """As many rows as tokens looked like a forward that began anew, at every layer."""
-    model = build("bart")
-    with pytest.raises(CacheError, match=r"encoder.*add_cross_attention|brought no rows"):
-        driven(model, kvant.cache_for(model), tokens(), **encoder("bart", rows=rows))
-    told = build("bart", add_cross_attention=True)
-    ours = driven(told, kvant.cache_for(told), tokens(), **encoder("bart", rows=rows))
-    expected = whole(told, tokens(), **encoder("bart", rows=rows))
+def test_undeclared_encoder_rows_are_refused(rows: int) -> None:
+    """Regression: as many rows as tokens looked like a restarted forward, at every layer."""
+    model = build_decoder("bart")
+    with pytest.raises(CacheError, match=r"encoder.*add_cross_attention|appended no rows"):
+        run_with_cache(
+            model, kvant.cache_for(model), make_tokens(), **make_encoder_inputs("bart", rows=rows)
+        )
+    declared_model = build_decoder("bart", add_cross_attention=True)
+    ours = run_with_cache(
+        declared_model,
+        kvant.cache_for(declared_model),
+        make_tokens(),
+        **make_encoder_inputs("bart", rows=rows),
+    )
+    expected = run_without_cache(
+        declared_model, make_tokens(), **make_encoder_inputs("bart", rows=rows)
+    )
     assert torch.allclose(ours, expected, atol=1e-4)
 
 
-def test_a_model_that_confuses_rows_in_any_cache_is_refused() -> None:
+def test_model_that_mixes_up_rows_in_any_cache_is_refused() -> None:
     config = transformers.BigBirdConfig(
         **COMMON, num_hidden_layers=2, attention_type="original_full"
     )
@@ -154,10 +170,10 @@ def test_a_model_that_confuses_rows_in_any_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["blip", "bert"])
-def test_what_only_continues_text_refuses_a_model_that_reads_an_encoder(name: str) -> None:
-    model = build(name)
+def test_text_only_generation_refuses_a_model_with_an_encoder(name: str) -> None:
+    model = build_decoder(name)
     with pytest.raises(CacheError, match="reads an encoder"):
         list(kvant.generate(model, object(), [3, 4], max_new_tokens=1))
-    kvant.attach(model, "affine4")  # and is not tried on a text
+    kvant.attach(model, "affine4")  # attaching does not test it on a text
     with pytest.raises(SpecError, match="needs every row"):
         kvant.cache_for(model, "raw,window=8")

@@ -1,4 +1,4 @@
-"""Tokens from a forward that was recorded on a CPU: the bits of ordinary forwards, or a reason."""
+"""Test CPU replay of captured forwards: the bits of ordinary forwards, or a reason why not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import kvant
-from hf.zoo import FAMILIES, build, names, worded
+from hf.zoo import FAMILIES, build, family_names, valid_spec
 from kvant import weights
 from kvant.cache import storage
 from kvant.generation.decoder import TransformersDecoder
@@ -21,49 +21,49 @@ pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
 )
 FEW = ("llama", "qwen3", "gemma3", "mistral", "phi3", "gptj", "mamba", "deepseek_v3")
-PROMPT, TOKENS = 55, 16  # a page falls due behind the first replays, and another begins
+PROMPT, TOKENS = 55, 16  # a page is sealed after the first replays, and another begins
 CELLS = [
     pytest.param(family, spec, packed, marks=[] if few else pytest.mark.laws)
     for spec, packed in (("raw", True), ("affine8", True), ("affine4,tail=3", False))
-    for family in names("decoder") + names("recurrent")
+    for family in family_names("decoder") + family_names("recurrent")
     for few in [family in FEW]
 ]
 
 
-def both(model: Any, spec: str) -> list[tuple[TransformersDecoder, Any]]:
-    """By ordinary forwards, and by recordings."""
-    found = [
-        (one, one.make_cache(spec))
-        for one in (TransformersDecoder(model), TransformersDecoder(model))
+def make_decoder_pair(model: Any, spec: str) -> list[tuple[TransformersDecoder, Any]]:
+    """Return logits of ordinary forwards, and of replays."""
+    pairs = [
+        (decoder, decoder.make_cache(spec))
+        for decoder in (TransformersDecoder(model), TransformersDecoder(model))
     ]
-    found[0][0].__dict__["_captures_on_cpu"] = False
-    return found
+    pairs[0][0].__dict__["_captures_on_cpu"] = False
+    return pairs
 
 
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize(("family", "spec", "packed"), CELLS)
-def test_tokens_are_those_of_ordinary_forwards(
+def test_tokens_equal_those_of_ordinary_forwards(
     family: str, spec: str, packed: bool, attached: bool
 ) -> None:
-    model, spec = build(family), worded(family, spec)
+    model, spec = build(family), valid_spec(family, spec)
     if packed:
         kvant.pack(model.bfloat16())
     if attached:
         kvant.attach(model, spec, guard=False)
     text = FAMILIES[family].inputs(tokens=PROMPT + TOKENS)["input_ids"][0].tolist()
-    pair = both(model, spec)
+    pair = make_decoder_pair(model, spec)
     for decoder, cache in pair:
         decoder.compute_logits(text[:PROMPT], cache)
     for token in text[PROMPT:]:
-        plain, again = (decoder.compute_logits([token], cache) for decoder, cache in pair)
-        assert torch.equal(plain, again)
+        plain, replayed_logits = (decoder.compute_logits([token], cache) for decoder, cache in pair)
+        assert torch.equal(plain, replayed_logits)
     replays = pair[1][1].context.replay_stats
     assert (replays.num_tokens == TOKENS - 4) == (replays.refusal is None)
     if family in ("llama", "qwen3", "phi3") or (attached and family in ("gemma3", "mistral")):
         assert replays.refusal is None
 
 
-class Counting(nn.Module):
+class CountingHead(nn.Module):
     """A head that counts its forwards in a buffer."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -76,9 +76,9 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-def test_the_token_that_is_recorded_is_computed_once() -> None:
+def test_captured_token_is_computed_once() -> None:
     model = build("llama")
-    model.lm_head = Counting(model.lm_head)
+    model.lm_head = CountingHead(model.lm_head)
     decoder = TransformersDecoder(model)
     cache = decoder.make_cache("raw")
     for count in range(1, 12):
@@ -87,10 +87,10 @@ def test_the_token_that_is_recorded_is_computed_once() -> None:
     assert cache.stats()["replayed"] > 4
 
 
-def test_a_model_that_changes_is_recorded_anew() -> None:
+def test_changed_model_is_captured_again() -> None:
     """Its threads, and its weights."""
     model = build("llama")
-    pair, threads = both(model, "raw"), torch.get_num_threads()
+    pair, threads = make_decoder_pair(model, "raw"), torch.get_num_threads()
     try:
         for token in range(3, 70):
             if token == 20:
@@ -98,26 +98,28 @@ def test_a_model_that_changes_is_recorded_anew() -> None:
             if token == 40:
                 for weight in model.parameters():
                     weight.data = weight.data * 1.01
-                for decoder, cache in pair:  # something else is read
+                for decoder, cache in pair:  # another sequence is read
                     decoder.compute_logits([1, 2], cache)
-            plain, again = (decoder.compute_logits([token], cache) for decoder, cache in pair)
-            assert torch.allclose(plain, again, atol=1e-4)
+            plain, replayed_logits = (
+                decoder.compute_logits([token], cache) for decoder, cache in pair
+            )
+            assert torch.allclose(plain, replayed_logits, atol=1e-4)
     finally:
         torch.set_num_threads(threads)
     assert pair[1][1].context.replay_stats.refusal is None
     assert pair[1][1].stats()["replayed"] > 40
 
 
-def test_another_number_of_threads_is_seen_before_anything_is_recorded(
+def test_changed_thread_count_is_detected_before_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weights, "MIN_PACKED_VALUES", 1)
     model, threads = build("llama").bfloat16(), torch.get_num_threads()
     kvant.pack(model)
-    (_, _), (decoder, cache) = both(model, "raw")
+    (_, _), (decoder, cache) = make_decoder_pair(model, "raw")
     try:
         for token in range(3, 24):
-            if token == 8:  # four were ordinary forwards, behind that of the first
+            if token == 8:  # four ordinary forwards, after that of the first token
                 torch.set_num_threads(threads + 1)
             decoder.compute_logits([token], cache)
     finally:
@@ -125,31 +127,31 @@ def test_another_number_of_threads_is_seen_before_anything_is_recorded(
     assert cache.context.replay_stats.refusal is None and cache.stats()["replayed"] > 8
 
 
-def test_caches_of_one_decoder_are_recorded_apart() -> None:
-    """Forks of a session go on in threads of their own: none computes in the memory of another."""
+def test_caches_of_one_decoder_are_captured_separately() -> None:
+    """Forks of a session run in separate threads and must not share buffers."""
     model = build("llama")
-    texts = [[3 + (7 * at + who) % 90 for at in range(60)] for who in range(4)]
+    texts = [[3 + (7 * position + number) % 90 for position in range(60)] for number in range(4)]
 
     def logits(decoder: TransformersDecoder, text: list[int]) -> list[torch.Tensor]:
         cache = decoder.make_cache("raw")
-        found = [decoder.compute_logits([token], cache) for token in text]
+        outputs = [decoder.compute_logits([token], cache) for token in text]
         assert cache.stats()["replayed"] > 50
-        return found
+        return outputs
 
-    alone = [logits(TransformersDecoder(model), text) for text in texts]
+    single = [logits(TransformersDecoder(model), text) for text in texts]
     shared = TransformersDecoder(model)
     with ThreadPoolExecutor(len(texts)) as threads:
-        beside = threads.map(lambda text: logits(shared, text), texts)
-        for one, other in zip(alone, beside, strict=True):
-            assert all(map(torch.equal, one, other))
+        concurrent = threads.map(lambda text: logits(shared, text), texts)
+        for first, second in zip(single, concurrent, strict=True):
+            assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize(("spec", "moment"), [("raw", 76), ("affine8", 127)])
-def test_memory_that_another_cache_moves_meanwhile_takes_no_row(
+def test_reallocation_by_another_cache_loses_no_row(
     spec: str, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "RESERVE_FACTOR", 1)  # every growth moves
-    pair = both(build("llama"), spec)
+    monkeypatch.setattr(storage, "RESERVE_FACTOR", 1)  # every growth reallocates
+    pair = make_decoder_pair(build("llama"), spec)
     for decoder, cache in pair:
         decoder.compute_logits(list(range(3, 70)), cache)
     decoder, cache = pair[1]
@@ -163,14 +165,14 @@ def test_memory_that_another_cache_moves_meanwhile_takes_no_row(
 
     monkeypatch.setattr(Replayer, "_run_forward", running)
     for token in range(5, 75):
-        plain, again = (one.compute_logits([token], held) for one, held in pair)
-        assert torch.equal(plain, again), token
+        plain, replayed_logits = (decoder.compute_logits([token], cache) for decoder, cache in pair)
+        assert torch.equal(plain, replayed_logits), token
     assert taken_back == [moment]
     assert cache.stats()["replayed"] > 10
     assert cache.stats()["sealed"] == pair[0][1].stats()["sealed"], "a page was counted twice"
 
 
-def test_a_backend_that_is_asked_for_decodes() -> None:
+def test_requested_backend_decodes() -> None:
     decoder = TransformersDecoder(build("llama"))
     cache = decoder.make_cache("affine8")
     for backend, count in (("reference", 12), ("native", 24)):
@@ -185,13 +187,15 @@ def test_a_backend_that_is_asked_for_decodes() -> None:
     assert cache.stats()["attended"]["native"] == before
 
 
-def test_weights_that_autocast_made_are_not_recorded() -> None:
+def test_autocast_weights_are_not_captured() -> None:
     model = build("llama")
-    pair = both(model, "raw")
+    pair = make_decoder_pair(model, "raw")
     for token in range(12):
         with torch.autocast("cpu"):
-            plain, again = (decoder.compute_logits([token], cache) for decoder, cache in pair)
-        assert torch.equal(plain, again)
+            plain, replayed_logits = (
+                decoder.compute_logits([token], cache) for decoder, cache in pair
+            )
+        assert torch.equal(plain, replayed_logits)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(1.01)
@@ -199,16 +203,18 @@ def test_weights_that_autocast_made_are_not_recorded() -> None:
 
 
 @pytest.mark.parametrize("before", [5, 9], ids=["recorded", "replayed"])
-def test_a_token_that_no_forward_takes_says_nothing_of_replays(before: int) -> None:
-    (_, plain), (decoder, cache) = pair = both(build("llama"), "raw")
+def test_token_without_a_forward_counts_no_replay(before: int) -> None:
+    (_, plain), (decoder, cache) = pair = make_decoder_pair(build("llama"), "raw")
     for token in (*range(3, 3 + before), 10**6, *range(20, 30)):
         if token == 10**6:
-            for one, held in pair:
+            for decoder_, cache_ in pair:
                 with pytest.raises(IndexError):
-                    one.compute_logits([token], held)
+                    decoder_.compute_logits([token], cache_)
             continue
-        expected, again = (one.compute_logits([token], held) for one, held in pair)
-        assert torch.equal(expected, again)
+        expected, replayed_logits = (
+            decoder_.compute_logits([token], cache_) for decoder_, cache_ in pair
+        )
+        assert torch.equal(expected, replayed_logits)
     assert cache.length == plain.length == before + 10
     assert (
         cache.context.replay_stats.refusal is None and cache.stats()["replayed"] == before + 10 - 5
@@ -219,12 +225,12 @@ def test_a_token_that_no_forward_takes_says_nothing_of_replays(before: int) -> N
     assert other.stats()["replayed"] > 3
 
 
-def test_a_model_that_cannot_be_recorded_is_not_tried_again(
+def test_uncapturable_model_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = list[int]()
 
-    def failing(*given: Any, **named: Any) -> Any:
+    def failing(*args: Any, **named: Any) -> Any:
         tried.append(1)
         raise KeyError("lost")
 

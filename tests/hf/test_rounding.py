@@ -1,6 +1,6 @@
-"""In 16 bits a chunk of tokens rounds otherwise than one token after the other.
+"""Test 16-bit rounding, which differs between a chunk of tokens and single tokens.
 
-What speculation verifies is read by attention of ours in both cases, and rounds less.
+Speculation verifies with kvant's attention in both cases, which rounds less.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SINGLE = (20, *[1] * 20)
 CHUNKS = (20, 5, 5, 5, 5)
 
 
-def build(seed: int) -> PreTrainedModel:
+def build_model(seed: int) -> PreTrainedModel:
     model, generator = FAMILIES["llama"].build(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -30,20 +30,20 @@ def build(seed: int) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, cache: Any, cuts: Sequence[int], seed: int) -> Tensor:
-    """Behind a prompt of 20 tokens."""
+def chunked_logits(model: PreTrainedModel, cache: Any, cuts: Sequence[int], seed: int) -> Tensor:
+    """Return the logits after a prompt of 20 tokens."""
     ids = FAMILIES["llama"].inputs(1, 40, seed)["input_ids"]
     outs = [model(part, past_key_values=cache).logits for part in ids.split(list(cuts), 1)]
     return torch.cat(outs, 1)[:, 20:].float()
 
 
-def test_a_draft_rounds_no_more_than_with_the_cache_of_the_host() -> None:
-    """In all: a single model may round otherwise by what its linear layers do."""
+def test_draft_rounding_matches_the_transformers_cache() -> None:
+    """In total: in a single model linear layers may round differently."""
     host, ours = list[float](), list[float]()
     for seed in range(12):
-        model = build(seed)
+        model = build_model(seed)
         caches = (partial(DynamicCache, config=model.config), partial(kvant.cache_for, model))
-        for cache, apart in zip(caches, (host, ours), strict=True):
-            one, many = (logits(model, cache(), cuts, seed) for cuts in (SINGLE, CHUNKS))
-            apart.append(float((one - many).abs().max()))
+        for cache, differences in zip(caches, (host, ours), strict=True):
+            single, many = (chunked_logits(model, cache(), cuts, seed) for cuts in (SINGLE, CHUNKS))
+            differences.append(float((single - many).abs().max()))
     assert sum(host) > 0 and sum(ours) <= sum(host) / 2, (host, ours)

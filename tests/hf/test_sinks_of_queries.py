@@ -1,4 +1,6 @@
-"""Inkling 2 gives attention a sink of every query; attached, it was left out: other tokens."""
+"""Test the sink per query of Inkling 2. Regression: attached models ignored it, with wrong
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from transformers import Inkling2ForCausalLM
 import kvant
 
 
-def build() -> Inkling2ForCausalLM:
-    kind = Inkling2ForCausalLM.config_class
-    config = kind(
+def build_model() -> Inkling2ForCausalLM:
+    config_class = Inkling2ForCausalLM.config_class
+    config = config_class(
         vocab_size=128,
         hidden_size=64,
         intermediate_size=96,
@@ -38,8 +40,8 @@ def build() -> Inkling2ForCausalLM:
 
 @pytest.mark.parametrize("way", ["stock", "attached"])
 @torch.no_grad()
-def test_a_sink_of_each_query_is_seen(way: str) -> None:
-    model = build()
+def test_sink_of_each_query_is_seen(way: str) -> None:
+    model = build_model()
     ids = torch.randint(3, 120, (1, 24), generator=torch.Generator().manual_seed(0))
     expected = model(ids, use_cache=False).logits
     if way == "attached":

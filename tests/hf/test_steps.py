@@ -1,4 +1,4 @@
-"""Tokens from a forward that is captured once: those of ordinary forwards, or a reason why not."""
+"""Test tokens from captured forwards: equal to ordinary forwards, or a reason why not."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from transformers import CompileConfig
 
 import kvant
 from attention.kernels import GPU, needed
-from hf.graphs import traced
-from hf.zoo import FAMILIES, OWN_ATTENTION, build, names, worded
+from hf.graphs import trace_forward
+from hf.zoo import FAMILIES, OWN_ATTENTION, build, family_names, valid_spec
 from kvant.generation.decoder import TransformersDecoder
 
 pytestmark = [
     needed,
-    pytest.mark.usefixtures("pages_as_on_a_gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+    pytest.mark.usefixtures("gpu_page_layout"),
+    # the interpreter warns of NaN and infinity
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*lru_cache"),
 ]
-PROMPT = 64  # a page
+PROMPT = 64  # one page
 TWO = {"num_hidden_layers": 2}
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 ASKED = "trying to get value out of a tracing tensor"
 ROWS, MASK = "needs dense rows", "a mask that is a tensor"
-REFUSED = {  # why single tokens of these families come from ordinary forwards
+REFUSED = {  # why single tokens of these families use ordinary forwards
     **dict.fromkeys(("opt", "biogpt"), ASKED),
     **dict.fromkeys(OWN_ATTENTION, ROWS),
     **dict.fromkeys(("diffllama", "doge", "jetmoe"), ROWS),
@@ -39,7 +40,7 @@ REFUSED = {  # why single tokens of these families come from ordinary forwards
     "deepseek_v32": "layers of DynamicIndexedLayer",
     "mllama": "layers of CrossAttentionLayer",
 }
-# By default fewer layers, one of each kind: the interpreter takes a second for each and each token.
+# By default fewer layers, one of each type: the interpreter needs a second per layer and token.
 SHOWN: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"num_hidden_layers": 2},
@@ -52,7 +53,7 @@ SHOWN: dict[str, dict[str, Any]] = {
 CELLS = [
     pytest.param(
         family,
-        worded(family, spec),
+        valid_spec(family, spec),
         prompt,
         shown.get(family, {}),
         marks=[] if family in shown else pytest.mark.laws,
@@ -61,7 +62,7 @@ CELLS = [
         ("raw,capacity=80", 20, SHOWN),
         ("affine4,tail=3,capacity=160", PROMPT, {"llama": {"num_hidden_layers": 1}}),
     )
-    for family in names("decoder")
+    for family in family_names("decoder")
 ]
 CELLS += [
     pytest.param(family, spec, prompt, {}, marks=pytest.mark.laws)
@@ -70,11 +71,14 @@ CELLS += [
 ]
 
 
-class Pair:
-    """The same tokens by ordinary forwards, and by steps."""
+class DecoderPair:
+    """The same tokens by ordinary forwards and by replayed steps."""
 
     def __init__(self, model: Any, spec: str) -> None:
-        self.decoders = TransformersDecoder(model), TransformersDecoder(model, capture=traced)
+        self.decoders = (
+            TransformersDecoder(model),
+            TransformersDecoder(model, capture=trace_forward),
+        )
         self.caches = [decoder.make_cache(spec) for decoder in self.decoders]
 
     @property
@@ -82,49 +86,49 @@ class Pair:
         return self.caches[1]
 
     def read(self, *tokens: int) -> None:
-        """They must agree on what follows; on the CPU sums are made in another order."""
-        plain, stepped = (
+        """Compare the logits of both; on the CPU the order of sums differs."""
+        plain, replayed = (
             decoder.compute_logits(list(tokens), cache)
             for decoder, cache in zip(self.decoders, self.caches, strict=True)
         )
-        assert (plain - stepped).abs().max() < 1e-4 * (plain.max() - plain.min())
+        assert (plain - replayed).abs().max() < 1e-4 * (plain.max() - plain.min())
 
     def each(self, verb: str, *args: Any) -> None:
         for cache in self.caches:
             getattr(cache, verb)(*args)
 
 
-def tokens(family: str, count: int) -> list[int]:
+def make_tokens(family: str, count: int) -> list[int]:
     ids: Tensor = FAMILIES[family].inputs(tokens=count)["input_ids"]
     return ids[0].tolist()
 
 
 @pytest.mark.parametrize(("family", "spec", "prompt", "changes"), CELLS)
-def test_steps_are_ordinary_forwards(
+def test_replayed_steps_equal_ordinary_forwards(
     family: str, spec: str, prompt: int, changes: dict[str, Any]
 ) -> None:
-    """At 68 tokens a page falls due; behind 8 all windows of these models end."""
+    """At 68 tokens a page is sealed; after 8 tokens all windows of these models are full."""
     count = 6 if prompt == PROMPT else 3
-    pair, text = Pair(build(family, **changes), spec), tokens(family, prompt + count)
+    pair, text = DecoderPair(build(family, **changes), spec), make_tokens(family, prompt + count)
     pair.read(*text[:prompt])
     for token in text[prompt:]:
         pair.read(token)
-    plain, stepped = (cache.stats() for cache in pair.caches)
-    why = pair.stepped.context.replay_stats.refusal
+    plain, replayed = (cache.stats() for cache in pair.caches)
+    reason = pair.stepped.context.replay_stats.refusal
     if family in REFUSED:
-        assert REFUSED[family] in why and stepped["replayed"] == 0
-        assert f"tokens are not replayed: {why}" in str(kvant.explain(pair.stepped))
+        assert REFUSED[family] in reason and replayed["replayed"] == 0
+        assert f"tokens are not replayed: {reason}" in str(kvant.explain(pair.stepped))
     else:
-        assert why is None and stepped["replayed"] == count - 1
-        assert stepped["fused"] == stepped["appends"] - len(pair.stepped.context.attention_stats)
+        assert reason is None and replayed["replayed"] == count - 1
+        assert replayed["fused"] == replayed["appends"] - len(pair.stepped.context.attention_stats)
     for name in ("length", "appends"):
-        assert plain[name] == stepped[name]
+        assert plain[name] == replayed[name]
 
 
 @pytest.mark.parametrize(
     ("spec", "seed", "count"),
     [
-        ("raw", 2048, 9),  # seeds with which all of it is done within a few tokens
+        ("raw", 2048, 9),  # seeds that exercise every operation within a few tokens
         ("affine8,tail=0", 3237, 9),
         ("affine4/turbo3,tail=2,window=66,sinks=2", 216, 9),
         *(
@@ -133,18 +137,18 @@ def test_steps_are_ordinary_forwards(
         ),
     ],
 )
-def test_whatever_else_is_done_between_two_tokens(spec: str, seed: int, count: int) -> None:
-    """Memory grows, rewinds, is recoded and forked; chunks are read: replays must notice."""
+def test_replay_survives_any_operation_between_tokens(spec: str, seed: int, count: int) -> None:
+    """Memory is reallocated, rewound, recoded and forked, chunks are read: replays must notice."""
     model, draw = build("llama", **SMALL), random.Random(seed)
-    pair, text = Pair(model, spec), tokens("llama", 300)
+    pair, text = DecoderPair(model, spec), make_tokens("llama", 300)
     pair.read(*text[:PROMPT])
     for token in text[PROMPT : PROMPT + count]:
         with torch.inference_mode(draw.random() < 0.5):
             pair.read(token)
         verb = draw.randrange(8)
         if verb == 0:
-            to = pair.stepped.reachable(pair.stepped.length - 2)
-            pair.each("rewind", to)
+            length = pair.stepped.reachable(pair.stepped.length - 2)
+            pair.each("rewind", length)
         elif verb == 1:
             pair.read(*text[200 : 200 + draw.randrange(2, 9)])
         elif verb == 2:
@@ -155,27 +159,27 @@ def test_whatever_else_is_done_between_two_tokens(spec: str, seed: int, count: i
     assert pair.stepped.context.replay_stats.refusal is None
 
 
-def test_steps_are_compiled_where_the_host_is_told_to() -> None:
-    model, seen = build("llama", **SMALL | TWO), list[str]()
+def test_compiled_steps_follow_the_transformers_setting() -> None:
+    model, calls = build("llama", **SMALL | TWO), list[str]()
 
-    def compiling(graph: Any, given: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes)
+    def compiling(graph: Any, inputs: Any) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
     model.generation_config.compile_config = CompileConfig(backend=compiling)
-    pair, text = Pair(model, "affine4/turbo3,tail=3,capacity=160"), tokens("llama", 80)
-    pair.decoders[1]._capture = lambda forward, *given: forward
+    pair, text = DecoderPair(model, "affine4/turbo3,tail=3,capacity=160"), make_tokens("llama", 80)
+    pair.decoders[1]._capture = lambda forward, *inputs: forward
     pair.read(*text[: PROMPT + 4])
     for token in text[PROMPT + 4 : PROMPT + 7]:
         pair.read(token)
     assert pair.stepped.stats()["replayed"] == 2
-    assert seen.count("kvant.put.default") == seen.count("kvant.decode.default") == 2
+    assert calls.count("kvant.put.default") == calls.count("kvant.decode.default") == 2
 
 
-def test_weights_that_move_are_captured_anew() -> None:
-    """The graph would read memory that is somebody else's by then."""
+def test_moved_weights_are_captured_again() -> None:
+    """The graph would read freed memory."""
     model = build("llama", **SMALL | TWO)
-    pair, text = Pair(model, "raw"), tokens("llama", 80)
+    pair, text = DecoderPair(model, "raw"), make_tokens("llama", 80)
     pair.read(*text[:PROMPT])
     for begin in (PROMPT, PROMPT + 3):
         for token in text[begin : begin + 2]:
@@ -187,12 +191,12 @@ def test_weights_that_move_are_captured_anew() -> None:
 
 
 def test_sinks_are_appended_after_a_rewind_below_them() -> None:
-    """A step writes behind them only, and memory is what it was."""
+    """A step writes after them only, and memory is unchanged."""
     model = build("llama", **SMALL)
-    pair, text = Pair(model, "raw,window=70,sinks=4"), tokens("llama", 40)
+    pair, text = DecoderPair(model, "raw,window=70,sinks=4"), make_tokens("llama", 40)
     pair.read(*text[:20])
-    for again in (20, 25):
-        for token in text[again : again + 3]:
+    for length in (20, 25):
+        for token in text[length : length + 3]:
             pair.read(token)
         pair.each("rewind", 2)
     for token in text[30:38]:
@@ -200,9 +204,9 @@ def test_sinks_are_appended_after_a_rewind_below_them() -> None:
     assert pair.stepped.context.replay_stats.refusal is None
 
 
-def test_a_layer_that_was_away_is_found_where_it_came_back_to() -> None:
+def test_relocated_layer_is_found() -> None:
     model = build("llama", **SMALL | TWO)
-    pair, text = Pair(model, "affine8,tail=0"), tokens("llama", 90)
+    pair, text = DecoderPair(model, "affine8,tail=0"), make_tokens("llama", 90)
     pair.read(*text[:PROMPT])
     for token in text[PROMPT : PROMPT + 4]:
         pair.read(token)
@@ -221,22 +225,22 @@ class Adapted(torch.nn.Module):
         return self.inner(x) * self.strength + self.strength
 
 
-def test_a_forward_that_somebody_put_before_a_module_is_called_each_time() -> None:
-    model, called = build("llama", **SMALL), list[int]()
+def test_patched_module_forward_is_called_every_time() -> None:
+    model, calls = build("llama", **SMALL), list[int]()
     head, plain = model.lm_head, model.lm_head.forward
-    head.forward = lambda x: (called.append(len(x)), plain(x))[1]
-    pair, text = Pair(model, "raw"), tokens("llama", 40)
+    head.forward = lambda x: (calls.append(len(x)), plain(x))[1]
+    pair, text = DecoderPair(model, "raw"), make_tokens("llama", 40)
     for count in range(1, 6):
         pair.read(text[count])
-        assert len(called) == 2 * count
+        assert len(calls) == 2 * count
     assert "lm_head has a forward of its own" in pair.stepped.context.replay_stats.refusal
 
 
-def test_an_adapter_that_is_switched_between_two_turns_is_seen() -> None:
-    """Its weights lie where they lay: a plain value says whether they count."""
+def test_adapter_switched_between_turns_is_used() -> None:
+    """Its weights stay in place: a plain attribute enables them."""
     model = build("llama", **SMALL)
     model.lm_head = head = Adapted(model.lm_head)
-    pair, text = Pair(model, "raw"), tokens("llama", 40)
+    pair, text = DecoderPair(model, "raw"), make_tokens("llama", 40)
     for begin, head.strength in ((0, 1.0), (10, 3.0), (20, 1.0)):
         pair.read(*text[begin : begin + 5])
         for token in text[begin + 5 : begin + 8]:
@@ -244,13 +248,13 @@ def test_an_adapter_that_is_switched_between_two_turns_is_seen() -> None:
     assert pair.stepped.stats()["replayed"] == 6
 
 
-def test_a_model_out_of_training_is_replayed() -> None:
+def test_model_in_eval_mode_is_replayed() -> None:
     model = build("llama", **SMALL)
-    pair = Pair(model, "raw")
+    pair = DecoderPair(model, "raw")
     for text in ([3, 4, 5], [6]):
         pair.read(*text)
     model.train()
-    pair.read(20, 21)  # with which another reply begins
+    pair.read(20, 21)  # another reply begins
     pair.read(7)
     pair.read(8)
     assert "training" in pair.stepped.context.replay_stats.refusal
@@ -261,8 +265,8 @@ def test_a_model_out_of_training_is_replayed() -> None:
     assert replays.refusal is None and replays.num_tokens >= 2
 
 
-def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, text = Pair(build("llama", **SMALL | TWO), "raw"), tokens("llama", 80)
+def test_failed_forward_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, text = DecoderPair(build("llama", **SMALL | TWO), "raw"), make_tokens("llama", 80)
     pair.read(*text[:PROMPT])
     pair.read(text[PROMPT])
     monkeypatch.setattr(
@@ -276,45 +280,45 @@ def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert pair.stepped.length == PROMPT + 5
 
 
-def in_training(model: Any) -> None:
+def set_training(model: Any) -> None:
     model.train()
 
 
-def hooked(model: Any) -> None:
+def add_hook(model: Any) -> None:
     model.model.layers[1].register_forward_hook(lambda *args: None)
 
 
-def offloaded(model: Any) -> None:
+def offload_weights(model: Any) -> None:
     model.model.layers[0]._hf_hook = object()
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "message"),
     [
-        (in_training, "the model is in training mode"),
-        (hooked, "model.layers.1 has hooks, which a replay does not call"),
-        (offloaded, "model.layers.0 has hooks, which a replay does not call"),
+        (set_training, "the model is in training mode"),
+        (add_hook, "model.layers.1 has hooks, which a replay does not call"),
+        (offload_weights, "model.layers.0 has hooks, which a replay does not call"),
     ],
 )
-def test_a_model_that_does_more_than_its_kernels_is_not_replayed(change: Any, why: str) -> None:
+def test_model_with_side_effects_is_not_replayed(change: Any, message: str) -> None:
     model = build("llama")
     change(model)
-    decoder = TransformersDecoder(model, capture=traced)
+    decoder = TransformersDecoder(model, capture=trace_forward)
     cache = decoder.make_cache("raw")
     for text in ([3, 4, 5], [6], [7], [8]):
         decoder.compute_logits(text, cache)
-    assert (cache.stats()["replayed"], cache.context.replay_stats.refusal) == (0, why)
+    assert (cache.stats()["replayed"], cache.context.replay_stats.refusal) == (0, message)
 
 
-def test_a_format_that_the_kernels_do_not_read_is_not_replayed() -> None:
-    pair = Pair(build("llama", **SMALL | TWO), "fp8")
+def test_unsupported_format_is_not_replayed() -> None:
+    pair = DecoderPair(build("llama", **SMALL | TWO), "fp8")
     for text in ([3, 4, 5], [6], [7]):
         pair.read(*text)
     assert "keys of Fp8" in pair.stepped.context.replay_stats.refusal
 
 
-def test_a_full_cache_refuses_a_token_as_it_always_did() -> None:
-    decoder = TransformersDecoder(build("llama", **SMALL | TWO), capture=traced)
+def test_full_cache_refuses_a_token() -> None:
+    decoder = TransformersDecoder(build("llama", **SMALL | TWO), capture=trace_forward)
     cache = decoder.make_cache("raw,capacity=7")
     for text in ([3, 4, 5], [6], [7], [8], [9]):
         decoder.compute_logits(text, cache)
@@ -323,52 +327,52 @@ def test_a_full_cache_refuses_a_token_as_it_always_did() -> None:
     assert cache.stats()["replayed"] == 3 and cache.length == 7
 
 
-def test_no_cache_is_kept_alive() -> None:
-    decoder = TransformersDecoder(build("llama", **SMALL | TWO), capture=traced)
+def test_replay_keeps_no_cache_alive() -> None:
+    decoder = TransformersDecoder(build("llama", **SMALL | TWO), capture=trace_forward)
     cache = decoder.make_cache("raw")
     for text in ([3, 4, 5], [6], [7], [8]):
         decoder.compute_logits(text, cache)
     room = weakref.ref(cache.layers[0].paged_layer.view().keys.open)
-    gone = weakref.ref(cache)
+    cache_ref = weakref.ref(cache)
     del cache
     gc.collect()
-    assert gone() is None and room() is None
+    assert cache_ref() is None and room() is None
 
 
 @pytest.fixture
 def traced_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         "kvant.generation.session.make_decoder",
-        lambda model: TransformersDecoder(model, capture=traced),
+        lambda model: TransformersDecoder(model, capture=trace_forward),
     )
     return
 
 
 @pytest.mark.usefixtures("traced_sessions")
-def test_a_reply_is_the_same() -> None:
+def test_reply_is_the_same() -> None:
     from generation.speakers import Numbers
     from kvant.generation import Session
 
     model = build("llama", **SMALL)
-    prompt = tokens("llama", 20) * 3
+    prompt = make_tokens("llama", 20) * 3
     session = Session(model, Numbers(), "affine4,tail=3,capacity=160", draft="ngram")
-    said = [step.token for step in session.send(prompt, max_new_tokens=12)]
-    told = session.stats()["replayed"]
-    assert told > 2
+    reply = [step.token for step in session.send(prompt, max_new_tokens=12)]
+    replayed = session.stats()["replayed"]
+    assert replayed > 2
     ids, cache = torch.tensor([prompt]), kvant.cache_for(model, "affine4,tail=3,capacity=160")
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
-    assert said == expected[0, len(prompt) :].tolist()
+    assert reply == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_on_a_gpu_tokens_come_from_a_graph(family: str) -> None:
-    model, text = build(family).to("cuda"), tokens(family, PROMPT + 6)
-    plain, stepped = TransformersDecoder(model), TransformersDecoder(model)
+def test_gpu_tokens_come_from_a_cuda_graph(family: str) -> None:
+    model, text = build(family).to("cuda"), make_tokens(family, PROMPT + 6)
+    plain, replayed = TransformersDecoder(model), TransformersDecoder(model)
     plain._capture = None
-    caches = [decoder.make_cache("affine4,tail=3,capacity=160") for decoder in (plain, stepped)]
+    caches = [decoder.make_cache("affine4,tail=3,capacity=160") for decoder in (plain, replayed)]
     for part in (text[:PROMPT], *([token] for token in text[PROMPT:])):
-        x, y = plain.compute_logits(part, caches[0]), stepped.compute_logits(part, caches[1])
+        x, y = plain.compute_logits(part, caches[0]), replayed.compute_logits(part, caches[1])
         assert (x - y).abs().max() < 1e-4 * (x.max() - x.min())
     assert caches[1].context.replay_stats.refusal is None
     assert caches[1].stats()["replayed"] == 5

@@ -1,4 +1,4 @@
-"""The verbs under the host's names, and what must not be done with what they return."""
+"""Test operations under their transformers names, and misuse of their results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvant
-from hf.zoo import FAMILIES, build, worded
+from hf.zoo import FAMILIES, build, valid_spec
 from kvant import CacheError, CapacityError, RewindError
 from kvant.hf import TransformersCache, layers
 
 SPECS = ("raw", "affine8", "turbo4v4", "raw,window=16,sinks=2")
 
 
-def rows(first: int, count: int, batch: int = 1) -> tuple[Tensor, Tensor]:
-    """Keys and values whose value is their position, a thousand more for each sequence."""
+def make_rows(first: int, count: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Return keys and values whose value is their position, plus a thousand per sequence."""
     place = torch.arange(first, first + count, dtype=torch.float32).view(1, 1, -1, 1)
     keys = (place + 1000 * torch.arange(batch).view(-1, 1, 1, 1)).expand(batch, 2, count, 16)
     return keys.clone(), -keys
@@ -29,10 +29,10 @@ def rows(first: int, count: int, batch: int = 1) -> tuple[Tensor, Tensor]:
 
 def forward(cache: TransformersCache, count: int, batch: int = 1) -> list[tuple[Tensor, Tensor]]:
     first = cache.get_seq_length()
-    return [cache.update(*rows(first, count, batch), i) for i in range(len(cache))]
+    return [cache.update(*make_rows(first, count, batch), i) for i in range(len(cache))]
 
 
-def grown(
+def make_cache(
     count: int = 20, spec: str = "raw", batch: int = 1, name: str = "llama"
 ) -> TransformersCache:
     cache = kvant.cache_for(build(name), spec)
@@ -40,13 +40,13 @@ def grown(
     return cache
 
 
-def positions(cache: TransformersCache, sequence: int = 0, layer: int = 0) -> list[int]:
+def read_positions(cache: TransformersCache, sequence: int = 0, layer: int = 0) -> list[int]:
     keys, _ = cache.states[layer].read()
     return [round(x) for x in keys[sequence, 0, :, 0].tolist()]
 
 
-def test_crop_counts_downwards_as_the_host_does() -> None:
-    cache = grown(20)
+def test_crop_accepts_negative_counts_like_transformers() -> None:
+    cache = make_cache(20)
     with pytest.raises(ValueError, match=r"crop\(3\): a negative number"):
         cache.crop(3)
     cache.crop(0)
@@ -57,9 +57,9 @@ def test_crop_counts_downwards_as_the_host_does() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_a_crop_that_one_layer_cannot_do_is_done_by_none() -> None:
-    """The model of this family has sliding layers beside full ones."""
-    cache = grown(100, name="gemma3")
+def test_crop_that_one_layer_refuses_changes_none() -> None:
+    """The model of this family has sliding layers next to full ones."""
+    cache = make_cache(100, name="gemma3")
     with pytest.raises(RewindError, match="layer 0"):
         cache.crop(-60)
     assert {layer.length for layer in cache.states} == {100}
@@ -67,12 +67,12 @@ def test_a_crop_that_one_layer_cannot_do_is_done_by_none() -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_selection_repeats_and_reorders(spec: str) -> None:
-    cache = grown(12, spec, batch=3)
+    cache = make_cache(12, spec, batch=3)
     cache.batch_select_indices(torch.tensor([2, 0]))
     cache.batch_repeat_interleave(2)
-    assert [positions(cache, b)[0] // 1000 for b in range(4)] == [2, 2, 0, 0]
+    assert [read_positions(cache, b)[0] // 1000 for b in range(4)] == [2, 2, 0, 0]
     cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
-    assert [positions(cache, b)[0] // 1000 for b in range(4)] == [0, 2, 2, 2]
+    assert [read_positions(cache, b)[0] // 1000 for b in range(4)] == [0, 2, 2, 2]
     cache.batch_select_indices(torch.tensor([True, False, False, False]))
     assert cache.states.batch == 1
 
@@ -101,11 +101,11 @@ INDICES = {
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", INDICES)
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_a_selection_is_what_pytorch_takes_for_one(family: str, name: str) -> None:
-    """A tuple crashed, a mask too short and numbers of 8 bits were taken for something else."""
+def test_selection_accepts_every_pytorch_index(family: str, name: str) -> None:
+    """Regression: a tuple failed; short masks and 8-bit numbers were misinterpreted."""
     model, index = build(family), INDICES[name]
     ids = torch.randint(3, 128, (3, 10), generator=torch.Generator().manual_seed(0))
-    # No kernel reads the prompt, so the rows of both are the same to the bit.
+    # No kernel reads the prompt, so the rows of both are equal to the bit.
     ours = kvant.cache_for(model, backend="reference")
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -124,30 +124,30 @@ def test_a_selection_is_what_pytorch_takes_for_one(family: str, name: str) -> No
 
 @pytest.mark.parametrize("index", [[], 1, torch.tensor([[0, 1]]), torch.zeros(3).bool(), None])
 def test_a_selection_of_no_sequences_is_refused(index: Any) -> None:
-    """The host would leave a cache that nothing can be appended to."""
-    cache = grown(12, batch=3)
-    with pytest.raises(ValueError, match="of a batch of 3: one or more, in one row"):
+    """Transformers would leave a cache that cannot be appended to."""
+    cache = make_cache(12, batch=3)
+    with pytest.raises(ValueError, match="of a batch of 3: one dimension, at least one index"):
         cache.batch_select_indices(index)
     assert cache.states.batch == 3
 
 
 @pytest.mark.parametrize("index", [[-1, 0], torch.tensor([True, False, True]), [3], [0.0], [1j]])
-def test_a_reordering_by_anything_but_numbers_of_sequences_is_refused(index: Any) -> None:
-    cache = grown(12, batch=3)
+def test_reorder_accepts_only_sequence_numbers(index: Any) -> None:
+    cache = make_cache(12, batch=3)
     for verb in (cache.reorder_cache, cache.states.select):
-        with pytest.raises(ValueError, match="of a batch of 3: numbers from 0 to 2"):
+        with pytest.raises(ValueError, match="of a batch of 3: indices from 0 to 2"):
             verb(torch.as_tensor(index))
     assert cache.states.batch == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_sequences_may_be_numbered_by_any_integers(dtype: torch.dtype) -> None:
-    cache = grown(12, batch=3)
+def test_sequence_numbers_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
+    cache = make_cache(12, batch=3)
     cache.states.select(torch.tensor([2, 0], dtype=dtype))
-    assert [positions(cache, b)[0] // 1000 for b in range(2)] == [2, 0]
+    assert [read_positions(cache, b)[0] // 1000 for b in range(2)] == [2, 0]
 
 
-def test_verbs_on_an_empty_cache_do_nothing() -> None:
+def test_operations_on_an_empty_cache_do_nothing() -> None:
     cache = kvant.cache_for(build("llama"), "affine8")
     cache.reorder_cache(torch.tensor([0]))
     cache.batch_repeat_interleave(2)
@@ -157,9 +157,9 @@ def test_verbs_on_an_empty_cache_do_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "deepseek_v32"])
-def test_a_cleared_cache_is_as_a_new_one(name: str) -> None:
-    """Memory goes, that of the host's own layers too."""
-    model, cache = build(name), kvant.cache_for(build(name), worded(name, "affine8"))
+def test_cleared_cache_equals_a_new_one(name: str) -> None:
+    """Memory is freed, including that of transformers layers."""
+    model, cache = build(name), kvant.cache_for(build(name), valid_spec(name, "affine8"))
     ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     outs = []
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_a_cleared_cache_is_as_a_new_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v32"])
-def test_a_trim_is_a_crop_that_counts_upwards_and_stops_at_nothing(name: str) -> None:
+def test_trim_drops_at_most_all_tokens(name: str) -> None:
     cache = kvant.cache_for(build(name), "raw")
     ids = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -182,32 +182,32 @@ def test_a_trim_is_a_crop_that_counts_upwards_and_stops_at_nothing(name: str) ->
     assert cache.get_seq_length() == 0
 
 
-def test_the_two_caches_of_an_encoder_decoder_are_trimmed_and_cleared() -> None:
-    """What was generated is trimmed; the encoder's rows stay until all is forgotten."""
-    model, given = build("bart"), FAMILIES["bart"].inputs(tokens=12)
+def test_both_caches_of_an_encoder_decoder_are_trimmed_and_cleared() -> None:
+    """Generated tokens are trimmed; the encoder's rows stay until a clear."""
+    model, inputs = build("bart"), FAMILIES["bart"].inputs(tokens=12)
     cache, outs = kvant.cache_for(model, "raw"), []
-    last = given["decoder_input_ids"][:, -1:]
+    last = inputs["decoder_input_ids"][:, -1:]
     with torch.no_grad():
         for _ in range(2):
-            model(**given, past_key_values=cache)
-            outs += [model(**given | {"decoder_input_ids": last}, past_key_values=cache).logits]
+            model(**inputs, past_key_values=cache)
+            outs += [model(**inputs | {"decoder_input_ids": last}, past_key_values=cache).logits]
             assert (cache.trim(1), cache.get_seq_length()) == (1, 12)
-            outs += [model(**given | {"decoder_input_ids": last}, past_key_values=cache).logits]
+            outs += [model(**inputs | {"decoder_input_ids": last}, past_key_values=cache).logits]
             cache.clear()
             assert (cache.get_seq_length(), cache.cross_attention_cache.nbytes) == (0, 0)
     assert all(torch.allclose(outs[0], out, atol=1e-4) for out in outs)
 
 
-def test_caches_that_are_to_be_joined_are_told_what_can_be_done() -> None:
-    """It was a bare mismatch of shapes."""
-    one, two = grown(12), grown(20)
-    with pytest.raises(ValueError, match=r"repeated, selected and merged \(kvant.merge\)"):
-        forward(one, 1, batch=2)
-    assert (one.get_seq_length(), two.get_seq_length()) == (12, 20)
+def test_refused_merge_names_the_alternative() -> None:
+    """Regression: it was a bare shape mismatch."""
+    first, two = make_cache(12), make_cache(20)
+    with pytest.raises(ValueError, match=r"change it by repeat, select or kvant.merge"):
+        forward(first, 1, batch=2)
+    assert (first.get_seq_length(), two.get_seq_length()) == (12, 20)
 
 
-def test_a_reset_cache_takes_another_batch() -> None:
-    cache = grown(12, batch=2)
+def test_reset_cache_accepts_another_batch_size() -> None:
+    cache = make_cache(12, batch=2)
     cache.reset()
     forward(cache, 5, batch=3)
     assert (cache.get_seq_length(), cache.states.batch) == (5, 3)
@@ -215,17 +215,17 @@ def test_a_reset_cache_takes_another_batch() -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_deep_copy_is_a_fork(spec: str) -> None:
-    cache = grown(30, spec)
-    twin = copy.deepcopy(cache)
+    cache = make_cache(30, spec)
+    clone = copy.deepcopy(cache)
     forward(cache, 3)
-    twin.crop(-2)
-    forward(twin, 1)
-    assert (cache.get_seq_length(), twin.get_seq_length()) == (33, 29)
-    assert positions(twin)[-1] == 28
+    clone.crop(-2)
+    forward(clone, 1)
+    assert (cache.get_seq_length(), clone.get_seq_length()) == (33, 29)
+    assert read_positions(clone)[-1] == 28
 
 
-def test_mask_sizes_are_those_of_the_keys_that_come_back() -> None:
-    """For every kind of layer: the host sizes its masks before it appends."""
+def test_mask_sizes_equal_the_returned_keys() -> None:
+    """For every type of layer: transformers sizes its masks before it appends."""
     for name in ("llama", "mistral", "gemma3", "llama4"):
         cache = kvant.cache_for(build(name), "raw")
         for count in (5, 1, 1, 6, 1):
@@ -237,8 +237,8 @@ def test_mask_sizes_are_those_of_the_keys_that_come_back() -> None:
                 assert (first, last) == (offset, cache.get_seq_length() - 1), name
 
 
-def test_keys_of_an_earlier_forward_are_not_to_be_read() -> None:
-    cache = grown(8)
+def test_keys_of_an_earlier_forward_cannot_be_read() -> None:
+    cache = make_cache(8)
     keys, _ = forward(cache, 1)[0]
     forward(cache, 1)
     with pytest.raises(CacheError, match="earlier forward"):
@@ -249,22 +249,22 @@ def test_keys_of_an_earlier_forward_are_not_to_be_read() -> None:
         keys + 0
 
 
-def test_layers_show_their_keys_and_values() -> None:
+def test_layers_expose_their_keys_and_values() -> None:
     """Cross-attention and a few models read them from there."""
-    cache = grown(8)
+    cache = make_cache(8)
     layer = cache.layers[1]
     assert layer.keys.shape == (1, 2, 8, 16)
-    assert torch.equal(layer.values + 0, rows(0, 8)[1])
+    assert torch.equal(layer.values + 0, make_rows(0, 8)[1])
 
 
-def test_layers_do_not_act_alone() -> None:
-    cache = grown(8)
+def test_single_layer_operations_are_refused() -> None:
+    cache = make_cache(8)
     for verb in ("reset", "crop", "reorder_cache"):
         with pytest.raises((CacheError, TypeError)):
             getattr(cache.layers[0], verb)()
 
 
-def test_capacity_is_an_error_that_changes_nothing() -> None:
+def test_exceeded_capacity_raises_and_changes_nothing() -> None:
     cache = kvant.cache_for(build("llama"), "raw,capacity=10")
     forward(cache, 10)
     with pytest.raises(CapacityError):
@@ -272,48 +272,48 @@ def test_capacity_is_an_error_that_changes_nothing() -> None:
     assert (cache.get_seq_length(), cache.get_max_length(0)) == (10, 10)
 
 
-def test_a_layer_that_never_gets_rows_is_an_error_and_not_an_empty_memory() -> None:
+def test_layer_without_rows_raises() -> None:
     cache = kvant.cache_for(build("llama"), "raw")
     for layer in range(len(cache) - 1):
-        cache.update(*rows(0, 5), layer)
+        cache.update(*make_rows(0, 5), layer)
     with pytest.raises(CacheError, match=r"no rows to layers \[3\]"):
-        cache.update(*rows(0, 1), 0)
+        cache.update(*make_rows(0, 1), 0)
 
 
-def test_a_first_forward_that_died_is_repeated() -> None:
+def test_failed_first_forward_can_be_repeated() -> None:
     cache = kvant.cache_for(build("llama"), "raw")
     for layer in range(2):
-        cache.update(*rows(0, 5), layer)
+        cache.update(*make_rows(0, 5), layer)
     forward(cache, 5)
     assert cache.get_seq_length() == 5
 
 
-def test_too_many_layers_are_an_error() -> None:
-    cache = grown(3)
+def test_too_many_layers_raise() -> None:
+    cache = make_cache(3)
     with pytest.raises(CacheError, match="rows for layer 4 of a cache for 4"):
-        cache.update(*rows(3, 1), 4)
+        cache.update(*make_rows(3, 1), 4)
 
 
-def test_offloaded_layers_come_back() -> None:
-    cache = grown(80, "affine8")
+def test_offloaded_layers_are_loaded_back() -> None:
+    cache = make_cache(80, "affine8")
     cache.offload(1)
     cache.prefetch(1)
     forward(cache, 1)
-    assert positions(cache, layer=1)[-1] == 80
+    assert read_positions(cache, layer=1)[-1] == 80
 
 
-def test_memory_goes_with_the_cache() -> None:
-    cache = grown(8)
-    kept = weakref.ref(cache.states[0])
+def test_memory_is_freed_with_the_cache() -> None:
+    cache = make_cache(8)
+    layer_ref = weakref.ref(cache.states[0])
     gc.disable()
     try:
         del cache
-        assert kept() is None
+        assert layer_ref() is None
     finally:
         gc.enable()
 
 
-def test_explain_says_what_is_fused_and_what_is_not() -> None:
+def test_explain_lists_fused_and_unfused_layers() -> None:
     ids = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(0))
     for name, words in (("llama", "stored pages by "), ("bloom", "made dense 2 times")):
         model = build(name)
@@ -323,7 +323,7 @@ def test_explain_says_what_is_fused_and_what_is_not() -> None:
         assert words in str(kvant.explain(cache))
 
 
-def test_gradients_that_would_be_lost_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_gradients_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     layers._warn_about_gradients.cache_clear()
     cache = kvant.cache_for(build("llama"), "raw")
     for _ in range(2):
@@ -334,7 +334,7 @@ def test_gradients_that_would_be_lost_are_told_once(caplog: pytest.LogCaptureFix
     assert sum("no gradients" in record.message for record in caplog.records) == 1
 
 
-def test_padding_that_was_told_goes_with_its_sequences() -> None:
+def test_declared_padding_follows_its_sequences() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     cache = kvant.cache_for(build("llama"), "raw,sinks=2", attention_mask=mask)
     forward(cache, 4, batch=4)  # two beams of each
@@ -345,15 +345,15 @@ def test_padding_that_was_told_goes_with_its_sequences() -> None:
     assert cache.context.padding == (0, 2)
 
 
-def test_another_batch_than_that_of_the_mask_is_refused() -> None:
+def test_batch_that_differs_from_the_mask_is_refused() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     cache = kvant.cache_for(build("llama"), "raw,sinks=2", attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask of 2.*give"):
         forward(cache, 4, batch=3)
 
 
-def test_speculation_keeps_what_was_counted_and_widens_what_is_kept() -> None:
-    cache = grown(100, "affine8", name="gemma3")
+def test_speculation_keeps_counters_and_widens_windows() -> None:
+    cache = make_cache(100, "affine8", name="gemma3")
     appends = cache.stats()["appends"]
     cache.activate_past_recording()
     assert (cache.stats()["appends"], cache.get_seq_length()) == (appends, 100)
@@ -364,30 +364,30 @@ def test_speculation_keeps_what_was_counted_and_widens_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "falcon_h1"])
-def test_a_recipe_for_each_layer_is_fitted_like_a_string(name: str) -> None:
+def test_per_layer_recipes_are_fitted_like_a_string(name: str) -> None:
     model = build(name)
     by_word = kvant.cache_for(model, "affine8").spec
     plain = kvant.CacheSpec(kvant.parse("affine8", len(by_word.layers)).layers)
     assert kvant.cache_for(model, plain).spec == by_word == kvant.cache_for(model, by_word).spec
 
 
-def test_a_window_of_the_model_has_no_sinks() -> None:
-    """They would be seen beyond it."""
+def test_model_window_has_no_sinks() -> None:
+    """They would be seen beyond the window."""
     for spec in ("raw,window=4,sinks=2", "raw,window=100,sinks=2", "raw,sinks=2"):
         recipe = kvant.cache_for(build("mistral"), spec).spec.layers[0]
         assert isinstance(recipe, kvant.LayerSpec)
         assert (recipe.retention.sinks, recipe.retention.window) == (0, 4 if "=4" in spec else 8)
 
 
-def test_a_window_that_a_model_does_not_have_keeps_four_sinks_in_its_full_layers() -> None:
+def test_added_window_keeps_four_sinks_in_full_layers() -> None:
     model = build("gemma3")
     recipes = kvant.cache_for(model, "raw,window=5").spec.layers
-    found = {
-        (kind, recipe.retention.sinks)
-        for kind, recipe in zip(model.config.layer_types, recipes, strict=True)
+    windows = {
+        (layer_type, recipe.retention.sinks)
+        for layer_type, recipe in zip(model.config.layer_types, recipes, strict=True)
         if isinstance(recipe, kvant.LayerSpec)
     }
-    assert found == {("full_attention", 4), ("sliding_attention", 0)}
+    assert windows == {("full_attention", 4), ("sliding_attention", 0)}
 
 
 VERBS = {
@@ -402,8 +402,8 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_shared_layers_go_along_with_every_verb(verb: str) -> None:
-    """The upper layers of this model read the rows of lower ones and keep none."""
+def test_shared_layers_follow_every_operation(verb: str) -> None:
+    """The upper layers of this model read the rows of lower ones and store none."""
     model, ids = build("gemma3n"), torch.arange(40).view(2, 20)
     cache = kvant.cache_for(model, "raw")
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""A tiny random model of every family that tests run: `build("llama")`.
+"""A tiny random model of every family under test: `build("llama")`.
 
-None is good at anything, but each has all that a cache can meet in its family: grouped queries,
-windows and chunks that a short text outgrows, shared layers, latents, experts, recurrent states.
+The models predict nothing, but each exercises its family's cache: grouped queries, windows and
+chunks shorter than the text, shared layers, latents, experts, recurrent states.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 Kind = Literal["decoder", "recurrent", "hybrid", "encoder-decoder"]
 
 VOCABULARY = 128
-WINDOW = 8  # also the size of a chunk, and how many tokens an indexed query picks
+WINDOW = 8  # also the chunk size, and the number of tokens an indexed query selects
 
-# These compute attention by themselves, with operations on keys and values: two until 5.24.
+# These compute attention themselves, with operations on keys and values: two until 5.24.
 OWN_ATTENTION: tuple[str, ...] = ("xglm", "bloom", "mpt", "gpt_neo")
 if Version(transformers.__version__) < Version("5.24"):
     OWN_ATTENTION += ("gptj", "codegen")
 
 HEAD_DIM = 16
-# Queries of t5 and gpt_neo, which leave the scaling of scores to their weights.
+# t5 and gpt_neo fold the scaling of scores into their weights.
 UNSCALED = ("Attention.q.weight", "attn.attention.q_proj.weight")
 
-# Each configuration takes of this what it declares, under the name that it uses itself.
+# Each configuration uses the values that it declares, under its own names.
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -50,7 +50,7 @@ COMMON = {
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """In a recurrent family no layer attends; in a hybrid one some layers keep a state as well."""
+    """A recurrent family has no attention layer; in a hybrid some layers also have a state."""
 
     name: str
     kind: Kind
@@ -66,26 +66,28 @@ class Family:
         return getattr(transformers, self.model)
 
     def config(self, **changes: Any) -> PreTrainedConfig:
-        kind = self.model_class.config_class
-        declared = {field.name for field in fields(kind)}
-        common = {kind.attribute_map.get(name, name): value for name, value in COMMON.items()}
+        config_class = self.model_class.config_class
+        declared = {field.name for field in fields(config_class)}
+        common = {
+            config_class.attribute_map.get(name, name): value for name, value in COMMON.items()
+        }
         common = {name: value for name, value in common.items() if name in declared}
-        return kind(**common | dict(self.options) | changes)
+        return config_class(**common | dict(self.options) | changes)
 
     def build(self, **changes: Any) -> PreTrainedModel:
-        """The same weights every time. `changes` are options of the configuration."""
+        """Build the model with fixed weights. `changes` are options of the configuration."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(0)
             model = self.model_class(self.config(**changes)).eval()
             for name, parameter in model.named_parameters():
                 randomize(name, parameter)
-        # A random model may end its text at any token, so here it does not end by itself.
+        # A random model may end its text at any token, so the end token is disabled.
         model.generation_config.eos_token_id = None
         model.generation_config.forced_eos_token_id = None
         return model
 
     def inputs(self, sequences: int = 1, tokens: int = 20, seed: int = 0) -> dict[str, Tensor]:
-        """Arguments of `forward` with so many tokens of the decoder, none of them a special one."""
+        """Return arguments of `forward` with this many decoder tokens, none of them special."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, VOCABULARY, (2, sequences, tokens), generator=generator)
         if self.kind != "encoder-decoder":
@@ -97,9 +99,10 @@ class Family:
 
 
 def randomize(name: str, parameter: Tensor) -> None:
-    """Large, so that queries look at few tokens; centred, so that few tokens look alike.
+    """Set large weights, so that queries see few tokens, and centre them, so that few tokens look
+    alike.
 
-    Without the latter, what activations have in common would decide the output of many models.
+    Without centring, the common part of activations would dominate the output of many models.
     """
     if name.endswith("sinks"):
         parameter.normal_()
@@ -110,18 +113,18 @@ def randomize(name: str, parameter: Tensor) -> None:
     if name.endswith(UNSCALED):
         parameter.div_(HEAD_DIM**0.5)
     if name.endswith("encoder_attn.q_proj.weight"):
-        parameter.div_(2)  # of bart above all: a sum that is normalized lets rounding grow fourfold
+        parameter.div_(2)  # for bart: a normalized sum quadruples rounding errors
 
 
 FAMILIES: dict[str, Family] = {}
 
 
-# No layer of keys and values is ours: states, and layers that only the host understands.
+# No key/value layer belongs to kvant: states, and layers that only transformers understands.
 NO_ROWS = ("mamba", "falcon_mamba", "mamba2", "deepseek_v32")
 
 
-def worded(name: str, spec: str) -> str:
-    """The spec as it may be given for a family: a format is refused where no layer has rows."""
+def valid_spec(name: str, spec: str) -> str:
+    """Return the spec valid for a family: formats are refused if no layer has rows."""
     return "raw" if name in NO_ROWS else spec
 
 
@@ -129,13 +132,13 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
     return FAMILIES[name].build(**changes)
 
 
-def names(*kinds: Kind) -> list[str]:
-    """Of these kinds, or all of them."""
+def family_names(*kinds: Kind) -> list[str]:
+    """Return the families of these kinds, or all of them."""
     return [name for name, family in FAMILIES.items() if not kinds or family.kind in kinds]
 
 
-def _add(kind: Kind, name: str, model: str, **options: Any) -> None:
-    FAMILIES[name] = Family(name, kind, model, options)
+def _add(family_kind: Kind, name: str, model: str, **options: Any) -> None:
+    FAMILIES[name] = Family(name, family_kind, model, options)
 
 
 decoder = partial(_add, "decoder")
@@ -170,12 +173,12 @@ decoder("codegen", "CodeGenForCausalLM", rotary_dim=8)
 decoder(
     "gpt_neo", "GPTNeoForCausalLM", attention_types=[[["global", "local"], 2]], window_size=WINDOW
 )
-# These change keys or values after they come out of the cache.
+# These change keys or values after the cache returns them.
 decoder("diffllama", "DiffLlamaForCausalLM")
 decoder("doge", "DogeForCausalLM")
 decoder("jetmoe", "JetMoeForCausalLM", num_local_experts=4)
 
-# One layer would read an image: of a text it has no rows at all.
+# One layer would read an image: for a text it has no rows.
 decoder("mllama", "MllamaForCausalLM", cross_attention_layers=[1], pad_token_id=0)
 
 # Windows and chunks.
@@ -206,7 +209,7 @@ decoder(
     num_local_experts=2,
     intermediate_size_mlp=96,
 )
-# The last two layers read what the first two store.
+# The last two layers read the rows of the first two.
 shared = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": WINDOW,
@@ -244,12 +247,12 @@ decoder(
     first_k_dense_replace=1,
     index_topk=WINDOW,
     index_head_dim=16,
-    index_n_heads=16,  # few heads often all score 0, and then it is chance which tokens are picked
+    index_n_heads=16,  # with few heads scores are often all 0, and the selected tokens random
     **deepseek,
 )
 
-# States, alone and next to attention. Two families clamp the time step of all tokens but decoded
-# ones, so it may be so small here that this makes no difference.
+# States, alone and next to attention. Two families clamp the time step of all but decoded tokens;
+# here it is so small that this changes nothing.
 mamba = {"mamba_n_groups": 1, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
 delta = {
     "linear_key_head_dim": 16,
@@ -270,7 +273,7 @@ hybrid(
     mamba_d_state=8,
     mamba_dt_rank=8,
 )
-# Where positions are not given, a call of bamba counts them from 0.
+# Without explicit positions, each call of bamba counts them from 0.
 hybrid("bamba", "BambaForCausalLM", attn_layer_indices=[1, 3], mamba_n_heads=8, **mamba)
 hybrid("falcon_h1", "FalconH1ForCausalLM", mamba_d_ssm=64, mamba_n_heads=4, **mamba)
 hybrid(
@@ -314,7 +317,7 @@ hybrid(
     **experts,
     **delta,
 )
-# A state of each layer goes into its own keys and values.
+# Each layer's keys and values depend on a state.
 hybrid(
     "zaya",
     "ZayaForCausalLM",
@@ -327,7 +330,7 @@ hybrid(
 hybrid("qwen3_5", "Qwen3_5ForCausalLM", **delta)
 hybrid("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"] * 2)
 
-# In t5 the decoder is deeper than the encoder, whose depth its configuration calls that of both.
+# In t5 the decoder is deeper than the encoder, whose depth the configuration uses for both.
 WHISPER_INPUT = (8, 32)  # bands, frames
 sides = {
     "encoder_layers": 2,
@@ -358,4 +361,4 @@ encoder_decoder(
     **sides,
 )
 
-NAMES = names()
+NAMES = family_names()

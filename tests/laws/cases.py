@@ -1,4 +1,4 @@
-"""The product that every law runs over, whole or so that every pair of values meets."""
+"""The product of features that every law covers, in full or pairwise."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.tagged import One
+from cache.tagged import LayerCache
 from cache.tiled import Tiled
 from kvant.attention import BACKENDS as READERS
 from kvant.contracts import View
 from kvant.recipes import LayerSpec, Prefill
 from kvant.spec import parse
-from thin import once
+from thin import thin_rows
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 AFFINE = [f"affine{bits}" for bits in WIDTHS]
@@ -31,8 +31,8 @@ RETENTIONS = (
 ARENAS = ("step=1", "step=256,tail=0", "capacity=640", "tail=9,step=64")
 BATCHES = (1, 3, "padded")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What a backend may be off by that multiplies codes as they are; levels and queries have 16 bits:
-# the worst of the full product is 7.1e-3 (turbo3 beside affine4, float16).
+# Error bound of backends that multiply codes directly; levels and queries have 16 bits: the worst
+# of the full product is 7.1e-3 (turbo3 with affine4, float16).
 COARSE = 8e-3
 DEVICE = torch.device("cpu")
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 32, 48
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def spec(self) -> LayerSpec:
-        """Keys and values are parsed apart, since each may be rotated or not."""
+        """Parse keys and values separately, since either may be rotated."""
         layers = []
         for text in (self.keys, self.values):
             options = ",".join(o for o in (text, self.retention, self.arena) if o)
@@ -72,66 +72,72 @@ class Case:
         return 1 if self.batch == 1 else 3
 
     def tolerance(self, backend: str) -> float:
-        """Of attention against float64: what rounding the output to the rows' type costs."""
+        """Return the tolerance against float64: rounding of the output to the rows' dtype."""
         rounding = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[self.dtype]
         exact = backend != "native" or (self.keys, self.values) == ("raw", "raw")
         return rounding if exact else max(rounding, COARSE)
 
-    def state(self) -> One:
+    def state(self) -> LayerCache:
         tiled = self.arena.startswith("tail=9")
-        return One(self.spec, Tiled() if tiled else None)
+        return LayerCache(self.spec, Tiled() if tiled else None)
 
     def rows(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
-        """The same rows for the same seed: row t does not depend on how many are asked for."""
-        made = []
+        """Return rows that depend on the seed only: row t is the same for any total."""
+        sides = []
         for side, dim in enumerate((KEY_DIM, VALUE_DIM)):
             generator = torch.Generator().manual_seed(1000 * seed + side)
             rows = torch.randn(count, self.sequences, HEADS, dim, generator=generator)
-            made.append(rows.permute(1, 2, 0, 3).to(DEVICE, self.dtype))
-        return made[0], made[1]
+            sides.append(rows.permute(1, 2, 0, 3).to(DEVICE, self.dtype))
+        return sides[0], sides[1]
 
     def queries(self, seed: int, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(7000 + seed)
         shape = (count, self.sequences, HEADS * GROUP, KEY_DIM)
-        made = torch.randn(shape, generator=generator).permute(1, 2, 0, 3)
-        return made.to(DEVICE, self.dtype)
+        queries = torch.randn(shape, generator=generator).permute(1, 2, 0, 3)
+        return queries.to(DEVICE, self.dtype)
 
 
-def grown(case: Case, *chunks: int, seed: int = 0, prefill: Prefill = "stored") -> One:
-    """A state that has seen the rows of `seed` in chunks of these sizes."""
+def make_layer_of(
+    case: Case, *chunks: int, seed: int = 0, prefill: Prefill = "stored"
+) -> LayerCache:
+    """Return a layer with the rows of `seed` in chunks of these sizes."""
     state = case.state()
     keys, values = case.rows(seed, sum(chunks))
     place = 0
     for count in chunks:
-        put(case, state, keys[:, :, place : place + count], values[:, :, place : place + count])
+        append_chunk(
+            case, state, keys[:, :, place : place + count], values[:, :, place : place + count]
+        )
         place += count
     return state
 
 
-def put(case: Case, state: One, keys: Tensor, values: Tensor) -> None:
+def append_chunk(case: Case, state: LayerCache, keys: Tensor, values: Tensor) -> None:
     start = None if state.length else case.start
     state.append(keys, values, start=start, prefill="stored")
 
 
-def readers(view: View) -> list[str]:
-    """The backends that read a view, the preferred one first; the slow one has laws of its own."""
+def list_readers(view: View) -> list[str]:
+    """Return the backends that read a view, the preferred one first; slow ones have separate
+    laws.
+    """
     names = [backend.name for backend in READERS if backend.supports(view) is None]
     return [name for name in names if name != "interpreted"]
 
 
-def near(view: View) -> float:
-    """How far the preferred backend may be from float64 attention over float32 rows."""
+def backend_tolerance(view: View) -> float:
+    """Return the error bound of the preferred backend against float64 over float32 rows."""
     exact = view.keys.codec.exact and view.values.codec.exact
-    return 1e-5 if exact or readers(view)[0] == "reference" else COARSE
+    return 1e-5 if exact or list_readers(view)[0] == "reference" else COARSE
 
 
-def everything() -> Iterator[Case]:
+def iterate_cases() -> Iterator[Case]:
     axes = (FORMATS, FORMATS, RETENTIONS, ARENAS, BATCHES, DTYPES)
     return (Case(*values) for values in itertools.product(*axes))
 
 
 def pairwise() -> list[Case]:
-    """Few cases in which every two values of different axes meet at least once; greedy."""
+    """Return few cases that cover every pair of values of different axes; greedy."""
     axes = (FORMATS, FORMATS, RETENTIONS, ARENAS, BATCHES, DTYPES)
     places = list(itertools.combinations(range(len(axes)), 2))
     missing = {(i, j, a, b) for i, j in places for a in axes[i] for b in axes[j]}
@@ -147,9 +153,11 @@ def pairwise() -> list[Case]:
     return cases
 
 
-def thinned(laws: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """By default each law meets every value of every axis, and each case a law."""
-    return once(
+def thin_cases(laws: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return a subset in which each law covers every value of every axis, and each case has a
+    law.
+    """
+    return thin_rows(
         itertools.product(laws, cases),
         lambda row: (row[1], *((row[0], value) for value in astuple(_case(row[1])))),
     )

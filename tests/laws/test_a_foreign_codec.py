@@ -1,4 +1,4 @@
-"""A codec of twenty lines, written outside the package, works wherever the built-in ones do."""
+"""Test that a codec of twenty lines outside the package works wherever the built-in ones do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from laws import oracle
 
 @dataclass(frozen=True)
 class Thirds(Codec):
-    """Int8 steps of the largest value a *page* has in each channel: not row by row at all."""
+    """Int8 steps of the largest value that a *page* has in each channel: not per row."""
 
     name: ClassVar[str] = "thirds"
     frame = Identity()
@@ -41,7 +41,7 @@ class Thirds(Codec):
 
 
 @pytest.fixture(autouse=True)
-def named() -> Iterator[None]:
+def registered_codec() -> Iterator[None]:
     CODECS["thirds"] = Thirds
     yield
     del CODECS["thirds"]
@@ -57,15 +57,15 @@ SPECS = (
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_it_is_stored_read_forked_and_saved(spec: str, tmp_path: Path) -> None:
+def test_foreign_codec_is_stored_read_forked_and_saved(spec: str, tmp_path: Path) -> None:
     cache = Cache(1, spec)
     keys, values = torch.randn(2, 2, 2, 250, 16).unbind()
     cache[0].append(keys[:, :, :230], values[:, :, :230])
     for t in range(230, 250):
         cache[0].append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
     q = torch.randn(2, 4, 1, 16)
-    seen = oracle.seen(cache.spec.layers[0], keys, values, [0, 0], 249, 250)
-    expected = oracle.attention(q, *seen)
+    expected_rows = oracle.visible_rows(cache.spec.layers[0], keys, values, [0, 0], 249, 250)
+    expected = oracle.exact_attention(q, *expected_rows)
     save(cache, tmp_path / "thirds.kv")
     restored = Cache(1, spec)
     restored.restore(cache.snapshot())
@@ -73,12 +73,12 @@ def test_it_is_stored_read_forked_and_saved(spec: str, tmp_path: Path) -> None:
         assert (attend(q, copy[0].view()) - expected).abs().max() < 1e-5
         copy.rewind(240)
         assert copy.length == 240
-    assert cache.nbytes <= planned(spec, 250)
-    alone = Cache(1, spec)
+    assert cache.nbytes <= plan_nbytes(spec, 250)
+    single = Cache(1, spec)
     for t in range(150):
-        alone[0].append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
-    assert alone.nbytes == planned(spec, 150)
+        single[0].append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
+    assert single.nbytes == plan_nbytes(spec, 150)
 
 
-def planned(spec: str, context: int) -> int:
+def plan_nbytes(spec: str, context: int) -> int:
     return plan(Shape(1, 2, 16, 16, torch.float32), spec, context=context, sequences=2).nbytes

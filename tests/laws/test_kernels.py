@@ -1,8 +1,8 @@
-"""The laws of attention for Triton's kernels: on a GPU, or in its interpreter, which is slow.
+"""Test the laws of attention for Triton kernels: on a GPU, or in its slow interpreter.
 
-So there are fewer cases than elsewhere, but under `make laws` every format is there as keys and as
-values, each time beside another one, with every retention, padding and dtype; by default every
-format is in a case of one of the laws.
+So there are fewer cases than elsewhere. `make laws` covers every format as keys and as values, each
+combined with another one, with every retention, padding and dtype. By default every format has a
+case of one law.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from laws import cases, test_layers, test_what_a_query_sees
 from laws.cases import Case
 
 F32 = torch.float32
-CASES = {  # and the law that a case is for by default
+CASES = {  # with the law that a case tests by default
     Case(*case): law
     for law, *case in (
         ("", "raw", "affine8", "sinks=3", "step=256,tail=0", 1, F32),
@@ -28,22 +28,23 @@ CASES = {  # and the law that a case is for by default
         ("", "raw", "raw", "window=70,sinks=4", "step=1", "padded", F32),
     )
 }
-CHUNKS = (63, 1, 7, 1, 60, 1, 29)  # a single token that ends a page, and a chunk that does
+CHUNKS = (63, 1, 7, 1, 60, 1, 29)  # a single token that completes a page, and a chunk that does
 FEW = (63, 1, 7)
 
 pytestmark = [
     needed,
-    pytest.mark.usefixtures("pages_as_on_a_gpu"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+    pytest.mark.usefixtures("gpu_page_layout"),
+    # the interpreter warns of NaN and infinity
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows lie where the kernels run, and nobody else reads them."""
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Place rows on the kernels' device and disable other backends."""
     monkeypatch.setattr(cases, "DEVICE", DEVICE)
     for laws in (test_layers, test_what_a_query_sees):
-        monkeypatch.setattr(laws, "readers", lambda view: [NAME])
+        monkeypatch.setattr(laws, "list_readers", lambda view: [NAME])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_every_query_sees_what_the_rule_says(case: Case, chunks: tuple[int, ...]) -> None:
+def test_every_query_sees_the_rows_of_the_rule(case: Case, chunks: tuple[int, ...]) -> None:
     prefill = "dense" if case.dtype == torch.float32 else "stored"
     test_what_a_query_sees.every_query_sees_what_the_rule_says(case, prefill, chunks)
 
@@ -67,5 +68,5 @@ def test_every_query_sees_what_the_rule_says(case: Case, chunks: tuple[int, ...]
     ],
     ids=str,
 )
-def test_attention_is_over_read_rows(case: Case) -> None:
+def test_attention_covers_the_rows_that_read_returns(case: Case) -> None:
     test_layers.attention_is_over_read_rows(case)

@@ -1,4 +1,4 @@
-"""The laws of an attention layer, over every format, retention, arena, batch and dtype."""
+"""Test the laws of an attention layer over every format, retention, arena, batch and dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache.tagged import One
+from cache.tagged import LayerCache
 from kvant import Cache, CacheSpec, RewindError, Shape, attend, load, plan, save
 from kvant.cache.layer import make_layer_group, pages_nbytes
 from kvant.contracts import Snapshot
@@ -25,35 +25,35 @@ from laws.cases import (
     RETENTIONS,
     VALUE_DIM,
     Case,
-    grown,
+    append_chunk,
+    list_readers,
+    make_layer_of,
     pairwise,
-    put,
-    readers,
-    thinned,
+    thin_cases,
 )
 
 Law = Callable[[Case], None]
 
 
-def same(a: Snapshot, b: Snapshot) -> None:
+def assert_same(a: Snapshot, b: Snapshot) -> None:
     assert a.numbers == b.numbers
     assert a.tensors.keys() == b.tensors.keys()
     for name in a.tensors:
         assert torch.equal(a.tensors[name], b.tensors[name]), name
 
 
-def same_rows(a: One, b: One) -> None:
+def assert_same_rows(a: LayerCache, b: LayerCache) -> None:
     assert a.length == b.length
-    for one, other in zip(a.read(), b.read(), strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(a.read(), b.read(), strict=True):
+        assert torch.equal(first, second)
 
 
 def parts_add_up(case: Case) -> None:
-    """append(a); append(b) = append(a + b), to the bit, and so does what attention gives."""
+    """append(a); append(b) = append(a + b), to the bit, for rows and attention."""
     whole, parts = case.state(), case.state()
     keys, values = case.rows(0, 300)
-    put(case, whole, keys[:, :, :40], values[:, :, :40])
-    put(case, parts, keys[:, :, :40], values[:, :, :40])
+    append_chunk(case, whole, keys[:, :, :40], values[:, :, :40])
+    append_chunk(case, parts, keys[:, :, :40], values[:, :, :40])
     q = case.queries(0, 260)
     view = whole.append(keys[:, :, 40:], values[:, :, 40:], prefill="stored")
     at_once = attend(q, view)
@@ -63,115 +63,118 @@ def parts_add_up(case: Case) -> None:
         view = parts.append(*rows, prefill="stored")
         pieces.append(attend(q[:, :, place - 40 : place - 40 + count], view))
         place += count
-    same(whole.snapshot(), parts.snapshot())
+    assert_same(whole.snapshot(), parts.snapshot())
     error = (at_once.float() - torch.cat(pieces, 2).float()).abs().max()
     assert error <= case.tolerance("native")
 
 
 def short_rewind_never_happened(case: Case) -> None:
-    """A rewind within slack, then an append = never having gone there, to the bit."""
-    straight, detour = grown(case, 250, 11), grown(case, 250, 11)
+    """A rewind within slack followed by an append leaves no trace, to the bit."""
+    reference, rewound = make_layer_of(case, 250, 11), make_layer_of(case, 250, 11)
     wrong, right = case.rows(1, 16), case.rows(2, 40)
-    put(case, detour, wrong[0][:, :, :7], wrong[1][:, :, :7])
-    put(case, detour, wrong[0][:, :, 7:], wrong[1][:, :, 7:])
-    detour.rewind(261)
-    same_rows(straight, detour)
-    for state in (straight, detour):
-        put(case, state, right[0], right[1])
-    same(straight.snapshot(), detour.snapshot())
-    assert (detour.stats.rewinds_exact, detour.stats.rewinds_decoded) == (1, 0)
+    append_chunk(case, rewound, wrong[0][:, :, :7], wrong[1][:, :, :7])
+    append_chunk(case, rewound, wrong[0][:, :, 7:], wrong[1][:, :, 7:])
+    rewound.rewind(261)
+    assert_same_rows(reference, rewound)
+    for state in (reference, rewound):
+        append_chunk(case, state, right[0], right[1])
+    assert_same(reference.snapshot(), rewound.snapshot())
+    assert (rewound.stats.rewinds_exact, rewound.stats.rewinds_decoded) == (1, 0)
 
 
-def deep_rewind_is_said(case: Case) -> None:
-    """A deeper rewind reads what was read before, re-opened pages are counted; or it is refused.
+def deep_rewind_is_reported(case: Case) -> None:
+    """A deeper rewind keeps rows and counts reopened pages, or is refused.
 
-    The page of the sinks stays open: rows of it may be read as they came.
+    The page of the sinks stays open: its rows may be dense.
     """
-    state, spec = grown(case, 300), case.spec
+    state, spec = make_layer_of(case, 300), case.spec
     keys, values = state.read()
     window = spec.retention.window
     if window is not None:
         before = state.snapshot()
-        with pytest.raises(RewindError, match="the longest that can is 0"):
+        with pytest.raises(RewindError, match="the longest length it can reach is 0"):
             state.rewind(300 - spec.slack - 1)
-        same(before, state.snapshot())
+        assert_same(before, state.snapshot())
         return
     state.rewind(130)
-    never = grown(case, 130).read()
+    never = make_layer_of(case, 130).read()
     padding = max(case.start or [0])
-    apart = padding + 64 if spec.retention.sinks else 0
-    for now, before, came in zip(state.read(), (keys, values), never, strict=True):
-        assert torch.equal(now[:, :, apart:], before[:, :, apart:130])
-        assert ((now == before[:, :, :130]) | (now == came)).all()
+    first_checked = padding + 64 if spec.retention.sinks else 0
+    for now, before, original in zip(state.read(), (keys, values), never, strict=True):
+        assert torch.equal(now[:, :, first_checked:], before[:, :, first_checked:130])
+        assert ((now == before[:, :, :130]) | (now == original)).all()
     reopened = spec.seals and any(
-        due(spec, 300 - start - spec.slack) > max(due(spec, 130 - start), spec.retention.sinks > 0)
+        count_complete_pages(spec, 300 - start - spec.slack)
+        > max(count_complete_pages(spec, 130 - start), spec.retention.sinks > 0)
         for start in case.start or [0]
     )
     assert (state.stats.rewinds_exact, state.stats.rewinds_decoded) == (not reopened, reopened)
-    put(case, state, *case.rows(3, 100))
+    append_chunk(case, state, *case.rows(3, 100))
     assert state.length == 230
 
 
-def due(spec: LayerSpec, length: int) -> int:
+def count_complete_pages(spec: LayerSpec, length: int) -> int:
     return max(0, length - (spec.paging.tail or 0)) // 64
 
 
 def copies_are_identical_and_apart(case: Case) -> None:
-    """restore(snapshot()), load(save()) and fork are identities, independent both ways."""
+    """restore(snapshot()), load(save()) and fork give equal, independent copies."""
     cache = Cache(None, CacheSpec((case.spec,)), tiles=case.state().tiles)
     keys, values = case.rows(0, 200)
     cache[0].append(keys, values, start=case.start)
     before = cache.snapshot()
     restored = Cache(None, cache.spec)
     restored.restore(before)
-    copies = [cache.fork(), restored, through_a_file(cache)]
+    copies = [cache.fork(), restored, save_and_load(cache)]
     for copy in copies:
-        same(before, copy.snapshot())
+        assert_same(before, copy.snapshot())
     assert copies[0].nbytes == cache.nbytes
-    for copy in copies[1:]:  # room for more is taken when more comes
+    for copy in copies[1:]:  # memory grows at the next append
         assert copy.nbytes_used == cache.nbytes_used <= copy.nbytes <= cache.nbytes
     cache[0].append(*case.rows(4, 70))
     for number, copy in enumerate(copies):
-        same(before, copy.snapshot())
+        assert_same(before, copy.snapshot())
         copy[0].append(*case.rows(4, 70))
-        same(cache.snapshot(), copy.snapshot())
+        assert_same(cache.snapshot(), copy.snapshot())
         copy[0].append(*case.rows(5 + number, 70))
         copy.check()
     assert cache.length == 270
     cache.check()
 
 
-def through_a_file(cache: Cache) -> Cache:
-    path = Path(through_a_file.folder) / "cache.safetensors"  # type: ignore[attr-defined]
+def save_and_load(cache: Cache) -> Cache:
+    path = Path(save_and_load.folder) / "cache.safetensors"  # type: ignore[attr-defined]
     save(cache, path)
     return load(path)
 
 
 def bytes_are_planned(case: Case) -> None:
-    """Token by token to the byte; at once it is no more, and little less."""
+    """Token by token the plan is exact; at once it is an upper bound, nearly reached."""
     shape, spec = Shape(1, HEADS, KEY_DIM, VALUE_DIM, case.dtype), CacheSpec((case.spec,))
     state = case.state()
     keys, values = case.rows(0, 502)
     for length in range(1, 201):
-        put(case, state, keys[:, :, length - 1 : length], values[:, :, length - 1 : length])
+        append_chunk(
+            case, state, keys[:, :, length - 1 : length], values[:, :, length - 1 : length]
+        )
         if length in (1, 63, 64, 65, 150, 200) and case.start is None:
-            assert state.nbytes == planned(shape, spec, length, case.sequences), length
-    most = pages_nbytes(state.storage.geometry, case.spec, make_layer_group(case.spec), [128])
+            assert state.nbytes == plan_nbytes(shape, spec, length, case.sequences), length
+    peak = pages_nbytes(state.storage.geometry, case.spec, make_layer_group(case.spec), [128])
     for chunks in ((200,), (500, 1, 1)):
-        state, length = grown(case, *chunks), sum(chunks)
-        told = planned(shape, spec, length, case.sequences)
-        assert state.nbytes_used <= state.nbytes <= told
+        state, length = make_layer_of(case, *chunks), sum(chunks)
+        planned_nbytes = plan_nbytes(shape, spec, length, case.sequences)
+        assert state.nbytes_used <= state.nbytes <= planned_nbytes
         if case.start is None:
-            assert told - state.nbytes <= case.sequences * most
+            assert planned_nbytes - state.nbytes <= case.sequences * peak
         state.check()
 
 
-def planned(shape: Shape, spec: CacheSpec, length: int, sequences: int) -> int:
+def plan_nbytes(shape: Shape, spec: CacheSpec, length: int, sequences: int) -> int:
     return plan(shape, spec, context=length, sequences=sequences).nbytes
 
 
 def attention_is_over_read_rows(case: Case) -> None:
-    """Attention of the newest token = float64 attention over read(), whatever came before."""
+    """Attention of the newest token = float64 attention over read(), after any operations."""
     state = case.state()
     keys, values = case.rows(0, 400)
     q, place = case.queries(1, 400), 0
@@ -183,12 +186,12 @@ def attention_is_over_read_rows(case: Case) -> None:
         place += count
         newest = q[:, :, place - 1 : place]
         rows, positions = [r.cpu() for r in state.read()], state.positions().cpu()
-        here = place - 1 - start[:, None]
-        visible = oracle.sees(case.spec.mask, here, positions)[:, None]
-        expected = oracle.attention(newest.cpu(), *rows, visible)
+        query_position = place - 1 - start[:, None]
+        visible = oracle.visible_positions(case.spec.mask, query_position, positions)[:, None]
+        expected = oracle.exact_attention(newest.cpu(), *rows, visible)
         views = [state.view()] if count > 1 else [state.view(), view]
         for shown in views:
-            for backend in readers(shown):
+            for backend in list_readers(shown):
                 out = attend(newest, shown, backend=backend).cpu()
                 assert (out.double() - expected).abs().max() <= case.tolerance(backend), backend
         assert state.held == rows[0].shape[2] == positions.shape[1]
@@ -199,7 +202,7 @@ def attention_is_over_read_rows(case: Case) -> None:
 LAWS: tuple[Law, ...] = (
     parts_add_up,
     short_rewind_never_happened,
-    deep_rewind_is_said,
+    deep_rewind_is_reported,
     copies_are_identical_and_apart,
     bytes_are_planned,
     attention_is_over_read_rows,
@@ -208,11 +211,13 @@ LAWS: tuple[Law, ...] = (
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> None:
-    through_a_file.folder = tmp_path  # type: ignore[attr-defined]
+    save_and_load.folder = tmp_path  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("law", "case"), thinned(LAWS, pairwise()), ids=lambda one: getattr(one, "__name__", str(one))
+    ("law", "case"),
+    thin_cases(LAWS, pairwise()),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_law_pairwise(law: Law, case: Case) -> None:
     law(case)
@@ -235,5 +240,5 @@ def test_law_over_the_full_product(law: Law, keys: str, values: str) -> None:
 
 
 def test_groups_share_rows() -> None:
-    """The axes really hold grouped queries and unequal widths."""
+    """The axes contain grouped queries and unequal widths."""
     assert GROUP > 1 and KEY_DIM != VALUE_DIM

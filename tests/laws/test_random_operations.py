@@ -1,4 +1,4 @@
-"""Random lives of a cache against a list of rows. Every row carries its own position."""
+"""Test random operations on a cache against a list of rows. Every row carries its position."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LAYERS, DIM = 2, 16
 
 
 class Life(RuleBasedStateMachine):
-    """`tags` holds what each sequence's rows should say; constant rows survive an affine format."""
+    """`tags` holds the expected rows of each sequence; constant rows survive an affine format."""
 
     @initialize(spec=st.sampled_from(SPECS), batch=st.integers(1, 2))
     def begin(self, spec: str, batch: int) -> None:
         self.cache = Cache(LAYERS, spec)
         self.batch = batch
         self.tags: list[list[int]] = [[] for _ in range(batch)]
-        self.next_tag = self.back = 0  # how far behind the furthest that it was
+        self.next_tag = self.back = 0  # distance from the maximum length
         self.kept: list[tuple[Cache, list[list[int]], int]] = []
 
     def rows(self, tags: list[list[int]]) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 150), died_at=st.integers(0, LAYERS))
     def append(self, count: int, died_at: int) -> None:
-        """A forward; sometimes one that dies after `died_at` layers first."""
+        """Run a forward; sometimes one that fails after `died_at` layers first."""
         fresh = [[(self.next_tag + i) % 2000 for i in range(count)] for _ in self.tags]
         rows, length = self.rows(fresh), self.cache.length
         if self.cache.capacity is not None and length + count > self.cache.capacity:
@@ -62,9 +62,9 @@ class Life(RuleBasedStateMachine):
         self.back = max(0, self.back - count)
         self.tags = [old + new for old, new in zip(self.tags, fresh, strict=True)]
 
-    @rule(count=st.integers(1, 5), taken=st.integers(0, 5))
-    def draft(self, count: int, taken: int) -> None:
-        """A chunk of drafts, of which the first are taken: each sees what it would see alone."""
+    @rule(count=st.integers(1, 5), accepted=st.integers(0, 5))
+    def draft(self, count: int, accepted: int) -> None:
+        """Append a chunk of drafts and accept the first few: each sees what it would see alone."""
         if self.cache.capacity is not None and self.cache.length + count > self.cache.capacity:
             return
         drafts = [[(self.next_tag + i) % 2000 for i in range(count)] for _ in self.tags]
@@ -73,45 +73,45 @@ class Life(RuleBasedStateMachine):
             views = [self.cache[layer].append(rows, rows) for layer in range(LAYERS)]
         self.tags = [old + new for old, new in zip(tags, drafts, strict=True)]
         for layer, view in zip(self.cache, views, strict=True):
-            assert means(view, count) == [
+            assert mean_visible_tags(view, count) == [
                 pytest.approx(each, rel=1e-4, abs=1e-3)
-                for each in seen_means(layer.spec.retention, self.tags, count)
+                for each in expected_means(layer.spec.retention, self.tags, count)
             ]
-        refused = max(0, count - taken)
+        refused = max(0, count - accepted)
         assert self.cache.trim(refused) == refused
         self.back = max(0, self.back - count) + refused
         self.next_tag += count
         self.tags = [old + new[: count - refused] for old, new in zip(tags, drafts, strict=True)]
 
-    @rule(back=st.integers(0, 200))
-    def rewind(self, back: int) -> None:
-        to = self.cache.length - back
-        if to < 0 or self.cache.reachable(to) != to:
+    @rule(num_rewound=st.integers(0, 200))
+    def rewind(self, num_rewound: int) -> None:
+        length = self.cache.length - num_rewound
+        if length < 0 or self.cache.reachable(length) != length:
             with pytest.raises(RewindError):
-                self.cache.rewind(to)
+                self.cache.rewind(length)
             assert self.cache.length == max(map(len, self.tags))
             return
-        self.cache.rewind(to)
-        self.go_back(back)
+        self.cache.rewind(length)
+        self.go_back(num_rewound)
 
     def go_back(self, count: int) -> None:
-        """All sequences by as many tokens, or to their beginning."""
+        """Rewind all sequences by equal counts, or to their start."""
         self.back += count
         self.tags = [tags[: max(0, len(tags) - count)] for tags in self.tags]
 
-    @rule(back=st.integers(0, 5))
-    def short_rewind_is_always_possible(self, back: int) -> None:
-        """All specs here keep a slack of 5 or more, counted from the furthest length."""
+    @rule(num_rewound=st.integers(0, 5))
+    def short_rewind_is_always_possible(self, num_rewound: int) -> None:
+        """All specs here have a slack of 5 or more, counted from the maximum length."""
         before = self.cache.length
-        count = min(before, back, max(0, 5 - self.back))
+        count = min(before, num_rewound, max(0, 5 - self.back))
         assert self.cache.trim(count) == count
         self.go_back(count)
 
-    @rule(how=st.sampled_from(["fork", "snapshot", "file"]))
-    def copy(self, how: str) -> None:
-        """Go on with the copy; the original must stay as it is from now on."""
-        twin = {"fork": self.cache.fork, "snapshot": self.by_snapshot, "file": self.by_file}[how]()
-        self.keep(twin)
+    @rule(mode=st.sampled_from(["fork", "snapshot", "file"]))
+    def copy(self, mode: str) -> None:
+        """Continue with the copy; the original must stay unchanged from now on."""
+        copy = {"fork": self.cache.fork, "snapshot": self.by_snapshot, "file": self.by_file}[mode]()
+        self.keep(copy)
 
     def keep(self, following: Cache) -> None:
         self.kept = [*self.kept[-1:], (self.cache, self.tags, self.back)]
@@ -120,33 +120,33 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.kept and all(map(len, self.tags)) and self.batch < 4)
     @rule()
     def merge(self) -> None:
-        """With the sequences of an older one, which may have come elsewhere."""
-        other, tags, back = self.kept[-1]
+        """Merge with the sequences of an older cache, which may have diverged."""
+        other, tags, kept_distance = self.kept[-1]
         if not all(map(len, tags)) or self.batch + len(tags) > 4:
             return
         self.keep(merge([self.cache, other]))
         self.tags, self.batch = self.tags + tags, self.batch + len(tags)
-        self.back = max(self.back, back)
+        self.back = max(self.back, kept_distance)
 
     @precondition(lambda self: self.cache.length)
     @rule(data=st.data())
     def extract(self, data: st.DataObject) -> None:
-        which = data.draw(st.integers(0, self.batch - 1))
-        self.keep(self.cache.extract(which))
-        self.tags, self.batch = [self.tags[which]], 1
+        index = data.draw(st.integers(0, self.batch - 1))
+        self.keep(self.cache.extract(index))
+        self.tags, self.batch = [self.tags[index]], 1
 
     @precondition(lambda self: self.cache.length and self.batch > 1)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        which = data.draw(st.integers(0, self.batch - 1))
-        self.cache.remove(which)
-        self.tags = [tags for i, tags in enumerate(self.tags) if i != which]
+        index = data.draw(st.integers(0, self.batch - 1))
+        self.cache.remove(index)
+        self.tags = [tags for i, tags in enumerate(self.tags) if i != index]
         self.batch -= 1
 
     def by_snapshot(self) -> Cache:
-        twin = Cache(None, self.cache.spec)
-        twin.restore(self.cache.snapshot())
-        return twin
+        restored = Cache(None, self.cache.spec)
+        restored.restore(self.cache.snapshot())
+        return restored
 
     def by_file(self) -> Cache:
         with tempfile.TemporaryDirectory() as folder:
@@ -172,10 +172,10 @@ class Life(RuleBasedStateMachine):
             cache.check()
             for layer in cache:
                 assert isinstance(layer, PagedLayer)
-                check(layer, tags)
+                check_layer(layer, tags)
 
 
-def check(layer: PagedLayer, tags: list[list[int]]) -> None:
+def check_layer(layer: PagedLayer, tags: list[list[int]]) -> None:
     length = max(map(len, tags))
     assert layer.length == length
     if length == 0:
@@ -186,36 +186,36 @@ def check(layer: PagedLayer, tags: list[list[int]]) -> None:
     for sequence, expected in enumerate(tags):
         count = len(expected)
         first = 0 if retention.window is None else max(0, count - retention.window)
-        held = positions[sequence].tolist()
-        there = set(range(first, count)) | set(range(min(retention.sinks, count)))
-        assert there <= set(held) <= {-1, *range(count)}
-        found = keys[sequence, 0, :, 0].tolist()
-        assert [tag for tag, p in zip(found, held, strict=True) if p >= 0] == [
-            expected[p] for p in held if p >= 0
+        row_positions = positions[sequence].tolist()
+        expected_positions = set(range(first, count)) | set(range(min(retention.sinks, count)))
+        assert expected_positions <= set(row_positions) <= {-1, *range(count)}
+        tags_read = keys[sequence, 0, :, 0].tolist()
+        assert [tag for tag, p in zip(tags_read, row_positions, strict=True) if p >= 0] == [
+            expected[p] for p in row_positions if p >= 0
         ]
         assert torch.equal(keys[sequence], values[sequence])
-    (told,) = seen_means(retention, tags, 1)
-    assert means(layer.view(), 1) == [pytest.approx(told, rel=1e-4, abs=1e-3)]
+    (expected_,) = expected_means(retention, tags, 1)
+    assert mean_visible_tags(layer.view(), 1) == [pytest.approx(expected_, rel=1e-4, abs=1e-3)]
 
 
-def means(view: View, count: int) -> list[list[float]]:
-    """What the newest tokens see: with equal scores, the mean of it, a list a token."""
+def mean_visible_tags(view: View, count: int) -> list[list[float]]:
+    """Return the mean of the rows that the newest tokens see, by equal scores, per token."""
     zeros = torch.zeros(view.batch, 2, count, DIM)
-    told: list[list[float]] = attend(zeros, view)[:, 0, :, 0].mT.tolist()
-    return told
+    values: list[list[float]] = attend(zeros, view)[:, 0, :, 0].mT.tolist()
+    return values
 
 
-def seen_means(retention: Retention, tags: list[list[int]], count: int) -> list[list[float]]:
-    """What the rule says that they see; nothing before the first token of a sequence."""
-    told: list[list[float]] = []
-    for back in range(count, 0, -1):
-        told.append([])
+def expected_means(retention: Retention, tags: list[list[int]], count: int) -> list[list[float]]:
+    """Return the expected means by the rule; nothing before the first token of a sequence."""
+    values: list[list[float]] = []
+    for num_rewound in range(count, 0, -1):
+        values.append([])
         for expected in tags:
-            query = len(expected) - back
-            seen = {p for p in range(query + 1) if query - p < (retention.window or query + 1)}
-            seen |= set(range(min(retention.sinks, query + 1)))
-            told[-1].append(sum(expected[p] for p in seen) / max(1, len(seen)))
-    return told
+            query = len(expected) - num_rewound
+            visible = {p for p in range(query + 1) if query - p < (retention.window or query + 1)}
+            visible |= set(range(min(retention.sinks, query + 1)))
+            values[-1].append(sum(expected[p] for p in visible) / max(1, len(visible)))
+    return values
 
 
 TestLife = Life.TestCase
@@ -226,5 +226,5 @@ TestLife.settings = settings(max_examples=15, stateful_step_count=25)
 def test_ten_thousand_operations() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    many = settings(max_examples=400, stateful_step_count=50)  # well over 10,000 operations
+    many = settings(max_examples=400, stateful_step_count=50)  # over 10,000 operations
     run_state_machine_as_test(Life, settings=many)

@@ -1,4 +1,4 @@
-"""Every query of every chunk against the rule, read word by word from all rows ever appended."""
+"""Test every query of every chunk against the rule, over all rows ever appended."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from kvant import attend
 from kvant.recipes import Prefill
 from laws import oracle
-from laws.cases import Case, readers
-from thin import once
+from laws.cases import Case, list_readers
+from thin import thin_rows
 
-CHUNKS = (63, 1, 7, 1, 130, 1, 63, 1, 2, 90)  # with single tokens that end a page
+CHUNKS = (63, 1, 7, 1, 130, 1, 63, 1, 2, 90)  # with single tokens that complete a page
 FEW = (63, 1, 7, 1, 119, 1, 10)
 CASES = [
     Case(*case, torch.float32)
@@ -34,7 +34,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "prefill", "chunks"),
     [
-        *once((*row, FEW) for row in product(CASES, ["dense", "stored"])),
+        *thin_rows((*row, FEW) for row in product(CASES, ["dense", "stored"])),
         *(
             pytest.param(*row, CHUNKS, marks=pytest.mark.laws)
             for row in product(CASES, ["dense", "stored"])
@@ -42,7 +42,7 @@ CASES = [
     ],
     ids=str,
 )
-def test_every_query_sees_what_the_rule_says(
+def test_every_query_sees_the_rows_of_the_rule(
     case: Case, prefill: Prefill, chunks: tuple[int, ...]
 ) -> None:
     every_query_sees_what_the_rule_says(case, prefill, chunks)
@@ -58,27 +58,29 @@ def every_query_sees_what_the_rule_says(
     for count in chunks:
         rows = (r[:, :, place : place + count] for r in (keys, values))
         view = state.append(*rows, start=None if state.length else start, prefill=prefill)
-        asked = q[:, :, place : place + count]
-        got = {name: attend(asked, view, backend=name).cpu() for name in readers(view)}
+        chunk_queries = q[:, :, place : place + count]
+        got = {name: attend(chunk_queries, view, backend=name).cpu() for name in list_readers(view)}
         own_from = place if prefill == "dense" and count > 1 else place + count
         for query in range(place, place + count):
-            seen = oracle.seen(spec, keys.cpu(), values.cpu(), start, query, own_from)
-            expected = oracle.attention(q[:, :, query : query + 1].cpu(), *seen)
+            expected_rows = oracle.visible_rows(
+                spec, keys.cpu(), values.cpu(), start, query, own_from
+            )
+            expected = oracle.exact_attention(q[:, :, query : query + 1].cpu(), *expected_rows)
             for name, out in got.items():
                 error = (out[:, :, query - place].double() - expected[:, :, 0]).abs().max()
-                where = f"query {query} of the chunk at {place}, {name}"
-                assert error < case.tolerance(name), where
+                location = f"query {query} of the chunk at {place}, {name}"
+                assert error < case.tolerance(name), location
         place += count
 
 
 def test_prefill_modes_differ_where_they_should() -> None:
-    """The oracle tells them apart: a long prompt's own rows are dense in one and not the other."""
+    """The oracle distinguishes them: only one keeps a long prompt's own rows dense."""
     case = CASES[0]
     keys, values = case.rows(0, 300)
     q = case.queries(0, 300)
-    seen = {}
+    calls = {}
     for prefill in ("dense", "stored"):
         view = case.state().append(keys, values, prefill=prefill)  # type: ignore[arg-type]
-        seen[prefill] = attend(q, view)
-    assert (seen["dense"][:, :, :63] - seen["stored"][:, :, :63]).abs().max() < 1e-5
-    assert (seen["dense"][:, :, 200:] - seen["stored"][:, :, 200:]).abs().max() > 1e-3
+        calls[prefill] = attend(q, view)
+    assert (calls["dense"][:, :, :63] - calls["stored"][:, :, :63]).abs().max() < 1e-5
+    assert (calls["dense"][:, :, 200:] - calls["stored"][:, :, 200:]).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""Requests that are as they should be, with memory of exactly the bytes that they lead to."""
+"""Valid requests, with memory of exactly the sizes that they state."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import random
 import struct
 from typing import Any
 
-from native.interface import ENTRIES, POINTED, STRUCTS, Place, places
+from native.interface import ENTRIES, POINTED, STRUCTS, Field, places
 from native.memory import Allocated, Guarded
 
 SIZES = (4, 2, 2)  # by kvant_dtype
 RAW, AFFINE, CODEBOOK, FP8 = range(4)
 COPY, NEGATE, ADD, MULTIPLY, LOOK_UP = range(5)
 FOUR = ("first", "second", "third", "last")
-EMPTY = b"\x5a"  # what memory holds that is to be written
+EMPTY = b"\x5a"  # initial content of memory to be written
 
 
 class Case:
-    """A request, and what its pointers lead to."""
+    """A request, and the memory that its pointers lead to."""
 
-    def __init__(self, entry: str, rng: random.Random, memory: Guarded | Allocated) -> None:
-        self.entry, self.rng, self.memory = entry, rng, memory
+    def __init__(self, entry: str, rng: random.Random, arena: Guarded | Allocated) -> None:
+        self.entry, self.rng, self.memory = entry, rng, arena
         self.request = STRUCTS[ENTRIES[entry]]()
         self.structs = {p: STRUCTS[name]() for p, name in POINTED.get(entry, {}).items()}
         self.contents: dict[str, bytes] = {}  # by the path of a pointer
@@ -30,43 +30,45 @@ class Case:
         self.readable: dict[str, list[int]] = {}  # entries of a table
         BUILDERS[entry](self)
 
-    def places(self) -> dict[str, Place]:
-        found = [*places(self.request)]
+    def places(self) -> dict[str, Field]:
+        fields = [*places(self.request)]
         for path, pointed in self.structs.items():
-            found += places(pointed, f"{path}.")
-        return {place.path: place for place in found}
+            fields += places(pointed, f"{path}.")
+        return {place.path: place for place in fields}
 
-    def hold(self, path: str, content: bytes | int, *, written: bool = False) -> None:
-        """Make a pointer lead to this, or to so many bytes."""
-        if written:
+    def hold(self, path: str, content: bytes | int, *, is_output: bool = False) -> None:
+        """Point a pointer at these bytes, or at that many bytes."""
+        if is_output:
             assert isinstance(content, int)
             content = EMPTY * content
             self.written.add(path)
         elif isinstance(content, int):
             content = self.rng.randbytes(content)
         self.contents[path] = content
-        found = self.places()
+        fields = self.places()
         self.lies_at[path] = self.memory.take(content)
-        found[path].set(self.lies_at[path])
-        found[nbytes_of(path)].set(len(content))
+        fields[path].set(self.lies_at[path])
+        fields[nbytes_of(path)].set(len(content))
 
-    def strides(self, path: str, counts: tuple[int, ...], row: int, size: int, **how: Any) -> None:
-        """Rows [batch, head, row], in any order and with gaps, of so many bytes each."""
-        rng, found = self.rng, self.places()
-        names = [name for name in ("batch", "slot", "head", "row") if path + name in found]
+    def strides(
+        self, path: str, counts: tuple[int, ...], row: int, size: int, **options: Any
+    ) -> None:
+        """Return strides of rows [batch, head, row] in any order and with gaps."""
+        rng, fields = self.rng, self.places()
+        names = [name for name in ("batch", "slot", "head", "row") if path + name in fields]
         order = list(range(len(counts)))
         if len(counts) == 3 and rng.random() < 0.3:
             order = [0, 2, 1]  # rows first, then heads
         stride, reach = row + size * rng.choice((0, 0, 0, 3)), row
         for i in reversed(order):
-            found[path + names[i]].set(stride)
+            fields[path + names[i]].set(stride)
             reach += max(counts[i] - 1, 0) * stride
             stride = max(counts[i], 1) * stride + size * rng.choice((0, 0, 0, 5))
         if 0 not in counts:
-            self.hold(path + "data", reach, **how)
+            self.hold(path + "data", reach, **options)
 
     def call(self, functions: ctypes.CDLL) -> str | None:
-        """What it refuses; what must not have changed is compared."""
+        """Call the library and return its refusal; compare memory that must not change."""
         for path, pointed in self.structs.items():
             if (content := self.contents.get(path)) is not None:
                 self.contents[path] = bytes(pointed)[: len(content)]
@@ -91,17 +93,17 @@ def set_all(case: Case, **numbers: int | float) -> None:
         setattr(case.request, name, value)
 
 
-def form(rng: random.Random, dim: int) -> tuple[int, int, int]:
-    """A format, its bits and its group."""
+def draw_format(rng: random.Random, dim: int) -> tuple[int, int, int]:
+    """Set a format, its bits and its group."""
     bits = [b for b in (2, 3, 4, 5, 6, 8) if b not in (3, 5) or dim % 32 == 0]
-    kind = rng.choice((AFFINE, AFFINE, CODEBOOK, FP8))
-    if kind == AFFINE:
-        return kind, rng.choice(bits), rng.choice((16, 32, 64, 128))
-    return kind, 8 if kind == FP8 else rng.choice([b for b in bits if b <= 4]), dim
+    codec = rng.choice((AFFINE, AFFINE, CODEBOOK, FP8))
+    if codec == AFFINE:
+        return codec, rng.choice(bits), rng.choice((16, 32, 64, 128))
+    return codec, 8 if codec == FP8 else rng.choice([b for b in bits if b <= 4]), dim
 
 
-def groups(kind: int, dim: int, group: int) -> int:
-    return -(-dim // group) if kind == AFFINE else 1
+def count_groups(codec: int, dim: int, group: int) -> int:
+    return -(-dim // group) if codec == AFFINE else 1
 
 
 def attend(case: Case) -> None:
@@ -117,50 +119,55 @@ def attend(case: Case) -> None:
     set_all(
         case, scale=rng.random(), softcap=rng.choice((0.0, 0.0, 5.0)), threads=rng.randint(1, 3)
     )
-    numbers = [some_numbers(rng, e) for _ in range(e.batch)]
+    numbers = [draw_sequence_numbers(rng, e) for _ in range(e.batch)]
     case.hold(
         "extent.numbers", struct.pack(f"@{7 * e.batch}q", *(n for row in numbers for n in row))
     )
-    ranges = [readable(r, e, row) for row in numbers]
-    slots = [table(case, name, [found[name] for found in ranges]) for name in ("sealed", "open")]
+    ranges = [list_readable_pages(r, e, row) for row in numbers]
+    slots = [
+        assign_slots(case, name, [page_range[name] for page_range in ranges])
+        for name in ("sealed", "open")
+    ]
     for name in ("keys", "values"):
-        own = case.structs[name]
-        own.arrangement = 1 if name == "keys" else 2
-        side(case, name, r.heads, e.page, *slots)
-        size = SIZES[own.dtype]
+        side_struct = case.structs[name]
+        side_struct.arrangement = 1 if name == "keys" else 2
+        make_side(case, name, r.heads, e.page, *slots)
+        size = SIZES[side_struct.dtype]
         counts = (e.batch, r.heads, r.num_own)
-        case.strides(f"own_{name}.", counts, own.dim * size, size)
-        case.hold(name, ctypes.sizeof(own))
+        case.strides(f"own_{name}.", counts, side_struct.dim * size, size)
+        case.hold(name, ctypes.sizeof(side_struct))
     case.hold("extent", ctypes.sizeof(e))
     r.q_dtype, r.out_dtype = rng.randrange(3), rng.randrange(3)
     size, all_heads = SIZES[r.q_dtype], r.heads * r.group
     keys, values = case.structs["keys"], case.structs["values"]
     case.strides("q.", (e.batch, all_heads, r.queries), keys.dim * size, size)
     rows = e.batch * all_heads * r.queries
-    case.hold("out", rows * values.dim * SIZES[r.out_dtype], written=True)
+    case.hold("out", rows * values.dim * SIZES[r.out_dtype], is_output=True)
     if rng.random() < 0.5:
-        case.hold("lse", rows * 4, written=True)
+        case.hold("lse", rows * 4, is_output=True)
     if rng.random() < 0.3:
         case.hold("sink_logits", all_heads * 4)
     if slots[0] and rng.random() < 0.4:
-        choice(case, [found["sealed"] for found in ranges])
+        draw_selection(case, [page_range["sealed"] for page_range in ranges])
 
 
-def choice(case: Case, pages: list[set[int]]) -> None:
-    """Some of the sealed pages of each sequence, as many for each of its heads."""
+def draw_selection(case: Case, pages: list[set[int]]) -> None:
+    """Select sealed pages of each sequence, equally many for each of its heads."""
     rng, r = case.rng, case.request
-    counts = [[rng.randint(0, len(found)) for _ in range(r.queries)] for found in pages]
+    counts = [
+        [rng.randint(0, len(sequence_pages)) for _ in range(r.queries)] for sequence_pages in pages
+    ]
     r.num_chosen = max(map(max, counts)) + rng.randint(0, 1)
     numbers: list[int] = []
-    for found, own in zip(pages, counts, strict=True):
-        for count in own * r.heads:
-            some = sorted(rng.sample(sorted(found), count))
-            numbers += some + [-1] * (r.num_chosen - count)
+    for sequence_pages, count_ in zip(pages, counts, strict=True):
+        for count in count_ * r.heads:
+            selected = sorted(rng.sample(sorted(sequence_pages), count))
+            numbers += selected + [-1] * (r.num_chosen - count)
     case.hold("chosen", struct.pack(f"@{len(numbers)}q", *numbers))
 
 
-def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
-    """Of a sequence, in the order of the interface."""
+def draw_sequence_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
+    """Return the values of a sequence in the order of the interface."""
     length, padding = rng.choice((-9, 1, 40, 64, 200, 333)), rng.choice((0, 0, 3, 90))
     pages = max(0, length) // e.page
     stop = rng.randint(0, pages)
@@ -168,68 +175,70 @@ def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
     return length, padding, first, stop, opened, rng.choice((0, 0, 0, 10)), length
 
 
-def readable(r: Any, e: Any, numbers: tuple[int, ...]) -> dict[str, set[int]]:
-    """The pages of a sequence that any query may read."""
-    end, _, first, stop, opened, begins, _ = numbers
-    own = end - r.num_own
+def list_readable_pages(r: Any, e: Any, numbers: tuple[int, ...]) -> dict[str, set[int]]:
+    """Return the pages of a sequence that a query may read."""
+    end, _, first, stop, opened, first_position, _ = numbers
+    first_new = end - r.num_own
     due = max(0, end - e.tail) // e.page * e.page if e.tail >= 0 and end >= e.dense_until else 0
     seam = min(due, end - r.num_dense) if due else 0
-    sinks = min(-(-e.sinks // e.page) * e.page, own)
+    sinks = min(-(-e.sinks // e.page) * e.page, first_new)
 
     def pages(low: int, high: int) -> set[int]:
         return set(range(low // e.page, -(-high // e.page))) if low < high else set()
 
     return {
-        "sealed": pages(max(first * e.page, begins), min(stop * e.page, seam)),
-        "open": pages(max(opened * e.page, begins), own) | pages(0, sinks),
+        "sealed": pages(max(first * e.page, first_position), min(stop * e.page, seam)),
+        "open": pages(max(opened * e.page, first_position), first_new) | pages(0, sinks),
     }
 
 
-def table(case: Case, name: str, pages: list[set[int]]) -> int:
-    """Slots for these pages of each sequence, the last of them among those; how many there are."""
+def assign_slots(case: Case, name: str, pages: list[set[int]]) -> int:
+    """Assign slots to these pages of each sequence, and return the number of slots."""
     rng, e = case.rng, case.structs["extent"]
-    own, every = getattr(e, name), set().union(*pages)
+    struct_, every = getattr(e, name), set().union(*pages)
     if not every:
         return 0
     slots = len(every) * e.batch + rng.randint(0, 2)
-    own.width = max(every) + 1 + rng.randint(0, 2)
-    own.stride = own.width + rng.randint(0, 2)
-    count = (e.batch - 1) * own.stride + own.width
-    entries = [rng.choice((-1, 1 << 62)) for _ in range(count)]  # nobody reads them
+    struct_.width = max(every) + 1 + rng.randint(0, 2)
+    struct_.stride = struct_.width + rng.randint(0, 2)
+    count = (e.batch - 1) * struct_.stride + struct_.width
+    entries = [rng.choice((-1, 1 << 62)) for _ in range(count)]  # never read
     case.readable[name] = read = [
-        b * own.stride + page for b, found in enumerate(pages) for page in sorted(found)
+        b * struct_.stride + page
+        for b, sequence_pages in enumerate(pages)
+        for page in sorted(sequence_pages)
     ]
-    for at in read:
-        entries[at] = rng.randrange(slots)
+    for position in read:
+        entries[position] = rng.randrange(slots)
     entries[rng.choice(read)] = slots - 1
     case.hold(f"extent.{name}.data", struct.pack(f"@{count}q", *entries))
     return slots
 
 
-def side(
-    case: Case, path: str, heads: int, page: int, sealed: int, opened: int, **how: Any
+def make_side(
+    case: Case, path: str, heads: int, page: int, sealed: int, opened: int, **options: Any
 ) -> None:
-    """Memory for so many sealed slots and open ones."""
-    rng, own = case.rng, case.structs[path]
-    own.dim, own.dtype = rng.choice((16, 32, 32, 48, 64, 80, 128, 256)), rng.randrange(3)
-    own.format, own.bits, own.group = (
-        (RAW, 0, own.dim) if rng.random() < 0.2 else form(rng, own.dim)
+    """Allocate memory for these numbers of sealed and open slots."""
+    rng, struct = case.rng, case.structs[path]
+    struct.dim, struct.dtype = rng.choice((16, 32, 32, 48, 64, 80, 128, 256)), rng.randrange(3)
+    struct.format, struct.bits, struct.group = (
+        (RAW, 0, struct.dim) if rng.random() < 0.2 else draw_format(rng, struct.dim)
     )
-    own.corrected = rng.randint(0, 1)
-    size = SIZES[own.dtype]
-    if own.format == CODEBOOK:
-        case.hold(f"{path}.levels", 4 << own.bits)
-        case.hold(f"{path}.boundaries", (4 << own.bits) - 4)
-    case.strides(f"{path}.open.", (opened, heads, page), own.dim * size, size, **how)
-    width = own.dim * (8 * size if own.format == RAW else own.bits) // 8
+    struct.corrected = rng.randint(0, 1)
+    size = SIZES[struct.dtype]
+    if struct.format == CODEBOOK:
+        case.hold(f"{path}.levels", 4 << struct.bits)
+        case.hold(f"{path}.boundaries", (4 << struct.bits) - 4)
+    case.strides(f"{path}.open.", (opened, heads, page), struct.dim * size, size, **options)
+    width = struct.dim * (8 * size if struct.format == RAW else struct.bits) // 8
     fields = {"codes": width}
-    if own.format != RAW:
-        fields["scale"] = 2 * groups(own.format, own.dim, own.group)
-    if own.format == AFFINE:
+    if struct.format != RAW:
+        fields["scale"] = 2 * count_groups(struct.format, struct.dim, struct.group)
+    if struct.format == AFFINE:
         fields["bias"] = fields["scale"]
     for field, each in fields.items():
-        unit = size if field == "codes" and own.format == RAW else 1 if field == "codes" else 2
-        case.strides(f"{path}.{field}.", (sealed, heads), page * each, unit, **how)
+        unit = size if field == "codes" and struct.format == RAW else 1 if field == "codes" else 2
+        case.strides(f"{path}.{field}.", (sealed, heads), page * each, unit, **options)
 
 
 def store(case: Case) -> None:
@@ -261,12 +270,12 @@ def store(case: Case) -> None:
     case.hold("steps", bytes(ctypes.sizeof(case.structs["steps"])))
     for i in range(r.sides):
         path = f"side[{i}]"
-        own = case.structs[f"{path}.stored"]
-        own.arrangement = rng.randrange(3)
-        side(case, f"{path}.stored", r.heads, r.page, sealed, opened, written=True)
-        case.hold(f"{path}.stored", ctypes.sizeof(own))
-        size = SIZES[own.dtype]
-        case.strides(f"{path}.rows.", (r.batch, r.heads, r.count), own.dim * size, size)
+        struct_ = case.structs[f"{path}.stored"]
+        struct_.arrangement = rng.randrange(3)
+        make_side(case, f"{path}.stored", r.heads, r.page, sealed, opened, is_output=True)
+        case.hold(f"{path}.stored", ctypes.sizeof(struct_))
+        size = SIZES[struct_.dtype]
+        case.strides(f"{path}.rows.", (r.batch, r.heads, r.count), struct_.dim * size, size)
 
 
 def rotate(case: Case) -> None:
@@ -277,7 +286,7 @@ def rotate(case: Case) -> None:
     size = SIZES[r.dtype]
     case.strides("rows.", (r.batch, r.heads, r.count), r.dim * size, size)
     case.hold("signs", 4 * r.dim)
-    case.hold("out", r.batch * r.heads * r.count * r.dim * size, written=True)
+    case.hold("out", r.batch * r.heads * r.count * r.dim * size, is_output=True)
 
 
 def norm(case: Case) -> None:
@@ -287,7 +296,7 @@ def norm(case: Case) -> None:
     size = SIZES[r.dtype]
     case.hold("rows", r.count * r.dim * size)
     case.hold("weight", r.dim * size)
-    case.hold("out", r.count * r.dim * size, written=True)
+    case.hold("out", r.count * r.dim * size, is_output=True)
 
 
 def choose(case: Case) -> None:
@@ -296,25 +305,25 @@ def choose(case: Case) -> None:
     r.heads, r.group, r.queries = rng.randint(1, 3), rng.choice((1, 2, 7)), rng.choice((1, 1, 5))
     set_all(case, dim=16 * rng.randint(1, 16), dtype=rng.randrange(3), q_dtype=rng.randrange(3))
     r.threads = rng.randint(1, 3)
-    numbers = [n for _ in range(e.batch) for n in some_numbers(rng, e)]
+    numbers = [n for _ in range(e.batch) for n in draw_sequence_numbers(rng, e)]
     case.hold("extent.numbers", struct.pack(f"@{len(numbers)}q", *numbers))
-    ranges, read, most = list[int](), [set[int]() for _ in range(e.batch)], 0
+    ranges, read, limit = list[int](), [set[int]() for _ in range(e.batch)], 0
     for b in range(e.batch):
         for _ in range(r.queries):
             low, first, stop, high = sorted(rng.randint(0, 9) for _ in range(4))
             count = rng.randint(0, stop - first)
             ranges += (low, first, stop, high, count)
             read[b] |= set(range(first, stop))
-            most = max(most, first - low + high - stop + count)
-    slots = table(case, "sealed", read)
-    table(case, "open", [{0}] * e.batch)
+            limit = max(limit, first - low + high - stop + count)
+    slots = assign_slots(case, "sealed", read)
+    assign_slots(case, "open", [{0}] * e.batch)
     case.hold("extent", ctypes.sizeof(e))
     size, q_size = SIZES[r.dtype], SIZES[r.q_dtype]
     case.strides("q.", (e.batch, r.heads * r.group, r.queries), r.dim * q_size, q_size)
     case.strides("bounds.", (slots, r.heads), 2 * r.dim * size, size)
     case.hold("ranges", struct.pack(f"@{len(ranges)}q", *ranges))
-    r.num_chosen = most + rng.randint(0, 2)
-    case.hold("chosen", 8 * e.batch * r.heads * r.queries * r.num_chosen, written=True)
+    r.num_chosen = limit + rng.randint(0, 2)
+    case.hold("chosen", 8 * e.batch * r.heads * r.queries * r.num_chosen, is_output=True)
 
 
 def multiply(case: Case) -> None:
@@ -326,7 +335,7 @@ def multiply(case: Case) -> None:
     case.hold("weight", (r.outs + 63) // 64 * 64 * r.width * 2)
     if rng.random() < 0.5:
         case.hold("bias", r.outs * 2)
-    case.hold("out", r.count * r.outs * 2, written=True)
+    case.hold("out", r.count * r.outs * 2, is_output=True)
 
 
 def map_numbers(case: Case) -> None:
@@ -346,7 +355,7 @@ def map_numbers(case: Case) -> None:
             setattr(getattr(r, side).stride, name, step)
             reach += max(count - 1, 0) * step if reach else 0
             stride *= max(count, 1)
-        case.hold(f"{side}.data", reach, written=side == "out")
+        case.hold(f"{side}.data", reach, is_output=side == "out")
     if r.operation == LOOK_UP:
         case.hold("b.data", 2 * 2**16)
 

@@ -17,8 +17,8 @@ import time
 from collections import Counter
 
 from native.cases import Case, nbytes_of
-from native.interface import ENTRIES, STRUCTS, Place, Pointer, loaded
-from native.memory import memory
+from native.interface import ENTRIES, STRUCTS, Field, Pointer, load_functions
+from native.memory import make_memory
 
 ODD = (
     0,
@@ -53,20 +53,20 @@ HUGE = tuple(
     for by in (-1, 0, 1)
 )
 HUGE += ((1 << 63) - 1, -(1 << 63), -1, -2, -16)
-# Memory whose numbers say where other memory is.
+# Memory that contains addresses of other memory.
 TABLES = ("extent.numbers", "extent.sealed.data", "extent.open.data")
 TABLES += ("steps.copies", "steps.writes", "steps.seals")
-ENDLESS = 10_000  # rows at one address: a lie about nothing, which takes for ever
+ENDLESS = 10_000  # rows at one address: valid, but endless work
 
 
-def lie(case: Case, rng: random.Random) -> None:
-    """Change one number of a request, or one of a table that it leads to."""
+def falsify(case: Case, rng: random.Random) -> None:
+    """Change one number of a request, or of a table that it leads to."""
     tables = [path for path in TABLES if case.contents.get(path)]
     if tables and rng.random() < 0.1:
         path = rng.choice(tables)
         content = bytearray(case.contents[path])
-        at = 8 * rng.randrange(len(content) // 8)
-        content[at : at + 8] = ctypes.c_int64(rng.choice(ODD + HUGE))
+        position = 8 * rng.randrange(len(content) // 8)
+        content[position : position + 8] = ctypes.c_int64(rng.choice(ODD + HUGE))
         case.hold(path, bytes(content))
         return
     place = rng.choice(list(case.places().values()))
@@ -77,59 +77,72 @@ def lie(case: Case, rng: random.Random) -> None:
     elif place.name.endswith("nbytes"):
         shorten(case, place, rng)
     else:
-        was = place.value
-        near = (was - 1, was + 1, was - 16, was + 16, was // 2, 2 * was, 3 * was)
-        value = rng.choice(rng.choice((near, ODD, HUGE)))
+        old_value = place.value
+        neighbours = (
+            old_value - 1,
+            old_value + 1,
+            old_value - 16,
+            old_value + 16,
+            old_value // 2,
+            2 * old_value,
+            3 * old_value,
+        )
+        value = rng.choice(rng.choice((neighbours, ODD, HUGE)))
         place.set(min(max(value, -(1 << 63)), (1 << 63) - 1))
 
 
-def shorten(case: Case, place: Place, rng: random.Random) -> None:
-    """Fewer bytes than there were, and they are what is stated; or what no memory has."""
+def shorten(case: Case, place: Field, rng: random.Random) -> None:
+    """State fewer bytes than before, or more than any memory has."""
     pointer = next(p for p in case.contents.keys() | {""} if not p or nbytes_of(p) == place.path)
     if not pointer or rng.random() < 0.1:
         place.set(-rng.choice((1, 8, 1 << 62)))
         return
     nbytes = max(0, place.value - rng.choice((1, 2, 4, 8, 16, 64, place.value // 2, place.value)))
     content = case.contents[pointer][:nbytes]
-    written = pointer in case.written
-    case.hold(pointer, nbytes if written else content, written=written)
+    is_output = pointer in case.written
+    case.hold(pointer, nbytes if is_output else content, is_output=is_output)
 
 
-def endless(case: Case) -> bool:
-    sides = [one for one in case.structs.values() if isinstance(one, STRUCTS["kvant_side"])]
+def is_endless(case: Case) -> bool:
+    sides = [
+        struct for struct in case.structs.values() if isinstance(struct, STRUCTS["kvant_side"])
+    ]
     r, flat = case.request, 0 in [side.open.row for side in sides]
     if case.entry == "store":
         return bool(r.page > ENDLESS and flat)
     if case.entry != "attend":
         return False
-    own = r.num_own > ENDLESS and 0 in (r.own_keys.row, r.own_values.row)
-    return bool(own or (flat and case.structs["extent"].page > ENDLESS))
+    endless_new_rows = r.num_own > ENDLESS and 0 in (r.own_keys.row, r.own_values.row)
+    return bool(endless_new_rows or (flat and case.structs["extent"].page > ENDLESS))
 
 
-def run(path: str, seed: int, first: int, iterations: int, seconds: float) -> Counter[str]:
-    functions, given, told = loaded(path), memory(), Counter[str]()
+def run_requests(path: str, seed: int, first: int, iterations: int, seconds: float) -> Counter[str]:
+    functions, memory, outcomes = load_functions(path), make_memory(), Counter[str]()
     stop = time.monotonic() + seconds
     for number in range(first, first + iterations):
         if time.monotonic() > stop:
             break
         rng = random.Random(f"{seed}/{number}")
-        case = Case(rng.choice(list(ENTRIES)), rng, given)
-        lies = rng.choice((0, 1, 1, 2))
-        for _ in range(lies):
-            lie(case, rng)
-        if endless(case):
+        case = Case(rng.choice(list(ENTRIES)), rng, memory)
+        num_changes = rng.choice((0, 1, 1, 2))
+        for _ in range(num_changes):
+            falsify(case, rng)
+        if is_endless(case):
             continue
         try:
             refusal = case.call(functions)
-            assert lies or refusal is None, f"refused, though it is true: {refusal}"
+            assert num_changes or refusal is None, f"refused, though it is true: {refusal}"
         except AssertionError as error:
             raise SystemExit(f"{case.entry}, --seed {seed} --first {number}: {error}") from error
-        told["refused" if refusal else "served"] += 1
-        told[f"{case.entry}: {refusal or 'served'}"] += 1
-        given.free()
+        outcomes["refused" if refusal else "served"] += 1
+        outcomes[f"{case.entry}: {refusal or 'served'}"] += 1
+        memory.free()
         if number % 1000 == 999:
-            print(f"{number + 1}: {told['served']} served, {told['refused']} refused", flush=True)
-    return told
+            print(
+                f"{number + 1}: {outcomes['served']} served, {outcomes['refused']} refused",
+                flush=True,
+            )
+    return outcomes
 
 
 def main() -> None:
@@ -139,11 +152,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
-    asked = parser.parse_args()
-    told = run(asked.library, asked.seed, asked.first, asked.iterations, asked.seconds)
-    served, refused = told.pop("served", 0), told.pop("refused", 0)
-    for what, count in sorted(told.items()):
-        print(f"{count:>8}  {what}")
+    options = parser.parse_args()
+    outcomes = run_requests(
+        options.library, options.seed, options.first, options.iterations, options.seconds
+    )
+    served, refused = outcomes.pop("served", 0), outcomes.pop("refused", 0)
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:>8}  {outcome}")
     print(f"{served + refused} requests: {served} served, {refused} refused")
     if min(served, refused) * 4 < served + refused:
         raise SystemExit("less than a quarter served, or refused: this proves little")

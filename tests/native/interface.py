@@ -1,4 +1,6 @@
-"""src/native/kvant.h as ctypes has it, read from the header: so nothing here can differ from it."""
+"""The structs of src/native/kvant.h as ctypes, parsed from the header, so that they cannot
+differ.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ ENTRIES = {
     "multiply": "kvant_multiply_request",
     "map": "kvant_map_request",
 }
-POINTED = {  # of a request: the structs that it points to
+POINTED = {  # structs that a request points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},
     "store": {
         "steps": "kvant_steps",
@@ -31,11 +33,11 @@ POINTED = {  # of a request: the structs that it points to
 
 
 class Pointer(ctypes.c_void_p):
-    """Apart from a number of 8 bytes."""
+    """A pointer type distinct from 8-byte numbers."""
 
 
-class Place(NamedTuple):
-    """A field of a request, whatever struct inside of it has it."""
+class Field(NamedTuple):
+    """A field of a request or of a struct inside it."""
 
     path: str
     kind: Any
@@ -44,52 +46,52 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> Any:
-        found = getattr(self.holder, self.name)
-        return found.value or 0 if isinstance(found, Pointer) else found
+        value = getattr(self.holder, self.name)
+        return value.value or 0 if isinstance(value, Pointer) else value
 
     def set(self, value: Any) -> None:
         setattr(self.holder, self.name, self.kind(value))
 
 
 def _structs(text: str) -> dict[str, type[ctypes.Structure]]:
-    found: dict[str, type[ctypes.Structure]] = {}
+    structs: dict[str, type[ctypes.Structure]] = {}
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     for body, struct in re.findall(r"typedef struct \{(.*?)\} (\w+);", text, flags=re.DOTALL):
         fields: list[tuple[str, Any]] = []
         for line in filter(None, map(str.strip, body.split(";"))):
-            kind, names = re.fullmatch(r"(?:const )?(\w+) (.*)", line, re.DOTALL).groups()
+            type_name, names = re.fullmatch(r"(?:const )?(\w+) (.*)", line, re.DOTALL).groups()
             for name in map(str.strip, names.split(",")):
                 bare, count = re.fullmatch(r"\*?(\w+)(?:\[(\d+)\])?", name).groups()
-                of = Pointer if name[0] == "*" else NUMBERS.get(kind) or found[kind]
+                of = Pointer if name[0] == "*" else NUMBERS.get(type_name) or structs[type_name]
                 fields.append((bare, of * int(count) if count else of))
-        found[struct] = type(struct, (ctypes.Structure,), {"_fields_": fields})
-    return found
+        structs[struct] = type(struct, (ctypes.Structure,), {"_fields_": fields})
+    return structs
 
 
 STRUCTS = _structs(HEADER.read_text())
 
 
-def places(holder: Any, path: str = "") -> Iterator[Place]:
-    """Every pointer and number of a struct, in their order."""
-    for name, kind in holder._fields_:
-        own = f"{path}{name}"
-        if issubclass(kind, ctypes.Structure):
-            yield from places(getattr(holder, name), own + ".")
-        elif issubclass(kind, ctypes.Array):
-            for i, one in enumerate(getattr(holder, name)):
-                yield from places(one, f"{own}[{i}].")
+def places(holder: Any, path: str = "") -> Iterator[Field]:
+    """Yield every pointer and number of a struct, in order."""
+    for name, field_type in holder._fields_:
+        field_path = f"{path}{name}"
+        if issubclass(field_type, ctypes.Structure):
+            yield from places(getattr(holder, name), field_path + ".")
+        elif issubclass(field_type, ctypes.Array):
+            for i, element in enumerate(getattr(holder, name)):
+                yield from places(element, f"{field_path}[{i}].")
         else:
-            yield Place(own, kind, holder, name)
+            yield Field(field_path, field_type, holder, name)
 
 
-def all_places(entry: str) -> Iterator[Place]:
-    """Those of the request and of all that it points to."""
+def all_places(entry: str) -> Iterator[Field]:
+    """Yield those of the request and of all structs that it points to."""
     yield from places(STRUCTS[ENTRIES[entry]]())
     for path, name in POINTED.get(entry, {}).items():
         yield from places(STRUCTS[name](), f"{path}.")
 
 
-def loaded(path: str) -> ctypes.CDLL:
+def load_functions(path: str) -> ctypes.CDLL:
     functions = ctypes.CDLL(path)
     for entry in ENTRIES:
         getattr(functions, f"kvant_{entry}").restype = ctypes.c_char_p

@@ -1,4 +1,4 @@
-"""Memory of exactly so many bytes: whoever touches what lies behind it is caught."""
+"""Memory of an exact size: accesses beyond its end are detected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANARY = b"\xa5" * 64
 
 
 class Guarded:
-    """Ends where a page begins that nobody may touch, behind bytes that are to stay as they are."""
+    """Memory that ends at an inaccessible page, after canary bytes that must not change."""
 
     def __init__(self) -> None:
         self._all: list[int] = []
@@ -45,7 +45,7 @@ class Guarded:
 
 
 class Allocated:
-    """As malloc gives it: AddressSanitizer, where it is loaded, watches both ends."""
+    """Memory from malloc: AddressSanitizer, if loaded, watches both ends."""
 
     def __init__(self) -> None:
         self._all: list[int] = []
@@ -64,5 +64,5 @@ class Allocated:
         self._all.clear()
 
 
-def memory() -> Guarded | Allocated:
+def make_memory() -> Guarded | Allocated:
     return Allocated() if "asan" in os.environ.get("LD_PRELOAD", "") else Guarded()

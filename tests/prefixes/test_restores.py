@@ -1,4 +1,4 @@
-"""What restores took says how soon others come, and nothing that it does not know."""
+"""Test forecasts of restore times from measured ones, without extrapolating too far."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import pytest
 from kvant.prefixes.restore_times import RestoreTimes
 
 
-def test_everything_is_likely_before_anybody_knows() -> None:
+def test_every_restore_is_tried_without_measurements() -> None:
     assert RestoreTimes().can_restore_within(10**9, 0.0)
 
 
-def test_a_few_that_were_slow_say_nothing_of_many() -> None:
+def test_slow_small_restores_do_not_rule_out_large_ones() -> None:
     restores = RestoreTimes()
     restores.record_timeout(100, 0.07)
     assert restores.can_restore_within(1200, 0.1) and not restores.can_restore_within(100, 0.06)
 
 
-def test_many_that_were_slow_say_nothing_of_what_one_request_costs() -> None:
+def test_slow_large_restores_do_not_bound_a_single_request() -> None:
     restores = RestoreTimes()
     restores.record_time(10_000, 10.0)
     assert restores.can_restore_within(100, 0.1) and not restores.can_restore_within(100, 0.09)
 
 
-def test_what_some_length_took_bounds_all_others() -> None:
+def test_measured_length_bounds_all_others() -> None:
     restores = RestoreTimes()
     restores.record_time(100, 0.5)
     restores.record_time(10_000, 10.0)
@@ -32,7 +32,7 @@ def test_what_some_length_took_bounds_all_others() -> None:
     assert restores.bound_seconds(20_000) == pytest.approx(10.0)
 
 
-def test_the_newest_counts_most() -> None:
+def test_newest_measurement_has_the_largest_weight() -> None:
     restores = RestoreTimes()
     restores.record_time(1000, 3.0)
     for _ in range(10):
@@ -40,16 +40,16 @@ def test_the_newest_counts_most() -> None:
     assert restores.bound_seconds(1000) == pytest.approx(1.0, rel=1e-2)
 
 
-def test_what_is_late_takes_longer_than_that() -> None:
+def test_late_restore_counts_as_slower_than_its_deadline() -> None:
     restores = RestoreTimes()
     restores.record_time(1000, 3.0)
-    restores.record_timeout(1000, 1.0)  # it would have come later
+    restores.record_timeout(1000, 1.0)  # it timed out
     assert restores.bound_seconds(1000) == 3.0
     restores.record_timeout(1000, 4.0)
     assert restores.bound_seconds(1000) == 4.0
 
 
-def test_what_was_slow_once_is_tried_again() -> None:
+def test_slow_length_is_tried_again() -> None:
     restores = RestoreTimes()
     restores.record_time(100, 1.0)
     assert restores.can_restore_within(100, 1.0) and restores.bound_seconds(100) == 1.0

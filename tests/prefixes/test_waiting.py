@@ -1,4 +1,4 @@
-"""Whoever leaves a store that is late holds no memory any more, wherever the others are."""
+"""Test that a request that abandons a slow store holds no memory, wherever the others are."""
 
 from __future__ import annotations
 
@@ -11,66 +11,66 @@ from typing import Any
 import pytest
 
 import kvant
-from cache.test_pieces import filled, put
+from cache.test_pieces import make_filled_cache, store_missing_pages
 from hf.zoo import build
 from kvant.cache.page_set import PageSet
 from kvant.cache.restore_buffer import RestoreBuffer
 from kvant.prefixes import LookupDeadline, Prefixes
 from kvant.prefixes import namespace as shelves
-from kvant.prefixes.threads import Daemons
+from kvant.prefixes.threads import DaemonExecutor
 from kvant.stores import FolderStore, Tiers
 from kvant.stores import tiers as stores
-from prefixes.test_prefixes import said, text
+from prefixes.test_prefixes import generate_tokens, make_tokens
 
 
-@pytest.mark.parametrize("when", ["before", "taken", "put", "settled", "ended"])
+@pytest.mark.parametrize("moment", ["before", "taken", "put", "settled", "ended"])
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine8,sinks=4"])
-def test_who_leaves_holds_nothing(spec: str, when: str) -> None:
-    cache, memory = filled(spec, 300), filled(spec, 128)
-    nbytes, waiting = memory.measure_pools()["nbytes_held"], LookupDeadline()
-    pieces, shares = PageSet(cache), memory.fork()
+def test_closed_waiter_holds_nothing(spec: str, moment: str) -> None:
+    cache, other = make_filled_cache(spec, 300), make_filled_cache(spec, 128)
+    nbytes, waiting = other.measure_pools()["nbytes_held"], LookupDeadline()
+    pieces, shares = PageSet(cache), other.fork()
     waiting.allocate(lambda: shares)
-    if when == "before":
+    if moment == "before":
         waiting.cancel()
     arrival = waiting.allocate(lambda: RestoreBuffer(shares, 300, pieces.snapshot_tail_state()))
-    assert (arrival is None) == (when == "before")
+    assert (arrival is None) == (moment == "before")
     if arrival is not None:
         with arrival:
-            if when == "taken":
+            if moment == "taken":
                 waiting.cancel()
-            put(arrival, pieces)
-            if when == "put":
+            store_missing_pages(arrival, pieces)
+            if moment == "put":
                 waiting.cancel()
-            again = arrival.finish(300 if when != "settled" else 256)
-            assert again.length == {"settled": 256, "ended": 300}.get(when, 0)
-            if when == "settled":
+            restored = arrival.finish(300 if moment != "settled" else 256)
+            assert restored.length == {"settled": 256, "ended": 300}.get(moment, 0)
+            if moment == "settled":
                 waiting.cancel()
     waiting.release(shares)
-    assert waiting.is_cancelled == (when != "ended")
+    assert waiting.is_cancelled == (moment != "ended")
     if waiting.is_cancelled:
         assert not waiting.compute_seconds_left()
         assert waiting.allocate(lambda: kvant.Cache(3, spec)) is None
     else:
-        assert waiting.compute_seconds_left() and memory.measure_pools()["nbytes_held"] > nbytes
+        assert waiting.compute_seconds_left() and other.measure_pools()["nbytes_held"] > nbytes
         waiting.cancel()
-    memory.check()
-    assert memory.measure_pools()["nbytes_held"] == nbytes
+    other.check()
+    assert other.measure_pools()["nbytes_held"] == nbytes
 
 
-def test_what_cannot_be_cleared_keeps_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_cleanup_blocks_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def clear(self) -> None:
             raise RuntimeError("no memory to clear it with")
 
-    memory, waiting = filled("raw", 128), LookupDeadline()
+    cache, waiting = make_filled_cache("raw", 128), LookupDeadline()
     waiting.allocate(Broken)
-    waiting.allocate(lambda: memory)
+    waiting.allocate(lambda: cache)
     waiting.cancel()
-    assert not memory.length and "no memory to clear it with" in caplog.text
+    assert not cache.length and "no memory to clear it with" in caplog.text
 
 
-class Hung(FolderStore):
-    """A folder on a disk that went away."""
+class HungStore(FolderStore):
+    """A folder on a disk that disappeared."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, min_free=0)
@@ -81,18 +81,25 @@ class Hung(FolderStore):
         return super().has(pages)
 
 
-def test_a_reply_waits_for_a_store_that_hangs_no_longer_than_it_may(
+def test_hanging_store_delays_a_reply_at_most_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shelves, "STORE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(stores, "UNANSWERED", 0.05)
-    model, prompt, hung = build("llama"), text(200, seed=0), Hung(tmp_path)
+    monkeypatch.setattr(stores, "HANG_TIMEOUT_S", 0.05)
+    model, prompt, hung = build("llama"), make_tokens(200, seed=0), HungStore(tmp_path)
     with Prefixes(store=Tiers([hung])) as prefixes:
         for end in range(3):
-            assert said(model, [*prompt, end], prefixes=prefixes) == said(model, [*prompt, end])
+            assert generate_tokens(model, [*prompt, end], prefixes=prefixes) == generate_tokens(
+                model, [*prompt, end]
+            )
         assert prefixes.flush(60)
-        (told,) = prefixes.stats()["store"]["stores"]
-        assert told["hanging"] and told["skipped"] and told["unwritten"] and not told["errors"]
+        (store_stats,) = prefixes.stats()["store"]["stores"]
+        assert (
+            store_stats["hanging"]
+            and store_stats["skipped"]
+            and store_stats["unwritten"]
+            and not store_stats["errors"]
+        )
     hung.go.set()
 
 
@@ -109,7 +116,7 @@ class Hung(FolderStore):
         threading.Event().wait()
 
 kvant.prefixes.namespace.STORE_TIMEOUT_S = kvant.engine.prefix_reuse.MAX_STORE_WAIT_S = 0.1
-tiers.UNANSWERED = 0.1
+tiers.HANG_TIMEOUT_S = 0.1
 model = AutoModelForCausalLM.from_pretrained(demo.PATH)
 tokenizer = AutoTokenizer.from_pretrained(demo.PATH)
 prefixes = kvant.Prefixes(store=Tiers([Hung(sys.argv[1], min_free=0)]))
@@ -128,22 +135,22 @@ print("hung", hung > 0)
 
 
 @pytest.mark.parametrize("reader", ["engine", "session"])
-def test_a_process_ends_though_its_store_hangs(reader: str, tmp_path: Path) -> None:
-    """The threads of a pool of concurrent.futures are waited for at the end of a process."""
+def test_process_exits_despite_a_hanging_store(reader: str, tmp_path: Path) -> None:
+    """A process joins the threads of a concurrent.futures pool at its end."""
     words = [sys.executable, "-c", PROGRAM, str(tmp_path), reader]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout) == (0, "hung True\n"), ended.stderr
 
 
-def test_daemons_run_calls_in_order_and_hand_on_what_fails() -> None:
-    threads, done = Daemons(1, "kvant-test"), list[int]()
+def test_daemons_run_calls_in_order_and_forward_errors() -> None:
+    threads, calls = DaemonExecutor(1, "kvant-test"), list[int]()
     go = threading.Event()
     first = threads.submit(go.wait, 60)
-    cancelled, second = threads.submit(done.append, 1), threads.submit(done.append, 2)
+    cancelled, second = threads.submit(calls.append, 1), threads.submit(calls.append, 2)
     failing = threads.submit(divmod, 1, 0)
     assert cancelled.cancel()
-    threads.end()
+    threads.shutdown()
     go.set()
-    assert first.result(60) and second.result(60) is None and done == [2]
+    assert first.result(60) and second.result(60) is None and calls == [2]
     with pytest.raises(ZeroDivisionError):
         failing.result(60)

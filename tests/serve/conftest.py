@@ -1,4 +1,4 @@
-"""Two replicas of the model inside, and one Redis."""
+"""Two replicas of the bundled model, and one Redis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "inside"
 
 @pytest.fixture(scope="package")
 def deployment() -> Iterator[str]:
-    """The root of its URLs."""
+    """Return the base URL."""
     pytest.importorskip("ray", reason="pip install 'kvant[ray]'")
     from kvant.serve.ray import DeploymentSettings, connect, deploy, find_free_port
 
@@ -30,11 +30,11 @@ def deployment() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def inside() -> tuple[Any, Any]:
+def bundled_model() -> tuple[Any, Any]:
     return checkpoints.load(None)
 
 
 @pytest.fixture
-def running(deployment: str, inside: tuple[Any, Any]) -> tuple[Any, str]:
-    """What the tests of one server ask of it."""
-    return SimpleNamespace(engine=SimpleNamespace(tokenizer=inside[1])), deployment
+def running(deployment: str, bundled_model: tuple[Any, Any]) -> tuple[Any, str]:
+    """Provide the fixture that tests of a single server use."""
+    return SimpleNamespace(engine=SimpleNamespace(tokenizer=bundled_model[1])), deployment

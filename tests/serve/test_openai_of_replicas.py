@@ -1,4 +1,4 @@
-"""OpenAI's own client against replicas: all that holds of one server."""
+"""Test OpenAI's client against replicas: every test of a single server."""
 
 import pytest
 

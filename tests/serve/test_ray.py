@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: where requests arrive, and what one of them leaves to the others."""
+"""Test replicas on Ray Serve: routing of requests, and failure of a replica."""
 
 from __future__ import annotations
 
@@ -40,95 +40,99 @@ PREFIXES, EACH = 12, 20
 class Answer(NamedTuple):
     status: int
     replica: str
-    told: Any
+    body: Any
 
 
-def asked(root: str, method: str, path: str, body: Any = None) -> Answer:
+def send(root: str, method: str, path: str, body: Any = None) -> Answer:
     connection = http.client.HTTPConnection(urlsplit(root).netloc, timeout=60)
     try:
         text = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection.request(method, path, text, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        told = json.loads(answer.read())
-        return Answer(answer.status, answer.headers.get(REPLICA_HEADER.decode(), ""), told)
+        payload = json.loads(answer.read())
+        return Answer(answer.status, answer.headers.get(REPLICA_HEADER.decode(), ""), payload)
     finally:
         connection.close()
 
 
-def stored(root: str) -> Any:
-    """What one of the replicas, in turn, says of its store."""
-    return asked(root, "GET", "/v1/stats").told["prefixes"]["store"]
+def read_store_stats(root: str) -> Any:
+    """Return the store statistics of the next replica in rotation."""
+    return send(root, "GET", "/v1/stats").body["prefixes"]["store"]
 
 
-def written(root: str) -> bool:
-    """Have both replicas written all that is to be?"""
-    told = [asked(root, "GET", "/v1/stats") for _ in range(12)]
-    waiting = {one.replica: one.told["prefixes"]["store"]["nbytes_waiting"] for one in told}
+def all_written(root: str) -> bool:
+    """Whether both replicas have written all queued blobs."""
+    responses = [send(root, "GET", "/v1/stats") for _ in range(12)]
+    waiting = {
+        answer.replica: answer.body["prefixes"]["store"]["nbytes_waiting"] for answer in responses
+    }
     return len(waiting) == 2 and not any(waiting.values())
 
 
-def prefix(seed: str, number: int) -> str:
-    """A thousand tokens that nobody else has."""
+def make_prefix(seed: str, number: int) -> str:
+    """Return a unique text of a thousand tokens."""
     draw = random.Random(f"{seed} {number}")
     return "".join(f"value_{draw.randrange(10**6)} = {draw.randrange(10**6)}\n" for _ in range(100))
 
 
-def one(root: str, seed: str, number: int, question: int) -> Answer:
-    prompt = prefix(seed, number) + f"# {question}\n"
-    return asked(root, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 4})
+def send_question(root: str, seed: str, number: int, question: int) -> Answer:
+    prompt = make_prefix(seed, number) + f"# {question}\n"
+    return send(root, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 4})
 
 
-def many(seed: str) -> list[tuple[int, int]]:
-    """Every first question first, by several clients; then all others, as they come."""
+def send_all(seed: str) -> list[tuple[int, int]]:
+    """Send every first question with several clients, then all others in order."""
     rest = [(number, question) for number in range(PREFIXES) for question in range(1, EACH)]
     random.Random(seed).shuffle(rest)
     return [(number, 0) for number in range(PREFIXES)] + rest
 
 
-def test_requests_arrive_where_their_prefix_is(deployment: str) -> None:
+def test_requests_reach_the_replica_with_their_prefix(deployment: str) -> None:
     with ThreadPoolExecutor(4) as clients:
-        numbers = many("arrive")
-        answers = list(clients.map(lambda asked: one(deployment, "arrive", *asked), numbers))
+        numbers = send_all("arrive")
+        answers = list(
+            clients.map(lambda number: send_question(deployment, "arrive", *number), numbers)
+        )
     assert {answer.status for answer in answers} == {200}
     homes = {number: answers[number].replica for number in range(PREFIXES)}
-    there = sum(
+    num_hits = sum(
         homes[number] == answer.replica
         for (number, _), answer in zip(numbers, answers, strict=True)
     )
     load = Counter(answer.replica for answer in answers)
-    assert there >= 0.95 * PREFIXES * EACH
+    assert num_hits >= 0.95 * PREFIXES * EACH
     assert max(load.values()) <= 1.25 * PREFIXES * EACH / 2, load
 
 
-@pytest.mark.laws  # what is restored is chosen by how busy the machine is
-def test_a_replica_that_dies_leaves_its_pages_to_the_others(deployment: str) -> None:
-    while not written(deployment):  # what other tests left
+@pytest.mark.laws  # the load of the machine determines what is restored
+def test_pages_of_a_failed_replica_are_reassigned(deployment: str) -> None:
+    while not all_written(deployment):  # writes of earlier tests
         time.sleep(0.1)
-    numbers = many("dies")
-    answers: dict[tuple[int, int], Answer] = {}
+    numbers = send_all("dies")
+    responses: dict[tuple[int, int], Answer] = {}
     half = threading.Barrier(2)
 
     def ask(place: int) -> None:
         if place == len(numbers) // 2:
             half.wait(60)
-        answers[numbers[place]] = one(deployment, "dies", *numbers[place])
+        responses[numbers[place]] = send_question(deployment, "dies", *numbers[place])
 
     with ThreadPoolExecutor(4) as clients:
-        done = clients.map(ask, range(len(numbers)))
+        results = clients.map(ask, range(len(numbers)))
         half.wait(60)
-        killed = answers[0, 0].replica
+        killed = responses[0, 0].replica
         ray.kill(ray.get_actor(f"SERVE_REPLICA::kvant#replica#{killed}", namespace="serve"))
-        list(done)
-    assert len(answers) == len(numbers) and {a.status for a in answers.values()} == {200}
-    homes = {number: answers[number, 0].replica for number in range(PREFIXES)}
-    stats = stored(deployment)
+        list(results)
+    assert len(responses) == len(numbers) and {a.status for a in responses.values()} == {200}
+    homes = {number: responses[number, 0].replica for number in range(PREFIXES)}
+    stats = read_store_stats(deployment)
     whole = restored = 0
     for number in (number for number, home in homes.items() if home == killed):
-        mine = [answers[number, question] for question in range(EACH)]
-        moved = [answer.told["usage"] for answer in mine if answer.replica != killed]
-        assert moved
-        whole += min(usage["prompt_tokens"] for usage in moved) // 64 * 64
-        restored += max(usage["prompt_tokens_details"]["restored_tokens"] for usage in moved)
+        chat_answers = [responses[number, question] for question in range(EACH)]
+        usages = [answer.body["usage"] for answer in chat_answers if answer.replica != killed]
+        assert usages
+        whole += min(usage["prompt_tokens"] for usage in usages) // 64 * 64
+        restored += max(usage["prompt_tokens_details"]["restored_tokens"] for usage in usages)
     assert whole and restored >= 0.9 * whole, (restored, whole, stats)
 
 
@@ -145,12 +149,14 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(deployment: str) -> None
     events = [line for line in answer if line.startswith(b"data: ")]
     connection.close()
     assert json.loads(events[-1][6:])["error"]["type"] == "server_error"
-    assert one(deployment, "after", 0, 0).status == 200
+    assert send_question(deployment, "after", 0, 0).status == 200
 
 
-@pytest.mark.laws  # what replicas had is told every ten seconds
-def test_a_front_that_begins_anew_is_told_where_things_are(deployment: str) -> None:
-    homes = {number: one(deployment, "front", number, 0).replica for number in range(PREFIXES)}
+@pytest.mark.laws  # replicas report their pages every ten seconds
+def test_restarted_proxy_learns_the_page_locations(deployment: str) -> None:
+    homes = {
+        number: send_question(deployment, "front", number, 0).replica for number in range(PREFIXES)
+    }
     time.sleep(STATS_PERIOD_S + 2)
     (front,) = (
         actor["name"]
@@ -161,14 +167,14 @@ def test_a_front_that_begins_anew_is_told_where_things_are(deployment: str) -> N
     for number, home in homes.items():
         for _ in range(60):
             with suppress(OSError, ValueError, http.client.HTTPException):
-                answer = one(deployment, "front", number, 1)
+                answer = send_question(deployment, "front", number, 1)
                 if answer.status == 200:
                     break
             time.sleep(0.5)
         assert answer.replica == home
 
 
-def test_a_client_that_goes_away_is_not_served_on(deployment: str) -> None:
+def test_request_of_a_disconnected_client_is_cancelled(deployment: str) -> None:
     for _ in range(3):
         connection = http.client.HTTPConnection(urlsplit(deployment).netloc, timeout=60)
         body = {"prompt": "def g(", "max_tokens": 1900, "stream": True, "ignore_eos": True}
@@ -179,29 +185,29 @@ def test_a_client_that_goes_away_is_not_served_on(deployment: str) -> None:
         answer.readline()
         connection.close()
     for _ in range(100):
-        told = [asked(deployment, "GET", "/v1/stats").told for _ in range(4)]
-        if not any(one["running"] for one in told):
+        stats_list = [send(deployment, "GET", "/v1/stats").body for _ in range(4)]
+        if not any(stats["running"] for stats in stats_list):
             return
-    raise AssertionError(told)
+    raise AssertionError(stats_list)
 
 
-def test_what_is_wrong_is_said_as_by_one_server(deployment: str) -> None:
-    unknown = asked(deployment, "POST", "/v1/completions", {"prompt": "a", "nothing": 1})
-    assert unknown.status == 400 and unknown.told["error"]["param"] == "nothing"
-    assert asked(deployment, "POST", "/v1/completions", b"{").status == 400
-    large = asked(deployment, "POST", "/v1/completions", b" " * ((4 << 20) + 1))
-    assert large.status == 413 and "4194304 bytes" in large.told["error"]["message"]
-    assert asked(deployment, "GET", "/nowhere").status == 404
+def test_errors_equal_those_of_a_single_server(deployment: str) -> None:
+    unknown = send(deployment, "POST", "/v1/completions", {"prompt": "a", "nothing": 1})
+    assert unknown.status == 400 and unknown.body["error"]["param"] == "nothing"
+    assert send(deployment, "POST", "/v1/completions", b"{").status == 400
+    large = send(deployment, "POST", "/v1/completions", b" " * ((4 << 20) + 1))
+    assert large.status == 413 and "4194304 bytes" in large.body["error"]["message"]
+    assert send(deployment, "GET", "/nowhere").status == 404
 
 
 # ---- without a cluster
 
 
-def test_pages_are_of_what_a_prompt_begins_with() -> None:
+def test_pages_depend_on_the_start_of_a_prompt() -> None:
     system = {"role": "system", "content": "x" * 1000}
     first = {"messages": [system, {"role": "user", "content": "a"}], "temperature": 1}
     other = {"temperature": 0, "messages": [system, {"role": "user", "content": "b" * 600}]}
-    short, long = (parse_prefix_pages(json.dumps(one).encode())[1] for one in (first, other))
+    short, long = (parse_prefix_pages(json.dumps(body).encode())[1] for body in (first, other))
     assert len(short) == 1000 // PAGE_BYTES + 1 and len(long) > len(short)
     assert short[:3] == long[:3]
     assert parse_prefix_pages(json.dumps({"prompt": list(range(200))}).encode())[1]
@@ -215,15 +221,25 @@ def test_pages_are_of_what_a_prompt_begins_with() -> None:
     )
 
 
-def test_keys_are_of_who_shares_prefixes() -> None:
+def test_keys_depend_on_the_prefix_namespace() -> None:
     body = {"prompt": "x" * 1000}
     scope = {"type": "http", "path": "/", "headers": []}
 
-    def named(tenant: str, **more: Any) -> tuple[bytes, ...]:
+    def name_pages(tenant: str, **more: Any) -> tuple[bytes, ...]:
         return RoutedRequest.from_scope(scope, json.dumps(body | more).encode(), tenant).page_keys
 
-    assert len(named("")) == 1 and named("") == named("", temperature=1)
-    assert len({named(""), named("a"), named("a", cache_salt="b"), named("a", cache_salt="c")}) == 4
+    assert len(name_pages("")) == 1 and name_pages("") == name_pages("", temperature=1)
+    assert (
+        len(
+            {
+                name_pages(""),
+                name_pages("a"),
+                name_pages("a", cache_salt="b"),
+                name_pages("a", cache_salt="c"),
+            }
+        )
+        == 4
+    )
 
 
 class Config(NamedTuple):
@@ -236,22 +252,22 @@ class Context(NamedTuple):
     config: Config = Config()
 
 
-def test_it_grows_with_requests_and_with_bytes() -> None:
+def test_autoscaling_follows_requests_and_bytes() -> None:
     assert choose_num_replicas(Context(9, {}))[0] == 9 / 4
     assert choose_num_replicas(Context(0, None))[0] == 0
     assert choose_num_replicas(Context(1, {"used": {"a": 0.9, "b": 0.9}}))[0] == pytest.approx(2)
     assert choose_num_replicas(Context(1, {"used": {"a": 1.0, "b": 1.0}}))[0] > 2
 
 
-def test_the_example_is_an_application() -> None:
-    told = yaml.safe_load((Path(__file__).parents[2] / "docs" / "serve.yaml").read_text())
-    (one,) = ServeDeploySchema.model_validate(told).applications
-    assert one.import_path == f"{app.__module__}:{app.__name__}"
-    assert isinstance(app(one.args), serve.Application)
+def test_example_is_a_serve_application() -> None:
+    config = yaml.safe_load((Path(__file__).parents[2] / "docs" / "serve.yaml").read_text())
+    (application,) = ServeDeploySchema.model_validate(config).applications
+    assert application.import_path == f"{app.__module__}:{app.__name__}"
+    assert isinstance(app(application.args), serve.Application)
     assert DeploymentSettings(store="a").store == DeploymentSettings(store=["a"]).store == ["a"]
 
 
-def test_a_deployment_is_checked_before_anything_is_begun() -> None:
+def test_deployment_is_validated_before_it_starts() -> None:
     with pytest.raises(SpecError):
         app(DeploymentSettings(kv_cache="affine9000"))
     with pytest.raises(ValueError, match="nothing"):

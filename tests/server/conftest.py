@@ -1,4 +1,4 @@
-"""A server with the model inside the package, as it runs."""
+"""A running server with the bundled model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from kvant.server import ApiKeys, Service, create_app, make_server
 
 
 @contextmanager
-def served(model: Any, tokenizer: Any, keys: ApiKeys | None = None, **given: Any) -> Iterator[Any]:
-    """A service under way, and the root of its URLs."""
-    limits = {name: given.pop(name) for name in ("max_waiting", "max_new_tokens") if name in given}
-    with Engine(model, tokenizer, "affine8", prefixes=Prefixes(None), **given) as engine:
+def serve_model(
+    model: Any, tokenizer: Any, keys: ApiKeys | None = None, **options: Any
+) -> Iterator[Any]:
+    """Return a running service and its base URL."""
+    limits = {
+        name: options.pop(name) for name in ("max_waiting", "max_new_tokens") if name in options
+    }
+    with Engine(model, tokenizer, "affine8", prefixes=Prefixes(None), **options) as engine:
         service = Service(engine, "inside", keys or ApiKeys(), **limits)
-        server, begun = make_server(create_app(service), "127.0.0.1", 0, 5), threading.Event()
-        server.on_started = lambda port: begun.set()
-        service.app_server = server  # for tests of its connections
+        server, started = make_server(create_app(service), "127.0.0.1", 0, 5), threading.Event()
+        server.on_started = lambda port: started.set()
+        service.app_server = server  # used by tests of its connections
         thread = threading.Thread(target=server.run, name="served")
         thread.start()
-        assert begun.wait(30)
+        assert started.wait(30)
         try:
             yield service, f"http://127.0.0.1:{server.port}"
         finally:
@@ -37,11 +41,11 @@ def served(model: Any, tokenizer: Any, keys: ApiKeys | None = None, **given: Any
 
 
 @pytest.fixture(scope="session")
-def inside() -> tuple[Any, Any]:
+def bundled_model() -> tuple[Any, Any]:
     return checkpoints.load(None)
 
 
 @pytest.fixture(scope="module")
-def running(inside: tuple[Any, Any]) -> Iterator[tuple[Service, str]]:
-    with served(*inside, max_sequences=8, max_bytes="64MiB") as found:
-        yield found
+def running(bundled_model: tuple[Any, Any]) -> Iterator[tuple[Service, str]]:
+    with serve_model(*bundled_model, max_sequences=8, max_bytes="64MiB") as service:
+        yield service

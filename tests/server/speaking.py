@@ -1,4 +1,4 @@
-"""A model that says what it is told to: every token follows from the one before."""
+"""A model with a fixed reply: every token determines the next one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ END = "<|im_end|>"
 CHARACTERS = [chr(code) for code in (10, *range(32, 127))]
 
 
-def speaker(*pieces: str) -> tuple[Any, Any]:
-    """A model whose reply to any messages is these pieces, a token each; and its tokenizer."""
+def make_speaker(*pieces: str) -> tuple[Any, Any]:
+    """Return a model that replies to any messages with these pieces, a token each, and its
+    tokenizer.
+    """
     assert len(set(pieces)) == len(pieces)
     words = [*CHARACTERS, *pieces]
     vocabulary = {word: place for place, word in enumerate(dict.fromkeys(words))}
@@ -42,10 +44,10 @@ def speaker(*pieces: str) -> tuple[Any, Any]:
     tokenizer.chat_template = TEMPLATE
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in (*words, END)}
     chain = [ids["\n"], *(ids[piece] for piece in pieces), ids[END]]
-    return _chained(len(tokenizer), chain), tokenizer
+    return _make_chain_model(len(tokenizer), chain), tokenizer
 
 
-def _chained(vocabulary: int, chain: list[int]) -> Any:
+def _make_chain_model(vocabulary: int, chain: list[int]) -> Any:
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -63,10 +65,10 @@ def _chained(vocabulary: int, chain: list[int]) -> Any:
     with torch.no_grad():
         (layer,) = model.model.layers
         layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()  # so the last token is all that there is
-        seen = model.model.embed_tokens.weight
+        layer.mlp.down_proj.weight.zero_()  # so the output depends on the last token only
+        embedding = model.model.embed_tokens.weight
         model.lm_head.weight.zero_()
         for now, after in pairwise(chain):
-            model.lm_head.weight[after] = seen[now] / seen[now].norm()
+            model.lm_head.weight[after] = embedding[now] / embedding[now].norm()
     model.generation_config.eos_token_id = chain[-1]
     return model

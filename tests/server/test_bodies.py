@@ -1,4 +1,4 @@
-"""What large bodies took is given back to the system, and not at the cost of those who decode."""
+"""Test that memory of large bodies is returned to the system without slowing decode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ async def read_body(scope: Any, receive: Any, send: Any) -> None:
     await receive()
 
 
-def test_many_large_bodies_are_one_trim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trim for each slowed down those who decode: a forward gets its pages anew after it."""
+def test_many_large_bodies_trim_the_heap_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trim per body slowed decode: the next forward must fault its pages in again."""
     trims: list[int] = []
     monkeypatch.setattr("kvant.malloc.trim_heap", lambda: trims.append(1))
     monkeypatch.setattr("kvant.server.app.TRIM_SECONDS", 0.01)
@@ -39,7 +39,7 @@ def test_many_large_bodies_are_one_trim(monkeypatch: pytest.MonkeyPatch) -> None
             for _ in range(20):
                 await ask(TRIM_BODY_BYTES + 1)
             await asyncio.wait_for(trimmed(count), 30)
-            await asyncio.sleep(0.05)  # no other one follows
+            await asyncio.sleep(0.05)  # no further body
             assert len(trims) == count
 
     asyncio.run(life())

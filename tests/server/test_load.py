@@ -1,4 +1,4 @@
-"""Many clients who go, read slowly or say what is wrong; after them all is as before."""
+"""Test many clients that disconnect, read slowly or send errors; afterwards nothing is left."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 import pytest
 
-from server.conftest import served
-from server.test_server import settled
+from server.conftest import serve_model
+from server.test_server import wait_until_idle
 
 BODIES = (b"", b"{", b'{"prompt": 1}', b'{"prompt": "a", "n": -1}', b"\x00\x01", b"[" * 2000)
 
 
-def client(url: str, seed: int) -> int:
-    """Ask in some way; the status, or 0 where it went before there was one."""
+def send_random_request(url: str, seed: int) -> int:
+    """Send one random request; return the status, or 0 after a disconnect."""
     chance = random.Random(seed)
     prompt = "import os\n" * chance.randint(1, 30) + f"def f{chance.randrange(9)}("
-    asked = {"prompt": prompt, "max_tokens": chance.randint(1, 60), "seed": seed}
+    body_ = {"prompt": prompt, "max_tokens": chance.randint(1, 60), "seed": seed}
     path, way = f"{url}/v1/completions", chance.choice(("whole", "go", "slow", "wrong", "cut"))
     if way == "wrong":
         headers = {"Content-Type": "application/json"}
@@ -36,8 +36,8 @@ def client(url: str, seed: int) -> int:
             )
         return 0
     if way == "whole":
-        return int(httpx.post(path, json=asked, timeout=60).status_code)
-    with httpx.stream("POST", path, json=asked | {"stream": True}, timeout=60) as answer:
+        return int(httpx.post(path, json=body_, timeout=60).status_code)
+    with httpx.stream("POST", path, json=body_ | {"stream": True}, timeout=60) as answer:
         for number, _ in enumerate(answer.iter_lines()):
             if way == "go" and number >= chance.randrange(6):
                 break
@@ -46,27 +46,32 @@ def client(url: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("clients", "then"), [(40, 60), pytest.param(200, 1000, marks=pytest.mark.laws)]
+    ("clients", "after_clients"), [(40, 60), pytest.param(200, 1000, marks=pytest.mark.laws)]
 )
-def test_nothing_is_left_of_clients_who_go(
-    inside: tuple[Any, Any], clients: int, then: int
+def test_disconnected_clients_leave_nothing_allocated(
+    bundled_model: tuple[Any, Any], clients: int, after_clients: int
 ) -> None:
-    with served(*inside, max_sequences=8, max_bytes="32MiB", max_new_tokens=20) as (service, url):
-        client(url, 0)
+    with serve_model(*bundled_model, max_sequences=8, max_bytes="32MiB", max_new_tokens=20) as (
+        service,
+        url,
+    ):
+        send_random_request(url, 0)
         with ThreadPoolExecutor(20) as threads:
-            found = list(threads.map(lambda seed: client(url, seed), range(clients)))
-        assert {*found} <= {0, 200, 400, 429}
-        before = threading.active_count(), settled(service)["nbytes_held"]
-        asked = {"prompt": "class A:\n", "max_tokens": 4, "temperature": 0}
+            statuses = list(
+                threads.map(lambda seed: send_random_request(url, seed), range(clients))
+            )
+        assert {*statuses} <= {0, 200, 400, 429}
+        before = threading.active_count(), wait_until_idle(service)["nbytes_held"]
+        body = {"prompt": "class A:\n", "max_tokens": 4, "temperature": 0}
 
         def ask(_: int) -> str:
-            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             return str(answer.json()["choices"][0]["text"])
 
         with ThreadPoolExecutor(8) as threads:
-            assert len({*threads.map(ask, range(then))}) == 1
-        told = settled(service)
+            assert len({*threads.map(ask, range(after_clients))}) == 1
+        metrics = wait_until_idle(service)
         service.engine._batch.check()
-        assert told["failed"] == 0
-        assert told["nbytes_held"] + told["nbytes_free"] <= told["max_bytes"]
-        assert threading.active_count() <= before[0] + 8  # asyncio keeps some of its own
+        assert metrics["failed"] == 0
+        assert metrics["nbytes_held"] + metrics["nbytes_free"] <= metrics["max_bytes"]
+        assert threading.active_count() <= before[0] + 8  # asyncio keeps some threads

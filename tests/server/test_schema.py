@@ -1,4 +1,4 @@
-"""What the OpenAPI page lets one ask, and what it does not, is answered as it says."""
+"""Test that requests inside and outside the OpenAPI schema are answered as it says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from server.conftest import served
+from server.conftest import serve_model
 
 schemathesis = pytest.importorskip("schemathesis")
 OPERATIONS = [
@@ -26,25 +26,30 @@ OPERATIONS = [
 
 
 @pytest.fixture(scope="module")
-def operations(inside: tuple[Any, Any]) -> Iterator[dict[str, Any]]:
-    with served(*inside, max_sequences=2, max_new_tokens=3, max_context=64) as (_, url):
+def operations(bundled_model: tuple[Any, Any]) -> Iterator[dict[str, Any]]:
+    with serve_model(*bundled_model, max_sequences=2, max_new_tokens=3, max_context=64) as (_, url):
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-        found = (one.ok() for one in schema.get_all_operations())
-        yield {one.label: one for one in found}
+        all_operations = (operation.ok() for operation in schema.get_all_operations())
+        yield {operation.label: operation for operation in all_operations}
 
 
-def test_all_are_asked(operations: dict[str, Any]) -> None:
+def test_all_operations_are_tested(operations: dict[str, Any]) -> None:
     assert sorted(operations) == sorted(OPERATIONS)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_answers_are_as_the_page_says(operations: dict[str, Any], name: str) -> None:
-    fits = schemathesis.checks.positive_data_acceptance  # a prompt the model: no schema tells
-    how: Any = {"max_examples": 10, "deadline": None, "phases": [Phase.explicit, Phase.generate]}
+def test_responses_match_the_schema(operations: dict[str, Any], name: str) -> None:
+    # a prompt the model refuses for reasons that no schema states
+    fits = schemathesis.checks.positive_data_acceptance
+    settings_: Any = {
+        "max_examples": 10,
+        "deadline": None,
+        "phases": [Phase.explicit, Phase.generate],
+    }
 
     @given(case=operations[name].as_strategy())
-    @settings(suppress_health_check=list(HealthCheck), **how)
-    def asked(case: Any) -> None:
+    @settings(suppress_health_check=list(HealthCheck), **settings_)
+    def check_case(case: Any) -> None:
         case.call_and_validate(excluded_checks=[fits])
 
-    asked()
+    check_case()

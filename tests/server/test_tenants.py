@@ -1,4 +1,4 @@
-"""What tenants see of a server: their own figures, and an admin those of all."""
+"""Test the figures that tenants see: their own, and for an admin those of all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import httpx2 as httpx
 import pytest
 
 from kvant.server import ApiKeys
-from server.conftest import served
-from server.test_server import PROMPT, settled
+from server.conftest import serve_model
+from server.test_server import PROMPT, wait_until_idle
 
 NAMES = ("first-key", "second-key", "admin-key")
 COUNTS = ("requests", "finished", "cancelled", "failed", "prompt_tokens", "cached_tokens")
@@ -31,50 +31,50 @@ def ask(url: str, key: str, **more: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
-def counts(told: dict[str, Any]) -> dict[str, int]:
-    return {name: told[name] for name in COUNTS}
+def read_counts(stats: dict[str, Any]) -> dict[str, int]:
+    return {name: stats[name] for name in COUNTS}
 
 
-def summed(url: str, service: Any) -> dict[str, int]:
-    """The figures of all tenants, once nobody is served and every end was counted."""
-    settled(service)
+def sum_tenants(url: str, service: Any) -> dict[str, int]:
+    """Return the figures of all tenants once the engine is idle and every end is counted."""
+    wait_until_idle(service)
     until = time.monotonic() + 30
-    while any(service._num_under_way.values()):
+    while any(service._num_choices.values()):
         assert time.monotonic() < until
         time.sleep(0.01)
-    tenants = [service.stats_of(service.keys.find_tenant(key)) for key in NAMES]
-    assert not any(one["running"] or one["waiting"] for one in tenants)
-    found = Counter[str]()
-    for one in tenants:
-        found.update(counts(one))
-    return {name: found[name] for name in COUNTS}
+    tenants = [service.tenant_stats(service.keys.find_tenant(key)) for key in NAMES]
+    assert not any(tenant["running"] or tenant["waiting"] for tenant in tenants)
+    totals = Counter[str]()
+    for tenant in tenants:
+        totals.update(read_counts(tenant))
+    return {name: totals[name] for name in COUNTS}
 
 
-def test_a_tenant_sees_its_own_figures(inside: tuple[Any, Any]) -> None:
+def test_tenant_sees_only_its_own_figures(bundled_model: tuple[Any, Any]) -> None:
     keys = ApiKeys(NAMES[:2], admins=NAMES[2:])
-    with served(*inside, keys=keys) as (service, url):
+    with serve_model(*bundled_model, keys=keys) as (service, url):
         usage = ask(url, "first-key", n=2, temperature=1).json()["usage"]
-        again = ask(url, "first-key").json()["usage"]
-        settled(service)
+        usage_ = ask(url, "first-key").json()["usage"]
+        wait_until_idle(service)
         first = get(url, "/v1/stats", "first-key").json()
         second = get(url, "/v1/stats", "second-key").json()
         whole = get(url, "/v1/stats", "admin-key").json()
-    cached = again["prompt_tokens_details"]["cached_tokens"]
+    cached = usage_["prompt_tokens_details"]["cached_tokens"]
     assert first["requests"] == first["finished"] == 2 and first["cached_tokens"] == cached > 0
-    assert first["prompt_tokens"] == usage["prompt_tokens"] + again["prompt_tokens"]
+    assert first["prompt_tokens"] == usage["prompt_tokens"] + usage_["prompt_tokens"]
     assert first["completion_tokens"] == 9
     assert first["model"] == second["model"] == "inside"
-    assert not any(counts(second).values())
-    assert counts(whole) == counts(first) and whole["nbytes_held"] > 0
+    assert not any(read_counts(second).values())
+    assert read_counts(whole) == read_counts(first) and whole["nbytes_held"] > 0
     assert not {"nbytes_held", "prefixes", "first_token_seconds"} & first.keys()
 
 
-def test_a_tenant_sees_who_of_it_is_served(inside: tuple[Any, Any]) -> None:
+def test_tenant_sees_its_running_requests(bundled_model: tuple[Any, Any]) -> None:
     keys = ApiKeys(NAMES[:2], admins=NAMES[2:])
     headers = {"Authorization": "Bearer first-key"}
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with (
-        served(*inside, keys=keys) as (_, url),
+        serve_model(*bundled_model, keys=keys) as (_, url),
         httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as reply,
     ):
         next(reply.iter_text())
@@ -85,63 +85,63 @@ def test_a_tenant_sees_who_of_it_is_served(inside: tuple[Any, Any]) -> None:
 
 
 def test_figures_of_tenants_add_up_to_the_totals(
-    inside: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    bundled_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever comes of a request: an end, a client that goes, a refusal, a failure."""
+    """Whatever the outcome of a request: an end, a disconnect, a refusal, a failure."""
     keys = ApiKeys(NAMES[:2], admins=NAMES[2:])
-    with served(*inside, keys=keys, max_sequences=2, max_waiting=64) as (service, url):
+    with serve_model(*bundled_model, keys=keys, max_sequences=2, max_waiting=64) as (service, url):
 
-        def gone(number: int) -> None:
+        def disconnect(number: int) -> None:
             headers = {"Authorization": f"Bearer {NAMES[number % 3]}"}
             body = {"prompt": PROMPT * (number + 1), "max_tokens": 300, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as reply:
                 if number % 2:
                     next(reply.iter_text())
 
-        def one(number: int) -> None:
+        def send_request(number: int) -> None:
             if number % 3 == 1:
-                gone(number)
+                disconnect(number)
             else:
                 more = {"n": 1 + number % 2, "temperature": 1, "seed": number}
                 ask(url, NAMES[number % 3], **more, max_tokens=number % 7 + 1)
 
         with ThreadPoolExecutor(6) as clients:
-            list(clients.map(one, range(18)))
+            list(clients.map(send_request, range(18)))
         assert ask(url, "first-key", prompt="").status_code == 400
-        assert summed(url, service) == counts(service.stats())
+        assert sum_tenants(url, service) == read_counts(service.stats())
         assert service.stats()["cancelled"] and service.stats()["cached_tokens"]
 
-        def fails(going: Any, logits: Any) -> list[Exception]:
-            return [ValueError("why")] * len(going)
+        def fails(loops: Any, logits: Any) -> list[Exception]:
+            return [ValueError("why")] * len(loops)
 
         monkeypatch.setattr("kvant.engine.engine.sample_tokens", fails)
         assert ask(url, "second-key").status_code == 500
-        told = summed(url, service)
-        assert told == counts(service.stats()) and told["failed"] == 1
+        totals = sum_tenants(url, service)
+        assert totals == read_counts(service.stats()) and totals["failed"] == 1
         assert len(service._tenants) == len(NAMES)
 
 
-def test_totals_are_for_an_admin(inside: tuple[Any, Any]) -> None:
-    with served(*inside, keys=ApiKeys(["first-key"], admins=["admin-key"])) as (_, url):
+def test_totals_need_an_admin_key(bundled_model: tuple[Any, Any]) -> None:
+    with serve_model(*bundled_model, keys=ApiKeys(["first-key"], admins=["admin-key"])) as (_, url):
         refused = get(url, "/metrics", "first-key")
         assert get(url, "/metrics", "admin-key").status_code == 200
-        assert ask(url, "admin-key").status_code == 200  # who is a tenant as well
+        assert ask(url, "admin-key").status_code == 200  # this admin is a tenant as well
     assert refused.status_code == 403
     error = refused.json()["error"]
-    assert "a line 'admin KEY' of --api-keys" in error["message"]
+    assert "a line 'admin KEY' to --api-keys" in error["message"]
     assert error["code"] == "insufficient_permissions"
 
 
-def test_keys_without_an_admin_show_totals_to_nobody(inside: tuple[Any, Any]) -> None:
-    with served(*inside, keys=ApiKeys(["first-key"])) as (_, url):
+def test_keys_without_an_admin_hide_totals(bundled_model: tuple[Any, Any]) -> None:
+    with serve_model(*bundled_model, keys=ApiKeys(["first-key"])) as (_, url):
         assert get(url, "/metrics", "first-key").status_code == 403
         assert "nbytes_held" not in get(url, "/v1/stats", "first-key").json()
 
 
-def test_replicas_know_the_admins() -> None:
-    """Ray sends keys to its replicas, each of which answers for itself."""
+def test_replicas_accept_admin_keys() -> None:
+    """Ray sends keys to its replicas, and each of them checks them."""
     keys = ApiKeys(NAMES[:2], "secret", NAMES[2:])
     sent = pickle.loads(pickle.dumps(keys))
-    told = [sent.is_admin(keys.find_tenant(key)) for key in NAMES]
-    assert told == [False, False, True]
+    flags = [sent.is_admin(keys.find_tenant(key)) for key in NAMES]
+    assert flags == [False, False, True]
     assert json.dumps(sorted(vars(sent)["_admins"])).count("admin-key") == 0

@@ -1,4 +1,4 @@
-"""When prompts are encoded: short ones at once, long ones in turn, too long ones in part."""
+"""Test when prompts are tokenized: short ones at once, long ones in turn, too long ones partly."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvant.server.tokenizer_pool import (
     TokenizerPool,
     count_characters,
 )
-from server.conftest import served
+from server.conftest import serve_model
 
 LONG = "a" * (MAX_SHORT_CHARACTERS + 1)
 
 
-def test_tenants_take_turns_with_long_prompts() -> None:
-    """Those of one do not wait for all of another's."""
+def test_tenants_alternate_with_long_prompts() -> None:
+    """Prompts of one tenant do not wait for all prompts of another."""
     order: list[str] = []
 
     async def main() -> None:
@@ -46,7 +46,7 @@ def test_tenants_take_turns_with_long_prompts() -> None:
     assert order == ["a1", "b1", "c1", "a3", "b2"]
 
 
-def test_a_turn_that_is_cancelled_as_it_comes_is_passed_on() -> None:
+def test_cancelled_turn_is_passed_on() -> None:
     async def main() -> list[Any]:
         queue, gate = TokenizerPool(), threading.Event()
         first = asyncio.create_task(queue.run(LONG, "", gate.wait))
@@ -63,12 +63,12 @@ def test_a_turn_that_is_cancelled_as_it_comes_is_passed_on() -> None:
     assert second == 2 or isinstance(second, asyncio.CancelledError)
 
 
-def test_long_prompts_that_wait_are_bounded_in_characters() -> None:
+def test_queued_long_prompts_are_bounded_in_characters() -> None:
     async def main() -> None:
         queue, gate = TokenizerPool(), threading.Event()
         first = asyncio.create_task(queue.run("a" * MAX_WAITING_CHARACTERS, "", gate.wait))
         await asyncio.sleep(0)
-        with pytest.raises(ServerBusy, match="too many long prompts wait"):
+        with pytest.raises(ServerBusy, match="too many long prompts are waiting"):
             await queue.run(LONG, "", lambda: None)
         assert await queue.run("short", "", lambda: "at once") == "at once"
         gate.set()
@@ -78,47 +78,53 @@ def test_long_prompts_that_wait_are_bounded_in_characters() -> None:
     asyncio.run(main())
 
 
-def test_the_characters_of_messages_are_those_of_all_their_fields() -> None:
+def test_characters_of_messages_count_all_their_fields() -> None:
     tools = [{"type": "function", "function": {"name": "f" * 100}}]
-    asked = Messages([{"role": "user", "content": "x" * 50}], tools)
-    assert 150 < count_characters(asked) < 250
+    messages = Messages([{"role": "user", "content": "x" * 50}], tools)
+    assert 150 < count_characters(messages) < 250
     assert count_characters("abc") == 3 and count_characters([1, 2, 3]) == 0
 
 
-def test_a_text_that_is_too_long_is_refused_by_its_front(inside: tuple[Any, Any]) -> None:
-    tokenizer, seen = inside[1], []
+def test_overlong_text_is_refused_by_its_start(bundled_model: tuple[Any, Any]) -> None:
+    tokenizer, calls = bundled_model[1], []
 
     class Counting:
-        def encode(self, text: str, **how: Any) -> list[int]:
-            seen.append(len(text))
-            return list(tokenizer.encode(text, **how))
+        def encode(self, text: str, **options: Any) -> list[int]:
+            calls.append(len(text))
+            return list(tokenizer.encode(text, **options))
 
     with pytest.raises(
         ContextError, match="a prompt of 2000000 characters: its first 8448 have 2048 tokens"
     ):
         encode_text(Counting(), "a " * 1_000_000, 2048)
-    assert sum(seen) < 20_000
+    assert sum(calls) < 20_000
     text = "import os\n" * 600
-    for most in (None, 10_000, len(tokenizer.encode(text)) + 1):
-        assert encode_text(Counting(), text, most) == tokenizer.encode(text)
+    for max_tokens in (None, 10_000, len(tokenizer.encode(text)) + 1):
+        assert encode_text(Counting(), text, max_tokens) == tokenizer.encode(text)
 
 
-def test_a_prompt_may_be_counted_that_is_longer_than_the_context(
+def test_prompt_longer_than_the_context_can_be_counted(
     running: tuple[Any, str],
 ) -> None:
     def count(prompt: str) -> httpx.Response:
         return httpx.post(f"{running[1]}/tokenize", json={"prompt": prompt}, timeout=60)
 
     assert count("a b " * 10_000).json()["count"] > 2 * 2048
-    found = count("a b " * 200_000)
-    assert found.status_code == 400 and "131072 tokens or more" in found.json()["error"]["message"]
+    num_tokens = count("a b " * 200_000)
+    assert (
+        num_tokens.status_code == 400
+        and "131072 tokens or more" in num_tokens.json()["error"]["message"]
+    )
 
 
-def test_a_short_request_is_never_behind_a_long_prompt(
-    inside: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+def test_short_request_never_queues_after_a_long_prompt(
+    bundled_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    with served(*inside, max_sequences=2) as (service, url), ThreadPoolExecutor(8) as threads:
+    with (
+        serve_model(*bundled_model, max_sequences=2) as (service, url),
+        ThreadPoolExecutor(8) as threads,
+    ):
         tokens_of = service.engine.encode_prompt
 
         def slow(prompt: Any, limit: int | None = None) -> list[int]:
@@ -136,6 +142,6 @@ def test_a_short_request_is_never_behind_a_long_prompt(
         assert ask("import os", max_tokens=1).status_code == 200
         assert ask("import os", "/tokenize").status_code == 200
         assert httpx.get(f"{url}/health").status_code == 200
-        assert not any(one.done() for one in long)
+        assert not any(future.done() for future in long)
         gate.set()
-        assert [one.result().status_code for one in long] == [400] * 6 + [200] * 2
+        assert [future.result().status_code for future in long] == [400] * 6 + [200] * 2

@@ -1,4 +1,4 @@
-"""Calls of tools, thoughts, and replies of a form, by OpenAI's own client."""
+"""Test tool calls, reasoning, and structured replies, with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from server.conftest import served
-from server.speaking import TEMPLATE, speaker
+from server.conftest import serve_model
+from server.speaking import TEMPLATE, make_speaker
 
 openai = pytest.importorskip("openai")
 
@@ -40,38 +40,40 @@ class City(BaseModel):
 
 
 @contextmanager
-def client_of(model: Any, tokenizer: Any) -> Iterator[Any]:
+def serve_client(model: Any, tokenizer: Any) -> Iterator[Any]:
     with (
-        served(model, tokenizer, max_sequences=4, max_bytes="64MiB", pack=False) as (_, url),
+        serve_model(model, tokenizer, max_sequences=4, max_bytes="64MiB", pack=False) as (_, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
 
 
 @pytest.fixture(scope="module")
-def speaking() -> Iterator[Any]:
-    """A model that thinks, says something, and calls a tool."""
-    with client_of(*speaker(*SPEECH)) as client:
+def speaking_client() -> Iterator[Any]:
+    """Return a model that reasons, says something, and calls a tool."""
+    with serve_client(*make_speaker(*SPEECH)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def free(inside: tuple[Any, Any]) -> Iterator[Any]:
-    """The model inside, which says anything, with a template that knows tools."""
+def free_client(bundled_model: tuple[Any, Any]) -> Iterator[Any]:
+    """Return the bundled model, which generates arbitrary text, with a template that supports
+    tools.
+    """
 
-    tokenizer = deepcopy(inside[1])
+    tokenizer = deepcopy(bundled_model[1])
     tokenizer.chat_template = TEMPLATE
-    with client_of(inside[0], tokenizer) as client:
+    with serve_client(bundled_model[0], tokenizer) as client:
         yield client
 
 
-def chat(client: Any, **given: Any) -> Any:
-    asked = {"model": "inside", "messages": ASKED, "temperature": 0, "max_tokens": 400}
-    return client.chat.completions.create(**asked | given)
+def send_chat(client: Any, **options: Any) -> Any:
+    body = {"model": "inside", "messages": ASKED, "temperature": 0, "max_tokens": 400}
+    return client.chat.completions.create(**body | options)
 
 
-def test_a_reply_is_thoughts_content_and_calls(speaking: Any) -> None:
-    (choice,) = chat(speaking, tools=TOOLS).choices
+def test_reply_is_split_into_reasoning_content_and_calls(speaking_client: Any) -> None:
+    (choice,) = send_chat(speaking_client, tools=TOOLS).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.reasoning_content == "It may rain."
     assert choice.message.content == "I look."
@@ -80,58 +82,58 @@ def test_a_reply_is_thoughts_content_and_calls(speaking: Any) -> None:
     assert json.loads(call.function.arguments) == {"city": "Rome"}
 
 
-def test_a_stream_has_the_same_parts(speaking: Any) -> None:
-    asked = {"model": "inside", "messages": ASKED, "temperature": 0, "tools": TOOLS}
-    with speaking.chat.completions.stream(**asked) as stream:
+def test_stream_has_the_same_parts(speaking_client: Any) -> None:
+    options = {"model": "inside", "messages": ASKED, "temperature": 0, "tools": TOOLS}
+    with speaking_client.chat.completions.stream(**options) as stream:
         events = list(stream)
         (choice,) = stream.get_final_completion().choices
     assert choice.message.content == "I look." and choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Rome"}
-    deltas = [one.chunk.choices[0].delta for one in events if one.type == "chunk"]
-    thought = [one.reasoning_content for one in deltas if hasattr(one, "reasoning_content")]
+    deltas = [event.chunk.choices[0].delta for event in events if event.type == "chunk"]
+    thought = [event.reasoning_content for event in deltas if hasattr(event, "reasoning_content")]
     assert thought == ["It may ", "rain."]
-    assert len([one.content for one in deltas if one.content]) == 2
+    assert len([event.content for event in deltas if event.content]) == 2
 
 
-def test_what_is_said_does_not_begin_with_empty_lines() -> None:
-    """Neither behind thoughts, nor where the prompt ended them."""
+def test_content_has_no_leading_empty_lines() -> None:
+    """Neither after reasoning, nor if the prompt closed it."""
     pieces = ("<think>\n", "Hm.", "\n</think>", "\n\n", "Yes.")
-    with client_of(*speaker(*pieces)) as client:
-        (choice,) = chat(client).choices
+    with serve_client(*make_speaker(*pieces)) as client:
+        (choice,) = send_chat(client).choices
         assert choice.message.content == "Yes."
         assert choice.message.reasoning_content.startswith("Hm.")
-    with client_of(*speaker("\n\n\n", "Yes.")) as client:
+    with serve_client(*make_speaker("\n\n\n", "Yes.")) as client:
         off = {"chat_template_kwargs": {"enable_thinking": False}}
-        assert chat(client, extra_body=off).choices[0].message.content == "Yes."
+        assert send_chat(client, extra_body=off).choices[0].message.content == "Yes."
 
 
-@pytest.mark.parametrize("told", ['{"name": "now"}', '{"name": "now", "arguments": {}}'])
-def test_a_call_may_have_no_arguments(told: str) -> None:
-    with client_of(*speaker("<tool_call>", told, "</tool_call>")) as client:
-        (call,) = chat(client, tools=TOOLS).choices[0].message.tool_calls
+@pytest.mark.parametrize("call_text", ['{"name": "now"}', '{"name": "now", "arguments": {}}'])
+def test_call_may_have_no_arguments(call_text: str) -> None:
+    with serve_client(*make_speaker("<tool_call>", call_text, "</tool_call>")) as client:
+        (call,) = send_chat(client, tools=TOOLS).choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("now", "{}")
 
 
-def test_without_tools_a_call_is_text(speaking: Any) -> None:
-    (choice,) = chat(speaking).choices
+def test_call_without_tools_is_text(speaking_client: Any) -> None:
+    (choice,) = send_chat(speaking_client).choices
     assert choice.message.content == f"I look.<tool_call>{CALL}</tool_call>"
     assert choice.message.tool_calls is None and choice.finish_reason == "stop"
-    (none,) = chat(speaking, tools=TOOLS, tool_choice="none").choices
+    (none,) = send_chat(speaking_client, tools=TOOLS, tool_choice="none").choices
     assert none.message.content == choice.message.content
 
 
-def test_a_call_that_is_cut_short_is_text(speaking: Any) -> None:
-    (choice,) = chat(speaking, tools=TOOLS, max_tokens=7).choices
+def test_truncated_call_is_text(speaking_client: Any) -> None:
+    (choice,) = send_chat(speaking_client, tools=TOOLS, max_tokens=7).choices
     assert choice.finish_reason == "length" and not choice.message.tool_calls
     assert choice.message.content == "I look.<tool_call>"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_cannot_be_read_is_text(stream: bool) -> None:
+def test_malformed_call_is_text(stream: bool) -> None:
     pieces = ("Well.", "<tool_call>", '{"name": weather', "</tool_call>", " Done.")
-    with client_of(*speaker(*pieces)) as client:
-        reply = chat(client, tools=TOOLS, stream=stream)
+    with serve_client(*make_speaker(*pieces)) as client:
+        reply = send_chat(client, tools=TOOLS, stream=stream)
         if stream:
             text = "".join(chunk.choices[0].delta.content or "" for chunk in reply)
         else:
@@ -140,12 +142,12 @@ def test_a_call_that_cannot_be_read_is_text(stream: bool) -> None:
 
 
 def test_several_calls_are_numbered() -> None:
-    one, two = CALL, CALL.replace("Rome", "Oslo")
-    pieces = ("<tool_call>", one, "</tool_call>\n<tool_call>", two, "</tool_call>")
-    with client_of(*speaker(*pieces)) as client:
-        whole = chat(client, tools=TOOLS).choices[0].message
-        chunks = [chunk.choices[0].delta for chunk in chat(client, tools=TOOLS, stream=True)]
-        single = chat(client, tools=TOOLS, parallel_tool_calls=False).choices[0].message
+    first, two = CALL, CALL.replace("Rome", "Oslo")
+    pieces = ("<tool_call>", first, "</tool_call>\n<tool_call>", two, "</tool_call>")
+    with serve_client(*make_speaker(*pieces)) as client:
+        whole = send_chat(client, tools=TOOLS).choices[0].message
+        chunks = [chunk.choices[0].delta for chunk in send_chat(client, tools=TOOLS, stream=True)]
+        single = send_chat(client, tools=TOOLS, parallel_tool_calls=False).choices[0].message
     cities = [json.loads(call.function.arguments)["city"] for call in whole.tool_calls]
     assert cities == ["Rome", "Oslo"] and whole.content is None
     assert len(single.tool_calls) == 1
@@ -153,94 +155,108 @@ def test_several_calls_are_numbered() -> None:
     assert places == [0, 1]
 
 
-def test_what_a_tool_gave_is_shown_to_the_model(speaking: Any) -> None:
-    """And messages as replies have them are taken back as they are."""
-    said = chat(speaking, tools=TOOLS).choices[0].message
-    call = said.tool_calls[0]
+def test_tool_result_is_shown_to_the_model(speaking_client: Any) -> None:
+    """Messages in the form of replies are accepted unchanged."""
+    message = send_chat(speaking_client, tools=TOOLS).choices[0].message
+    call = message.tool_calls[0]
     messages = [
         *ASKED,
-        said.model_dump(exclude_none=True),
+        message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "It rains."},
     ]
-    more = chat(speaking, messages=messages, tools=TOOLS)
-    alone = chat(speaking, tools=TOOLS)
-    shown = f"<|im_start|>assistant\nI look.<tool_call>{CALL}</tool_call><|im_end|>\n"
-    shown += "<|im_start|>tool\nIt rains.<|im_end|>\n"
+    more = send_chat(speaking_client, messages=messages, tools=TOOLS)
+    single = send_chat(speaking_client, tools=TOOLS)
+    expected_text = f"<|im_start|>assistant\nI look.<tool_call>{CALL}</tool_call><|im_end|>\n"
+    expected_text += "<|im_start|>tool\nIt rains.<|im_end|>\n"
     special = len("<|im_start|><|im_end|>") - 2  # each of these is one token
-    added = more.usage.prompt_tokens - alone.usage.prompt_tokens
-    assert added == len(shown) - 2 * special
+    added = more.usage.prompt_tokens - single.usage.prompt_tokens
+    assert added == len(expected_text) - 2 * special
 
 
-def test_messages_are_taken_as_clients_keep_them(speaking: Any) -> None:
-    asked = {"model": "inside", "messages": ASKED, "temperature": 0, "tools": TOOLS}
-    with speaking.chat.completions.stream(**asked) as stream:
-        said = stream.get_final_completion().choices[0].message
-    more = [*ASKED, said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "a"}]
-    assert chat(speaking, messages=more, tools=TOOLS).choices[0].message.content == "I look."
-    deep = said.model_dump(exclude_none=True)
+def test_messages_are_accepted_in_the_form_clients_store(speaking_client: Any) -> None:
+    options = {"model": "inside", "messages": ASKED, "temperature": 0, "tools": TOOLS}
+    with speaking_client.chat.completions.stream(**options) as stream:
+        message = stream.get_final_completion().choices[0].message
+    more = [
+        *ASKED,
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a"},
+    ]
+    assert (
+        send_chat(speaking_client, messages=more, tools=TOOLS).choices[0].message.content
+        == "I look."
+    )
+    deep = message.model_dump(exclude_none=True)
     deep["tool_calls"][0]["function"]["arguments"] = "[" * 100_000
     with pytest.raises(openai.BadRequestError, match="context"):
-        chat(speaking, messages=[*ASKED, deep], tools=TOOLS)
+        send_chat(speaking_client, messages=[*ASKED, deep], tools=TOOLS)
 
 
-def test_options_reach_the_template(speaking: Any) -> None:
-    """It begins the reply itself: thoughts that are closed already are none of the reply."""
+def test_options_reach_the_template(speaking_client: Any) -> None:
+    """The template opens the reply: reasoning that is already closed is not part of it."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    more = chat(speaking, extra_body=off).usage.prompt_tokens - chat(speaking).usage.prompt_tokens
+    more = (
+        send_chat(speaking_client, extra_body=off).usage.prompt_tokens
+        - send_chat(speaking_client).usage.prompt_tokens
+    )
     assert more == len("<think>\n\n</think>\n\n")
-    with pytest.raises(openai.BadRequestError, match="'tokenize' is no option"):
-        chat(speaking, extra_body={"chat_template_kwargs": {"tokenize": True}})
+    with pytest.raises(openai.BadRequestError, match="'tokenize' is not an option"):
+        send_chat(speaking_client, extra_body={"chat_template_kwargs": {"tokenize": True}})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_can_be_forced(free: Any, stream: bool) -> None:
-    """Whatever the model would rather say, and however it writes calls itself."""
-    one: Any = {"type": "function", "function": {"name": "weather"}}
-    for choice, names in ((one, {"weather"}), ("required", {"weather", "now"})):
+def test_tool_can_be_forced(free_client: Any, stream: bool) -> None:
+    """Whatever the model prefers, and whatever its own call syntax is."""
+    function: Any = {"type": "function", "function": {"name": "weather"}}
+    for choice, names in ((function, {"weather"}), ("required", {"weather", "now"})):
         for seed in range(3):
-            asked = {"tools": TOOLS, "tool_choice": choice, "temperature": 1, "seed": seed}
+            options = {"tools": TOOLS, "tool_choice": choice, "temperature": 1, "seed": seed}
             if stream:
-                given = {"model": "inside", "messages": ASKED, "max_tokens": 400}
-                with free.chat.completions.stream(**given, **asked) as events:
-                    (found,) = events.get_final_completion().choices
+                options_ = {"model": "inside", "messages": ASKED, "max_tokens": 400}
+                with free_client.chat.completions.stream(**options_, **options) as events:
+                    (choice_,) = events.get_final_completion().choices
             else:
-                (found,) = chat(free, **asked).choices
-            assert found.finish_reason == "tool_calls" and not found.message.content
-            assert choice == "required" or len(found.message.tool_calls) == 1
-            for call in found.message.tool_calls:
+                (choice_,) = send_chat(free_client, **options).choices
+            assert choice_.finish_reason == "tool_calls" and not choice_.message.content
+            assert choice == "required" or len(choice_.message.tool_calls) == 1
+            for call in choice_.message.tool_calls:
                 arguments = json.loads(call.function.arguments)
                 assert call.function.name in names
                 assert call.function.name == "now" or arguments["city"] in ("Rome", "Oslo")
 
 
-def test_one_call_where_several_are_not_wanted(free: Any) -> None:
+def test_parallel_calls_can_be_disabled(free_client: Any) -> None:
     for seed in range(4):
-        asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
-        (found,) = chat(free, **asked, temperature=1.5, seed=seed).choices
-        assert len(found.message.tool_calls) == 1
+        options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        (choice,) = send_chat(free_client, **options, temperature=1.5, seed=seed).choices
+        assert len(choice.message.tool_calls) == 1
 
 
-def test_a_reply_of_a_schema_is_parsed(free: Any) -> None:
-    asked = {"model": "inside", "messages": ASKED, "temperature": 1, "max_tokens": 200}
+def test_schema_reply_is_parsed(free_client: Any) -> None:
+    options = {"model": "inside", "messages": ASKED, "temperature": 1, "max_tokens": 200}
     for seed in range(3):
-        reply = free.chat.completions.parse(**asked, seed=seed, response_format=City)
+        reply = free_client.chat.completions.parse(**options, seed=seed, response_format=City)
         assert isinstance(reply.choices[0].message.parsed, City)
-    reply = free.responses.parse(model="inside", input="A city?", text_format=City)
+    reply = free_client.responses.parse(model="inside", input="A city?", text_format=City)
     assert isinstance(reply.output_parsed, City)
 
 
-def test_any_json_object(free: Any) -> None:
-    told = chat(free, response_format={"type": "json_object"}, max_tokens=400).choices[0]
-    assert told.message.content.startswith("{")
-    if told.finish_reason == "stop":
-        json.loads(told.message.content)
+def test_json_object_mode(free_client: Any) -> None:
+    content = send_chat(
+        free_client, response_format={"type": "json_object"}, max_tokens=400
+    ).choices[0]
+    assert content.message.content.startswith("{")
+    if content.finish_reason == "stop":
+        json.loads(content.message.content)
 
 
 # ---- /v1/responses
 
 
-def test_a_response_has_items(speaking: Any) -> None:
-    reply = speaking.responses.create(model="inside", input="How?", tools=FLAT, temperature=0)
+def test_a_response_has_items(speaking_client: Any) -> None:
+    reply = speaking_client.responses.create(
+        model="inside", input="How?", tools=FLAT, temperature=0
+    )
     assert [item.type for item in reply.output] == ["reasoning", "message", "function_call"]
     thought, message, call = reply.output
     assert thought.content[0].text == "It may rain." and reply.output_text == "I look."
@@ -251,9 +267,9 @@ def test_a_response_has_items(speaking: Any) -> None:
     assert reply.usage.output_tokens_details.reasoning_tokens == 2
 
 
-def test_a_response_as_events(speaking: Any) -> None:
-    asked = {"model": "inside", "input": "How?", "tools": FLAT, "temperature": 0}
-    with speaking.responses.stream(**asked) as stream:
+def test_a_response_as_events(speaking_client: Any) -> None:
+    options = {"model": "inside", "input": "How?", "tools": FLAT, "temperature": 0}
+    with speaking_client.responses.stream(**options) as stream:
         events = list(stream)
         final = stream.get_final_response()
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -271,31 +287,31 @@ def test_a_response_as_events(speaking: Any) -> None:
         "completed",
     ]
     assert final.output_text == "I look."
-    assert [one.type for one in final.output] == ["reasoning", "message", "function_call"]
+    assert [output.type for output in final.output] == ["reasoning", "message", "function_call"]
 
 
-def test_a_response_is_taken_back(speaking: Any) -> None:
-    """With what the function gave, and with instructions."""
-    asked = {"model": "inside", "tools": FLAT, "temperature": 0}
-    first = speaking.responses.create(input="How?", **asked)
+def test_response_can_be_deleted(speaking_client: Any) -> None:
+    """With the result of the function, and with instructions."""
+    options = {"model": "inside", "tools": FLAT, "temperature": 0}
+    first = speaking_client.responses.create(input="How?", **options)
     call = next(item for item in first.output if item.type == "function_call")
     items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "How?"}]}]
     items += [item.model_dump(exclude_none=True) for item in first.output]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "Rain."})
-    more = speaking.responses.create(input=items, instructions="Be short.", **asked)
+    more = speaking_client.responses.create(input=items, instructions="Be short.", **options)
     assert more.output_text == "I look." and more.instructions == "Be short."
     assert more.usage.input_tokens > first.usage.input_tokens
 
 
-def test_a_response_that_is_cut_says_so(speaking: Any) -> None:
-    asked = {"model": "inside", "input": "How?", "temperature": 0, "max_output_tokens": 5}
-    reply = speaking.responses.create(**asked)
+def test_truncated_response_is_marked_incomplete(speaking_client: Any) -> None:
+    options = {"model": "inside", "input": "How?", "temperature": 0, "max_output_tokens": 5}
+    reply = speaking_client.responses.create(**options)
     assert reply.status == "incomplete" and reply.incomplete_details.reason == "max_output_tokens"
-    last = list(speaking.responses.create(**asked, stream=True))[-1]
+    last = list(speaking_client.responses.create(**options, stream=True))[-1]
     assert last.type == "response.incomplete" and last.response.output_text == "I "
 
 
-# ---- what is refused
+# ---- refusals
 
 BAD: list[tuple[str, Any, str]] = [
     ("unknown schema", {"response_format": {"type": "json_schema"}}, "json_schema"),
@@ -315,7 +331,7 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "both",
         {"tools": TOOLS, "response_format": {"type": "json_object"}},
-        "response_format beside tools",
+        "response_format with tools",
     ),
     ("tool", {"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
     ("nothing", {"messages": [{"role": "user", "content": None}]}, "content"),
@@ -328,7 +344,7 @@ BAD: list[tuple[str, Any, str]] = [
                 "json_schema": {"name": "a", "schema": {"enum": ["x" * 70_000]}},
             }
         },
-        "65536 at most",
+        "at most 65536",
     ),
     (
         "end",
@@ -338,18 +354,20 @@ BAD: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "why"), [one[1:] for one in BAD], ids=[one[0] for one in BAD])
-def test_what_is_wrong_is_said(free: Any, given: Any, why: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=why):
-        chat(free, **given)
+@pytest.mark.parametrize(
+    ("options", "message"), [entry[1:] for entry in BAD], ids=[entry[0] for entry in BAD]
+)
+def test_invalid_requests_are_explained(free_client: Any, options: Any, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        send_chat(free_client, **options)
 
 
 def test_a_model_without_a_template_has_no_tools(running: tuple[Any, str]) -> None:
     with openai.OpenAI(base_url=f"{running[1]}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="tools for a tokenizer without a chat"):
-            chat(client, tools=TOOLS)
+            send_chat(client, tools=TOOLS)
         with pytest.raises(openai.BadRequestError, match="without a chat template"):
-            chat(client, tools=TOOLS, tool_choice="required")
+            send_chat(client, tools=TOOLS, tool_choice="required")
         with pytest.raises(openai.BadRequestError, match="input"):
             client.responses.create(model="inside", input=[])
         with pytest.raises(openai.BadRequestError, match="400 - tool_choice: there are no"):

@@ -1,4 +1,4 @@
-"""Specs as JSON: every spec comes back, and nothing but a spec comes out of a damaged header."""
+"""Test specs as JSON: every spec round-trips, and a corrupt header gives a spec or an error."""
 
 import json
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from kvant.spec import from_json, parse, to_json
 
 @dataclass(frozen=True)
 class Toy:
-    """A codec from elsewhere, with a field of every kind that a header can hold."""
+    """A custom codec, with a field of every type that a header can hold."""
 
-    name: ClassVar[str] = "toy"
+    name: ClassVar[str] = "toy_codec"
     frame: Frame = field(default_factory=Identity)
     level: int | None = None
     factor: float = 0.5
@@ -34,12 +34,12 @@ class Toy:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CODECS, "toy", Toy)
+def toy_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "toy_codec", Toy)
 
 
-@pytest.mark.usefixtures("toy")
-def test_a_codec_from_elsewhere_comes_back() -> None:
+@pytest.mark.usefixtures("toy_codec")
+def test_custom_codec_round_trips() -> None:
     spec = CacheSpec((LayerSpec(Toy(Rotation(3), 7, 1.5, False, "b", ()), Toy(), KeepAll()),))
     assert from_json(to_json(spec)) == spec
 
@@ -54,7 +54,7 @@ def test_a_codec_from_elsewhere_comes_back() -> None:
         ),
     ],
 )
-def test_what_a_header_could_not_hold_is_not_written(layer: LayerSpec, message: str) -> None:
+def test_values_a_header_cannot_hold_are_not_written(layer: LayerSpec, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         to_json(CacheSpec((layer,)))
 
@@ -109,26 +109,26 @@ groups = st.builds(
 )
 recipes = st.one_of(attention, recurrent, groups)
 specs = st.builds(
-    lambda own, shared: CacheSpec((*own, *(SharedSpec(0) for _ in range(shared)))),
+    lambda first_specs, shared: CacheSpec((*first_specs, *(SharedSpec(0) for _ in range(shared)))),
     st.lists(recipes, min_size=1, max_size=3),
     st.integers(0, 2),
 )
 
 
 @given(specs)
-def test_json_gives_the_same_spec_back(spec: CacheSpec) -> None:
+def test_json_round_trips(spec: CacheSpec) -> None:
     text = to_json(spec)
     assert from_json(text) == spec
     assert to_json(from_json(text)) == text
 
 
 @pytest.mark.parametrize("text", ["affine8,select=12%", "raw,select=7:0"])
-def test_a_text_has_one_form_in_json(text: str) -> None:
+def test_spec_text_has_one_json_form(text: str) -> None:
     spec = parse(text, 3)
     assert to_json(from_json(to_json(spec))) == to_json(spec)
 
 
-def test_more_pages_than_can_be_counted_are_refused() -> None:
+def test_page_counts_beyond_the_limit_are_refused() -> None:
     text = to_json(parse("affine8,select=7:0", 1)).replace('"pages":7', f'"pages":{10**30}')
     with pytest.raises(SpecError, match=r"select\.pages is 10"):
         from_json(text)
@@ -143,14 +143,14 @@ junk = st.recursive(
 
 
 def places(value: object) -> list[tuple[object, object]]:
-    """Every (container, key) in a JSON value."""
+    """Yield every (container, key) of a JSON value."""
     if not isinstance(value, dict | list):
         return []
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
 
 
-def read(text: str) -> None:
+def read_header(text: str) -> None:
     try:
         spec = from_json(text)
     except SpecError as error:
@@ -174,14 +174,18 @@ def test_an_edited_header_is_a_spec_or_a_spec_error(spec: CacheSpec, data: st.Da
             holder[key] = json.loads(json.dumps(other[name]))
         else:
             holder[key] = data.draw(junk)
-    read(json.dumps(root["spec"]))
+    read_header(json.dumps(root["spec"]))
 
 
 @given(specs, st.data())
 def test_damaged_text_is_a_spec_or_a_spec_error(spec: CacheSpec, data: st.DataObject) -> None:
     text = to_json(spec)
-    at = data.draw(st.integers(0, len(text)))
-    read(text[:at] + data.draw(st.text(max_size=3)) + text[at + data.draw(st.integers(0, 3)) :])
+    position = data.draw(st.integers(0, len(text)))
+    read_header(
+        text[:position]
+        + data.draw(st.text(max_size=3))
+        + text[position + data.draw(st.integers(0, 3)) :]
+    )
 
 
 OLD = (
@@ -192,7 +196,7 @@ OLD = (
 
 
 @pytest.mark.parametrize("text", [OLD, OLD.replace(',"sinks":0', "")])
-def test_a_window_in_a_header_of_before_has_no_sinks(text: str) -> None:
+def test_window_in_an_old_header_has_no_sinks(text: str) -> None:
     spec = from_json(text)
     assert spec == CacheSpec((LayerSpec(Raw(), Raw(), Window(64)),))
     assert to_json(spec) == OLD, "so stores find what is named by it"
@@ -210,12 +214,12 @@ HEADER = to_json(parse("turbo4,window=64,sinks=0", 1))
         ('"window","window"', '"rotation","window"', "retention.name is 'rotation'"),
         ('"attention"', '"attntion"', "nearest: attention"),
         ('"page":64', '"pag":64', "spec.layers[0] has the key 'pag'; allowed: keys, values"),
-        ('"page":64', '"page":64,"page":64', "a key comes twice"),
+        ('"page":64', '"page":64,"page":64', "a key occurs twice"),
         ('"page":64', '"page":true', "page is True; allowed: a whole number"),
         ('"page":64', '"page":64.0', "page is 64.0; allowed: a whole number"),
         ('"page":64', '"page":"64"', "page is '64'; allowed: a whole number"),
         ('"page":64', '"page":0', "layers[0].page is 0; allowed: 1 to 2147483647"),
-        ('"page":64', '"page":NaN', "NaN is no number"),
+        ('"page":64', '"page":NaN', "NaN is not a number"),
         ('"bits":4', '"bits":7', "bits is 7"),
         ('"bits":4', '"bits":null', "bits is None"),
         ('"dtype":null', '"dtype":"int8"', "allowed: one of float32, bfloat16"),
@@ -225,7 +229,7 @@ HEADER = to_json(parse("turbo4,window=64,sinks=0", 1))
         ("]}", "", "cannot be read as JSON"),
     ],
 )
-def test_a_wrong_header_says_where(old: str, new: str, message: str) -> None:
+def test_invalid_header_names_the_position(old: str, new: str, message: str) -> None:
     assert old in HEADER
     with pytest.raises(SpecError) as caught:
         from_json(HEADER.replace(old, new, 1))
@@ -233,7 +237,7 @@ def test_a_wrong_header_says_where(old: str, new: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["1e999", "true", '"1"', "1" + "0" * 400, str(2**53 + 1)])
-def test_a_scale_is_a_float_that_comes_back(value: str) -> None:
+def test_scale_is_a_float_that_round_trips(value: str) -> None:
     spec = CacheSpec((LayerSpec(Affine(4, 32, Diagonal(((0.5,),))), Raw(), KeepAll()),))
     text = to_json(spec)
     assert from_json(text.replace("0.5", "2")).layers[0].keys.frame == Diagonal(((2.0,),))
@@ -242,18 +246,18 @@ def test_a_scale_is_a_float_that_comes_back(value: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [100, 400, 5_000, 200_000])
-def test_deep_nesting_is_no_way_in(depth: int) -> None:
+def test_deep_nesting_is_refused(depth: int) -> None:
     deep = '{"name":"product","frames":[' * depth + "]}" * depth
     for text in ("[" * depth, HEADER.replace('{"name":"rotation","seed":0}', deep)):
-        read(text)
+        read_header(text)
 
 
-def test_a_key_that_an_older_header_lacks_has_its_default() -> None:
+def test_key_missing_in_an_old_header_has_its_default() -> None:
     assert from_json(HEADER.replace('"slack":16,', "")) == from_json(HEADER)
 
 
-def test_affine_codecs_of_an_older_header_are_corrected_from_now_on() -> None:
-    """How scales were found is no matter to who opens the pages; new ones are sealed as usual."""
+def test_affine_codecs_of_an_old_header_become_corrected() -> None:
+    """Decoding does not depend on how scales were computed; new pages are sealed as usual."""
     spec = parse("affine4", 1)
     text = to_json(spec)
     older = text.replace(',"corrected":true', "")

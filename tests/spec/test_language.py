@@ -1,4 +1,4 @@
-"""The spec language: what is read, what is refused and how."""
+"""Test the spec language: accepted specs, refused specs and their errors."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,14 +17,14 @@ from kvant.retention import KeepAll, Window
 from kvant.spec import as_spec, describe_spec, from_json, parse, split_specs, to_json
 
 
-def first(text: str) -> LayerSpec:
+def parse_first(text: str) -> LayerSpec:
     layer = parse(text, 4).layers[0]
     assert isinstance(layer, LayerSpec)
     return layer
 
 
-def shape(codec) -> str:
-    """A codec in short: affine4/32, codebook3, raw; with an r where rows are rotated."""
+def describe_codec(codec) -> str:
+    """Return a short form of a codec: affine4/32, codebook3, raw; with an r if rows are rotated."""
     rotated = "r" if isinstance(codec.frame, Rotation) else ""
     group = f"/{codec.group}" if hasattr(codec, "group") else ""
     return f"{codec.name}{getattr(codec, 'bits', '')}{group}{rotated}"
@@ -69,8 +69,8 @@ FORMATS = {
 
 @pytest.mark.parametrize(("text", "sides"), FORMATS.items())
 def test_a_format_names_the_codec_of_each_side(text: str, sides: tuple[str, str]) -> None:
-    layer = first(text)
-    assert (shape(layer.keys), shape(layer.values)) == sides
+    layer = parse_first(text)
+    assert (describe_codec(layer.keys), describe_codec(layer.values)) == sides
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_format_names_the_codec_of_each_side(text: str, sides: tuple[str, str]
         ("affine4", None),
     ],
 )
-def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | None) -> None:
-    assert first(text).dtype == dtype
+def test_aliases_set_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | None) -> None:
+    assert parse_first(text).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | Non
     [
         ("window=4096", "retention", Window(4096, 4)),
         ("window=4096,sinks=0", "retention", Window(4096, 0)),
-        ("window=2,sinks=4", "retention", Window(2, 4)),  # more sinks than window is a fine rule
+        ("window=2,sinks=4", "retention", Window(2, 4)),  # more sinks than window is valid
         ("sinks=4", "retention", KeepAll(4)),
         ("tail=0", "tail", 0),
         ("tail=128", "tail", 128),
@@ -107,16 +107,14 @@ def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | Non
     ],
 )
 def test_an_option_sets_its_field(option: str, field: str, value: object) -> None:
-    assert getattr(first(f"affine4,{option}"), field) == value
+    assert getattr(parse_first(f"affine4,{option}"), field) == value
 
 
 @pytest.mark.parametrize(
     ("text", "codec", "bits_a_value"), [("q8_0", Affine(8, 32), 9), ("q4_0", Affine(4, 32), 5)]
 )
-def test_the_words_of_llama_cpp_mean_groups_of_32(
-    text: str, codec: Affine, bits_a_value: int
-) -> None:
-    """The same groups, and a bias beside each scale: half a bit a value more than there."""
+def test_llama_cpp_names_mean_groups_of_32(text: str, codec: Affine, bits_a_value: int) -> None:
+    """The same groups, plus a bias per scale: half a bit per value more than there."""
     assert parse(text, 2).layers == (LayerSpec(codec, codec, KeepAll()),) * 2
     fields = codec.fields(128).values()
     assert sum(8 * field.dtype.itemsize * field.width for field in fields) == 128 * bits_a_value
@@ -136,22 +134,22 @@ def test_the_words_of_llama_cpp_mean_groups_of_32(
         ("affine8/turbo2", "affine8/turbo2"),
     ],
 )
-def test_words_say_how_many_sinks_there_are(text: str, expected: str) -> None:
+def test_options_set_the_number_of_sinks(text: str, expected: str) -> None:
     assert describe_spec(parse(text, 3)) == expected
     assert parse(expected, 3) == parse(text, 3)
 
 
-def test_a_recipe_built_by_hand_has_the_sinks_that_it_names() -> None:
+def test_recipe_built_by_hand_has_the_sinks_it_names() -> None:
     layer = LayerSpec(Raw(), Raw(), Window(8))
     assert as_spec(layer, 1).layers == (layer,) and layer.retention.sinks == 0
     assert describe_spec(as_spec(layer, 1)) == "raw,window=8,sinks=0"
 
 
-def test_what_is_not_said_stays_as_the_contract_has_it() -> None:
+def test_omitted_options_keep_their_defaults() -> None:
     assert parse("affine4", 2).layers == (LayerSpec(Affine(4, 32), Affine(4, 32), KeepAll()),) * 2
 
 
-def test_order_of_options_and_space_around_commas_do_not_matter() -> None:
+def test_option_order_and_spaces_do_not_matter() -> None:
     assert parse(" affine4 , sinks=4,\twindow=64 ", 2) == parse("affine4,window=64,sinks=4", 2)
 
 
@@ -176,23 +174,27 @@ def test_edge_layers_keep_the_other_options() -> None:
     assert (edge.retention, edge.page) == (main.retention, main.page) == (Window(64, 4), 128)
 
 
-def seeds(text: str, num_layers: int = 8) -> list[int]:
+def list_seeds(text: str, num_layers: int = 8) -> list[int]:
     layers = parse(text, num_layers).layers
     return [side.frame.seed for layer in layers for side in (layer.keys, layer.values)]
 
 
-def test_keys_values_and_layers_are_rotated_apart() -> None:
-    both = seeds("turbo4") + seeds("turbo4,seed=1") + seeds("affine4,rotate,seed=2147483647")
-    assert len(set(both)) == len(both) == 48
-    assert all(0 <= seed < 2**53 for seed in both)
+def test_keys_values_and_layers_have_different_rotations() -> None:
+    all_seeds = (
+        list_seeds("turbo4")
+        + list_seeds("turbo4,seed=1")
+        + list_seeds("affine4,rotate,seed=2147483647")
+    )
+    assert len(set(all_seeds)) == len(all_seeds) == 48
+    assert all(0 <= seed < 2**53 for seed in all_seeds)
 
 
-def test_seeds_depend_on_the_layer_and_not_on_how_many_there_are() -> None:
-    assert seeds("turbo4", 8)[:6] == seeds("affine4,rotate", 3)
-    assert seeds("turbo4,seed=0") == seeds("turbo4")
+def test_seeds_depend_on_the_layer_and_not_on_the_layer_count() -> None:
+    assert list_seeds("turbo4", 8)[:6] == list_seeds("affine4,rotate", 3)
+    assert list_seeds("turbo4,seed=0") == list_seeds("turbo4")
 
 
-# What is refused: the text, what the message must show of it, and the way out it must offer.
+# Refused specs: the text, and the parts that the message must contain.
 REFUSED = [
     ("", "format ''", "nearest: raw"),
     ("affine7", "'affine7'", "nearest: affine8"),
@@ -304,7 +306,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "read", "way_out"), REFUSED)
-def test_a_refusal_says_what_was_read_and_the_way_out(text: str, read: str, way_out: str) -> None:
+def test_error_quotes_the_input_and_the_way_out(text: str, read: str, way_out: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse(text, 4)
     message = str(caught.value)
@@ -325,13 +327,13 @@ def test_any_text_is_a_spec_or_a_spec_error(text: str) -> None:
     assert from_json(to_json(spec)) == spec
 
 
-def test_no_layers_is_refused() -> None:
+def test_empty_layer_list_is_refused() -> None:
     with pytest.raises(SpecError, match="num_layers=0"):
         parse("raw", 0)
 
 
 def test_as_spec_takes_text_a_recipe_or_all_recipes() -> None:
-    layer = first("affine4,window=64")
+    layer = parse_first("affine4,window=64")
     whole = CacheSpec((layer,) * 3)
     assert as_spec("affine4,window=64", 3) == as_spec(layer, 3) == as_spec(whole, 3) == whole
 
@@ -343,14 +345,14 @@ def test_as_spec_takes_text_a_recipe_or_all_recipes() -> None:
         (CacheSpec((SharedSpec(0), RecurrentSpec(), RecurrentSpec())), r"layers\[0\].layer is 0"),
         (CacheSpec((RecurrentSpec(), SharedSpec(5), RecurrentSpec())), "nearest: 0"),
         (CacheSpec((1, 2, 3)), r"layers\[0\] is 1"),  # type: ignore[arg-type]
-        (None, "None is no spec"),
+        (None, "None is not a spec"),
         (LayerSpec(Raw(), Raw(), KeepAll(), page=0), "page is 0; allowed: 1 to"),
         (LayerSpec(Raw(), Raw(), KeepAll(), tail=-1), "tail is -1; allowed: 0 to"),
         (LayerSpec(Raw(), Raw(), Window(2**40)), "retention.window is"),
         (CacheSpec((GroupSpec(()),) * 3), r"parts is \[\]"),
     ],
 )
-def test_as_spec_checks_what_was_built_by_hand(spec, message: str) -> None:
+def test_as_spec_validates_handmade_recipes(spec, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         as_spec(spec, 3)
 
@@ -360,10 +362,10 @@ class Toy:
     frame: ClassVar[Frame] = Identity()
 
 
-def test_a_codec_from_elsewhere_is_a_format_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_codec_is_a_format_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, "toy", Toy)
-    assert (first("toy").keys, first("toy/affine8").keys) == (Toy(), Toy())
-    assert isinstance(first("raw,edge=1:toy").values, Toy)
+    assert (parse_first("toy").keys, parse_first("toy/affine8").keys) == (Toy(), Toy())
+    assert isinstance(parse_first("raw,edge=1:toy").values, Toy)
     with pytest.raises(SpecError, match=r"f32, toy; nearest: toy"):
         parse("toyy", 1)
 
@@ -380,5 +382,5 @@ def test_a_codec_from_elsewhere_is_a_format_at_once(monkeypatch: pytest.MonkeyPa
         ("affine8,edge=2:turbo4,raw/affine4", ["affine8,edge=2:turbo4", "raw/affine4"]),
     ],
 )
-def test_specs_are_told_from_their_options(text: str, specs: list[str]) -> None:
+def test_specs_and_options_are_told_apart(text: str, specs: list[str]) -> None:
     assert split_specs(text) == specs

@@ -1,4 +1,4 @@
-"""Servers that the tests of a file share, and every kind of store."""
+"""Servers shared by the tests of a file, and every type of store."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def s3() -> Iterator[Server]:
 
 @pytest.fixture(params=KINDS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The name of a store of each kind."""
-    kind = request.param
-    if kind == "folder":
+    """Return the URL of a store of each type."""
+    store_type = request.param
+    if store_type == "folder":
         return str(tmp_path / "store")
-    if kind == "memory":
+    if store_type == "memory":
         pytest.importorskip("obstore", reason="obstore is not installed: the extra `object`")
         return "memory://"
-    server: Server = request.getfixturevalue("redis" if kind == "unix" else kind)
-    return f"unix://:{QUOTED}@{server.socket}" if kind == "unix" else server.url
+    server: Server = request.getfixturevalue("redis" if store_type == "unix" else store_type)
+    return f"unix://:{QUOTED}@{server.socket}" if store_type == "unix" else server.url
 
 
 @pytest.fixture

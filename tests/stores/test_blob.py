@@ -1,4 +1,4 @@
-"""Bytes of a store are what was written, or they are refused."""
+"""Test that bytes of a store are those written, or are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvant.stores.blob import HEAD, MAGIC, _align, _compute_checksum
 SECRETS = (None, b"known to all who share the store", b"k" * 100)
 
 
-def small() -> Blob:
+def make_blob() -> Blob:
     rows = torch.arange(24, dtype=torch.float32).view(4, 2, 3)
     fields = {
         "0/keys.open": rows.to(torch.bfloat16),
@@ -25,28 +25,30 @@ def small() -> Blob:
         "0/numbers": torch.tensor([[-3, 3, 0, 0, 0, 0]]),
         "0/scale": torch.tensor(0.5),
     }
-    told = {"model": "llama", "spec": "raw"}
-    held = BlobPayload.from_fields(fields)
-    return Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), held, {"n": 5}, 3, told)
+    metadata = {"model": "llama", "spec": "raw"}
+    payload = BlobPayload.from_fields(fields)
+    return Blob(
+        "ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), payload, {"n": 5}, 3, metadata
+    )
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_round_trip(secret: bytes | None, kind: Callable[[Any], Any]) -> None:
-    blob = small()
-    again = parse_blob(kind(pack_blob(blob, secret)), secret)
-    fields = again.payload.fields
+@pytest.mark.parametrize("buffer_type", [bytes, bytearray])
+def test_round_trip(secret: bytes | None, buffer_type: Callable[[Any], Any]) -> None:
+    blob = make_blob()
+    parsed = parse_blob(buffer_type(pack_blob(blob, secret)), secret)
+    fields = parsed.payload.fields
     assert fields.keys() == blob.payload.fields.keys()
     for name, tensor in blob.payload.fields.items():
         assert torch.equal(fields[name], tensor), name
         assert fields[name].dtype == tensor.dtype
     for name in ("page", "part", "parent_page", "tokens", "numbers", "num_prefilled", "metadata"):
-        assert getattr(again, name) == getattr(blob, name)
+        assert getattr(parsed, name) == getattr(blob, name)
 
 
 @pytest.mark.parametrize("secret", SECRETS[:2])
-def test_every_byte_that_is_another_one_is_seen(secret: bytes | None) -> None:
-    data = pack_blob(small(), secret)
+def test_every_changed_byte_is_detected(secret: bytes | None) -> None:
+    data = pack_blob(make_blob(), secret)
     for place in range(len(data)):
         for flip in (0x01, 0x80, 0xFF):
             wrong = bytearray(data)
@@ -56,8 +58,8 @@ def test_every_byte_that_is_another_one_is_seen(secret: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("secret", SECRETS[:2])
-def test_every_beginning_is_refused(secret: bytes | None) -> None:
-    data = pack_blob(small(), secret)
+def test_every_truncation_is_refused(secret: bytes | None) -> None:
+    data = pack_blob(make_blob(), secret)
     for size in range(len(data)):
         with pytest.raises(BlobError):
             parse_blob(data[:size], secret)
@@ -65,39 +67,46 @@ def test_every_beginning_is_refused(secret: bytes | None) -> None:
         parse_blob(data + b"\0", secret)
 
 
-def test_who_does_not_know_the_secret_can_neither_read_nor_write() -> None:
-    mine, theirs = pack_blob(small(), b"mine"), pack_blob(small(), b"theirs")
-    plain = pack_blob(small())
-    for data, secret in ((mine, b"theirs"), (theirs, b"mine"), (plain, b"mine"), (mine, None)):
+def test_without_the_secret_blobs_can_neither_be_read_nor_written() -> None:
+    signed_blob, theirs = pack_blob(make_blob(), b"mine"), pack_blob(make_blob(), b"theirs")
+    plain = pack_blob(make_blob())
+    for data, secret in (
+        (signed_blob, b"theirs"),
+        (theirs, b"mine"),
+        (plain, b"mine"),
+        (signed_blob, None),
+    ):
         with pytest.raises(BlobError):
             parse_blob(data, secret)
 
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def forged(change: Callable[[Told, Told], object]) -> bytes:
-    """A blob whose checksum is right, and whose header or layout says something else."""
-    data = bytes(pack_blob(small()))
+def forge_blob(change: Callable[[JsonObject, JsonObject], object]) -> bytes:
+    """Return a blob with a valid checksum and a changed header or layout."""
+    data = bytes(pack_blob(make_blob()))
     _, length, more = HEAD.unpack_from(data)
     begin, stop = HEAD.size + length, HEAD.size + length + more
     header, layout = json.loads(data[HEAD.size : begin]), json.loads(data[begin:stop])
     payload = data[_align(stop) : -4]
     layout = change(header, layout) or layout
-    parts = [json.dumps(one).encode() for one in (header, layout)]
+    parts = [json.dumps(part).encode() for part in (header, layout)]
     body = HEAD.pack(MAGIC, *map(len, parts)) + b"".join(parts)
     body += bytes(_align(len(body)) - len(body)) + payload
     return body + _compute_checksum(memoryview(body), None)
 
 
-def _field(place: int, value: Any, name: str = "0/keys.codes") -> Callable[[Told, Told], None]:
-    def change(_: Told, layout: Told) -> None:
+def _field(
+    place: int, value: Any, name: str = "0/keys.codes"
+) -> Callable[[JsonObject, JsonObject], None]:
+    def change(_: JsonObject, layout: JsonObject) -> None:
         layout[name][place] = value
 
     return change
 
 
-def _entry(name: str, value: Any) -> Callable[[Told, Told], None]:
+def _entry(name: str, value: Any) -> Callable[[JsonObject, JsonObject], None]:
     return lambda header, _: header.__setitem__(name, value)
 
 
@@ -126,24 +135,24 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_a_header_that_lies_is_refused(what: str) -> None:
-    assert parse_blob(forged(lambda *_: None)).tokens == (1, 2, 3)
+@pytest.mark.parametrize("change", FORGED)
+def test_forged_header_is_refused(change: str) -> None:
+    assert parse_blob(forge_blob(lambda *_: None)).tokens == (1, 2, 3)
     with pytest.raises(BlobError):
-        parse_blob(forged(FORGED[what]))
+        parse_blob(forge_blob(FORGED[change]))
 
 
-def test_a_blob_is_of_the_names_it_is_kept_under() -> None:
-    blob = small()
+def test_blob_is_bound_to_its_key() -> None:
+    blob = make_blob()
     data = pack_blob(blob)
     assert parse_named_blob(blob.page, blob.part, data).tokens == blob.tokens
     for page, part in ((blob.parent_page, blob.part), (blob.page, "k0-2")):
-        with pytest.raises(BlobError, match=f"it is of {blob.page} k0-1"):
+        with pytest.raises(BlobError, match=f"it belongs to {blob.page} k0-1"):
             parse_named_blob(page, part, data)
 
 
-def test_what_a_blob_says_for_people_needs_no_secret() -> None:
-    blob = small()
+def test_blob_metadata_needs_no_secret() -> None:
+    blob = make_blob()
     data = pack_blob(blob, b"a secret")
     assert read_metadata(data) == blob.metadata
     for size in range(HEAD.size + HEAD.unpack_from(data)[1]):

@@ -1,4 +1,4 @@
-"""A link in place of a folder of a store leads nowhere: nothing outside of the store is touched."""
+"""Test symlinks inside a store folder: nothing outside of the store is touched."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 import pytest
 
 from kvant.stores import FolderStore, Tiers, pack_blob
-from stores.writer import PAGES, blob
+from stores.writer import PAGES, make_blob
 
 PAGE = PAGES[0]
 LEVELS = (PAGE[:2], PAGE[3:5], PAGE[5:])  # namespace, two digits, page
 STALE = "0123456789abcdef.part"
 
 
-def state(path: Path) -> dict[str, tuple[int, int, bytes]]:
-    """The inode, time and bytes of each file below a folder."""
-    found = {}
+def read_state(path: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return the inode, time and bytes of each file below a folder."""
+    entries = {}
     for file in [path, *sorted(path.rglob("*"))]:
         status = file.lstat()
         data = b"" if file.is_dir() else file.read_bytes()
-        found[str(file)] = (status.st_ino, status.st_mtime_ns, data)
-    return found
+        entries[str(file)] = (status.st_ino, status.st_mtime_ns, data)
+    return entries
 
 
 @pytest.mark.parametrize("level", range(3), ids=["namespace", "two-digit", "page"])
-def test_a_linked_folder_is_empty_and_not_written_to(tmp_path: Path, level: int) -> None:
-    """A put over the quota deleted files outside of the store through such a link."""
+def test_symlinked_folder_reads_empty_and_is_not_written(tmp_path: Path, level: int) -> None:
+    """Regression: a put over the quota deleted files outside of the store through such a link."""
     outside, path = tmp_path / "outside", tmp_path / "store"
     victim = outside.joinpath(*LEVELS[level + 1 :])
     victim.mkdir(parents=True)
-    (victim / "k0-1").write_bytes(pack_blob(blob(PAGE)))
+    (victim / "k0-1").write_bytes(pack_blob(make_blob(PAGE)))
     (victim / "notes").write_bytes(b"x" * 5000)
     (victim / STALE).write_bytes(b"half")
     for file in victim.iterdir():
@@ -39,7 +39,7 @@ def test_a_linked_folder_is_empty_and_not_written_to(tmp_path: Path, level: int)
     link = path.joinpath(*LEVELS[: level + 1])
     link.parent.mkdir(parents=True)
     link.symlink_to(outside)
-    before = state(outside)
+    before = read_state(outside)
 
     store = FolderStore(path, max_bytes=4000, min_free=0)
     assert list(store) == [] and store.delete_unfinished() == 0 and store.shrink(0) == []
@@ -49,25 +49,25 @@ def test_a_linked_folder_is_empty_and_not_written_to(tmp_path: Path, level: int)
     for part in ("k0-1", "k0-2"):
         with pytest.raises(NotADirectoryError, match=str(link)):
             store.put(PAGE, part, b"x")
-    store.put("cd/00000001", "k0-1", bytes(3000))  # counts what is held
-    store.put("cd/00000002", "k0-1", bytes(3000))  # lets go of what was not used for longest
+    store.put("cd/00000001", "k0-1", bytes(3000))  # counts the stored bytes
+    store.put("cd/00000002", "k0-1", bytes(3000))  # evicts the least recently used
     assert [entry.page for entry in store] == ["cd/00000002"]
-    assert state(outside) == before and link.is_symlink()
+    assert read_state(outside) == before and link.is_symlink()
 
 
-def test_an_empty_folder_behind_a_link_stays(tmp_path: Path) -> None:
+def test_empty_folder_behind_a_symlink_stays(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / LEVELS[2]).mkdir(parents=True)
     link = tmp_path.joinpath("store", *LEVELS[:2])
     link.parent.mkdir(parents=True)
     link.symlink_to(outside)
     tiers = Tiers([FolderStore(tmp_path / "store", min_free=0)])
-    assert not tiers.put(blob(PAGE))
+    assert not tiers.put(make_blob(PAGE))
     tiers.drop(PAGE, "k0-1")
     assert (outside / LEVELS[2]).is_dir()
 
 
-def test_the_folder_of_a_store_may_itself_be_a_link(tmp_path: Path) -> None:
+def test_store_folder_may_be_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to("disk")
     store = FolderStore(tmp_path / "store", min_free=0)

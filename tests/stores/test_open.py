@@ -1,4 +1,4 @@
-"""A store by its name: what is allowed is opened, everything else is refused at once."""
+"""Test opening a store by its URL: valid ones open, all others are refused at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvant.stores.redis import DEFAULT_TTL_S
 SECRET = "geheim"
 NEEDED = "az://, file://, gs://, memory://, redis://, rediss://, s3://, unix://, valkey://"
 
-REDIS = {  # what is opened: host or path, port, number, time to live
+REDIS = {  # expected host or path, port, number, time to live
     "redis://host": ("host", 6379, 0, DEFAULT_TTL_S),
     "redis://host/": ("host", 6379, 0, DEFAULT_TTL_S),
     "redis://host:7000/3?ttl=60": ("host", 7000, 3, 60),
@@ -43,26 +43,31 @@ NO_STORES = (
 
 
 @pytest.mark.parametrize("url", REDIS)
-def test_a_redis_by_its_url(url: str) -> None:
+def test_redis_opens_by_url(url: str) -> None:
     pytest.importorskip("redis")
     store = open_store(url)
     assert isinstance(store, RedisStore)
-    told = store._client.connection_pool.connection_kwargs
-    where, port, number, ttl = REDIS[url]
-    assert (told.get("host", told.get("path")), told.get("port", 6379 if port else None)) == (
-        where,
+    options = store._client.connection_pool.connection_kwargs
+    host, port, number, ttl = REDIS[url]
+    assert (
+        options.get("host", options.get("path")),
+        options.get("port", 6379 if port else None),
+    ) == (
+        host,
         port,
     )
-    assert (told.get("db", 0), store.ttl) == (number, ttl)
-    assert told.get("password") == (SECRET if SECRET in url else None)
-    assert (told["socket_connect_timeout"], told["socket_timeout"]) == (1.0, 5.0)
-    assert told["retry"].get_retries() == 0  # or a dead server would cost four times as much
+    assert (options.get("db", 0), store.ttl) == (number, ttl)
+    assert options.get("password") == (SECRET if SECRET in url else None)
+    assert (options["socket_connect_timeout"], options["socket_timeout"]) == (1.0, 5.0)
+    assert (
+        options["retry"].get_retries() == 0
+    )  # otherwise a dead server would cost four times as much
     assert SECRET not in store.url and "@" not in store.url and "?" not in store.url
-    assert where in store.url
+    assert host in store.url
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/a/b", "gs://bucket/a", "memory://"])
-def test_objects_by_their_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_store_opens_by_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     store = open_store(url)
     assert isinstance(store, ObjectStore) and store.url == url
@@ -78,7 +83,7 @@ def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", [*NO_REDIS, *NO_OBJECTS, *NO_STORES])
-def test_what_is_wrong_is_refused_without_what_is_secret(url: str) -> None:
+def test_invalid_url_is_refused_without_its_password(url: str) -> None:
     scheme = url.partition(":")[0]
     if scheme in ("redis", "unix", "valkey") and url in NO_REDIS:
         pytest.importorskip("redis")
@@ -98,7 +103,7 @@ def test_what_is_wrong_is_refused_without_what_is_secret(url: str) -> None:
     ("url", "missing", "extra"),
     [("redis://:geheim@host", "redis", "redis"), ("s3://bucket", "obstore", "object")],
 )
-def test_a_missing_library_says_what_to_install(
+def test_missing_library_names_what_to_install(
     url: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -107,7 +112,7 @@ def test_a_missing_library_says_what_to_install(
     assert SECRET not in str(refused.value)
 
 
-def test_a_folder_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_opens_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in ("store", "~/store", str(tmp_path / "store"), f"file://{tmp_path}/store"):
@@ -123,38 +128,38 @@ def test_a_folder_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "url", ["file:a", "file://host/path", "file://", "file:///path?x", "file:///path#x"]
 )
-def test_a_folder_that_no_url_of_a_file_names(url: str) -> None:
+def test_folder_not_expressible_as_a_file_url(url: str) -> None:
     with pytest.raises(StoreError, match="file:///path is allowed"):
         open_store(url)
 
 
-def test_no_name_is_no_store() -> None:
+def test_empty_name_is_refused() -> None:
     with pytest.raises(StoreError, match="a store without a name"):
         open_store("")
 
 
-def test_several_stores_are_tiers(tmp_path: Path) -> None:
-    mine = FolderStore(tmp_path / "mine")
-    tiers = open_tiers([str(tmp_path / "a"), mine, tmp_path / "b"], b"secret", "1KiB")
+def test_several_stores_become_tiers(tmp_path: Path) -> None:
+    folder_store = FolderStore(tmp_path / "mine")
+    tiers = open_tiers([str(tmp_path / "a"), folder_store, tmp_path / "b"], b"secret", "1KiB")
     stores = [guarded.store for guarded in tiers.stores]
-    assert [store.url for store in stores] == [str(tmp_path / one) for one in ("a", "mine", "b")]
+    assert [store.url for store in stores] == [str(tmp_path / name) for name in ("a", "mine", "b")]
     assert [getattr(store, "max_bytes", 0) for store in stores] == [1024, None, 1024]
     assert tiers.secret == b"secret"
-    for one in (
+    for name in (
         tmp_path / "a",
         str(tmp_path / "a"),
         FolderStore(tmp_path / "a"),
         (tmp_path / "a",),
     ):
-        assert [guarded.store.url for guarded in open_tiers(one).stores] == [str(tmp_path / "a")]
+        assert [guarded.store.url for guarded in open_tiers(name).stores] == [str(tmp_path / "a")]
     with pytest.raises(CacheError, match="no stores"):
         open_tiers([])
 
 
-def test_a_bound_is_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="max_bytes is of a folder"):
+def test_size_limit_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="max_bytes is for folders"):
         open_store("redis://host", max_bytes="1GB")
-    with pytest.raises(StoreError, match="none is named"):
+    with pytest.raises(StoreError, match="no folder is named"):
         open_tiers(FolderStore(tmp_path), max_bytes=1000)
     pytest.importorskip("redis")
     tiers = open_tiers([tmp_path, "redis://host"], max_bytes=1000)

@@ -1,4 +1,4 @@
-"""Nothing goes wrong with tiers: whatever a store does is a hit or a miss, and counted."""
+"""Test that any behaviour of a store is a hit or a miss for its tiers, and is counted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PAGE = "ab/" + "0" * 64
 OTHER = "ab/" + "1" * 64
 
 
-class Shelf:
-    """A store in a dict, which can be told to fail."""
+class DictStore:
+    """A store in a dict that can be made to fail."""
 
     url = "shelf"
 
@@ -63,12 +63,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def blob(page: str = PAGE, part: str = "k0-1") -> Blob:
+def make_blob(page: str = PAGE, part: str = "k0-1") -> Blob:
     return Blob(page, part, OTHER, (1, 2), BlobPayload.from_fields({"0/keys": torch.ones(3)}))
 
 
-def counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
-    """What was counted of a store, without what was not."""
+def read_counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
+    """Return the nonzero counters of a store."""
     stats = tiers.stats()["stores"][place]
     return {name: count for name, count in stats.items() if name != "url" and count}
 
@@ -76,30 +76,30 @@ def counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
 # ---- several stores
 
 
-def test_the_nearest_is_asked_first_and_gets_what_a_far_one_has() -> None:
-    near, middle, far = Shelf(), Shelf(), Shelf()
-    far.put(PAGE, "k0-1", pack_blob(blob()))
+def test_nearest_store_is_read_first_and_filled_from_farther_ones() -> None:
+    near, middle, far = DictStore(), DictStore(), DictStore()
+    far.put(PAGE, "k0-1", pack_blob(make_blob()))
     tiers = Tiers([near, middle, far])
     assert tiers.get(PAGE, "k0-1") is not None
     assert tiers.writer.flush(60)
     assert near.blobs == middle.blobs == far.blobs
-    asked = far.calls
-    assert tiers.get(PAGE, "k0-1") is not None and far.calls == asked
-    assert counts(tiers) == {"hits": 1, "misses": 1, "written": 1}
-    assert counts(tiers, 2) == {"hits": 1}
+    num_calls = far.calls
+    assert tiers.get(PAGE, "k0-1") is not None and far.calls == num_calls
+    assert read_counts(tiers) == {"hits": 1, "misses": 1, "written": 1}
+    assert read_counts(tiers, 2) == {"hits": 1}
 
 
-def test_what_is_put_is_put_into_all() -> None:
-    stores = [Shelf(), Shelf()]
+def test_put_writes_to_all_stores() -> None:
+    stores = [DictStore(), DictStore()]
     tiers = Tiers(stores)
-    tiers.put(blob())
+    tiers.put(make_blob())
     assert [list(store.blobs) for store in stores] == [[(PAGE, "k0-1")]] * 2
     tiers.drop(PAGE, "k0-1")
     assert [list(store.blobs) for store in stores] == [[], []]
 
 
-def test_parts_of_a_page_may_lie_in_several() -> None:
-    stores = [Shelf(), Shelf()]
+def test_parts_of_a_page_may_be_in_different_stores() -> None:
+    stores = [DictStore(), DictStore()]
     stores[0].put(PAGE, "k0-1", b"x")
     stores[1].put(PAGE, "k1-1", b"x")
     stores[1].put(OTHER, "k0-2", b"x")
@@ -111,110 +111,114 @@ def test_parts_of_a_page_may_lie_in_several() -> None:
     [
         b"",
         b"no blob",
-        pack_blob(blob())[:-1],
-        pack_blob(blob(OTHER)),
-        pack_blob(blob(PAGE, "k0-2")),
-        pack_blob(blob(), b"of others"),
+        pack_blob(make_blob())[:-1],
+        pack_blob(make_blob(OTHER)),
+        pack_blob(make_blob(PAGE, "k0-2")),
+        pack_blob(make_blob(), b"of others"),
     ],
 )
-def test_what_is_damaged_is_dropped_and_the_next_one_is_asked(wrong: Bytes) -> None:
-    near, far = Shelf(), Shelf()
+def test_corrupt_blob_is_dropped_and_the_next_store_is_read(wrong: Bytes) -> None:
+    near, far = DictStore(), DictStore()
     near.put(PAGE, "k0-1", wrong)
-    far.put(PAGE, "k0-1", pack_blob(blob()))
+    far.put(PAGE, "k0-1", pack_blob(make_blob()))
     tiers = Tiers([near, far])
     assert tiers.get(PAGE, "k0-1") is not None
     assert tiers.writer.flush(60)
     assert near.blobs == far.blobs
-    assert counts(tiers) == {"damaged": 1, "written": 1} and counts(tiers, 1) == {"hits": 1}
+    assert read_counts(tiers) == {"damaged": 1, "written": 1} and read_counts(tiers, 1) == {
+        "hits": 1
+    }
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(b"a", b"b"), (b"a", None), (None, b"b")])
 def test_another_secret_is_a_miss(writer: bytes | None, reader: bytes | None) -> None:
-    store = Shelf()
-    Tiers([store], writer).put(blob())
+    store = DictStore()
+    Tiers([store], writer).put(make_blob())
     tiers = Tiers([store], reader)
     assert tiers.get(PAGE, "k0-1") is None
-    assert counts(tiers) == {"damaged": 1}
+    assert read_counts(tiers) == {"damaged": 1}
 
 
-def test_no_store_and_no_secret_are_refused() -> None:
+def test_empty_tiers_and_missing_secret_are_refused() -> None:
     with pytest.raises(CacheError, match="no stores"):
         Tiers([])
-    with pytest.raises(CacheError, match="a secret of no bytes"):
-        Tiers([Shelf()], b"")
+    with pytest.raises(CacheError, match="an empty secret"):
+        Tiers([DictStore()], b"")
 
 
-# ---- a store that fails
+# ---- failing stores
 
 
 @pytest.mark.parametrize(
     "error", [OSError(28, "full"), ValueError("x"), TimeoutError(), KeyError()]
 )
-def test_an_error_of_a_store_is_a_miss(error: Exception) -> None:
-    bad, good = Shelf(error), Shelf()
+def test_store_error_is_a_miss(error: Exception) -> None:
+    bad, good = DictStore(error), DictStore()
     tiers = Tiers([bad, good])
-    tiers.put(blob())
+    tiers.put(make_blob())
     assert tiers.has([PAGE, OTHER]) == [{"k0-1"}, frozenset()]
     assert tiers.get(PAGE, "k0-1") is not None
     tiers.drop(PAGE, "k0-1")
     assert tiers.get(PAGE, "k0-1") is None
     assert tiers.writer.flush(60)
-    assert counts(tiers)["errors"] >= MAX_FAILURES_IN_A_ROW and "written" not in counts(tiers)
-    alone = Tiers([bad])
-    assert alone.has([PAGE, OTHER]) == [frozenset()] * 2 and alone.get(PAGE, "k0-1") is None
+    assert read_counts(tiers)["errors"] >= MAX_FAILURES_IN_A_ROW and "written" not in read_counts(
+        tiers
+    )
+    single = Tiers([bad])
+    assert single.has([PAGE, OTHER]) == [frozenset()] * 2 and single.get(PAGE, "k0-1") is None
 
 
-def test_who_fails_five_times_in_a_row_rests(clock: Clock) -> None:
-    store = Shelf(OSError("gone"))
+def test_five_consecutive_failures_open_the_circuit(clock: Clock) -> None:
+    store = DictStore(OSError("gone"))
     tiers = Tiers([store])
     for number in range(MAX_FAILURES_IN_A_ROW):
         assert not tiers.stats()["stores"][0]["resting"]
         assert tiers.get(PAGE, "k0-1") is None
         assert store.calls == number + 1
-    told = {
+    expected = {
         "errors": MAX_FAILURES_IN_A_ROW,
         "misses": MAX_FAILURES_IN_A_ROW,
         "rests": 1,
         "resting": True,
     }
-    assert counts(tiers) == told
+    assert read_counts(tiers) == expected
     clock.now += CIRCUIT_OPEN_S - 0.01
     for call in (
         lambda: tiers.has([PAGE]),
         lambda: tiers.get(PAGE, "k0-1"),
-        lambda: tiers.put(blob()),
+        lambda: tiers.put(make_blob()),
         lambda: tiers.drop(PAGE, "k0-1"),
     ):
         call()
-    assert store.calls == MAX_FAILURES_IN_A_ROW and counts(tiers)["skipped"] == 4
+    assert store.calls == MAX_FAILURES_IN_A_ROW and read_counts(tiers)["skipped"] == 4
     clock.now += 0.01
-    tiers.get(PAGE, "k0-1")  # once more, and it rests again
-    assert store.calls == MAX_FAILURES_IN_A_ROW + 1 and counts(tiers)["rests"] == 2
+    tiers.get(PAGE, "k0-1")  # once more, and its circuit opens again
+    assert store.calls == MAX_FAILURES_IN_A_ROW + 1 and read_counts(tiers)["rests"] == 2
     tiers.get(PAGE, "k0-1")
     assert store.calls == MAX_FAILURES_IN_A_ROW + 1
     clock.now += CIRCUIT_OPEN_S
     store.error = None
-    tiers.put(blob())
+    tiers.put(make_blob())
     assert tiers.get(PAGE, "k0-1") is not None
     store.error = OSError("gone")
     tiers.get(PAGE, "k0-1")  # the first of five
     assert not tiers.stats()["stores"][0]["resting"]
 
 
-def test_what_succeeds_between_failures_counts(clock: Clock) -> None:
-    store = Shelf()
+def test_success_between_failures_resets_the_count(clock: Clock) -> None:
+    store = DictStore()
     tiers = Tiers([store])
     for number in range(4 * MAX_FAILURES_IN_A_ROW):
         store.error = OSError("gone") if number % MAX_FAILURES_IN_A_ROW else None
         tiers.has([PAGE])
-    assert "rests" not in counts(tiers)
+    assert "rests" not in read_counts(tiers)
 
 
-# ---- a store that does not answer
+# ---- unresponsive stores
 
 
-class Hanging(Shelf):
-    """A store whose calls end once it is let."""
+class HangingStore(DictStore):
+    """A store whose calls block until released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,33 +230,37 @@ class Hanging(Shelf):
         assert self.go.wait(60)
 
 
-def test_a_store_that_does_not_answer_gets_no_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    near, far = Hanging(), Shelf()
-    tiers, found = Tiers([near, far]), list[Any]()
-    tiers.stores[1].put(PAGE, "k0-1", pack_blob(blob()))
-    asking = Thread(target=lambda: found.append(tiers.has([PAGE])), daemon=True)
-    asking.start()
+def test_unresponsive_store_gets_no_further_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = HangingStore(), DictStore()
+    tiers, results = Tiers([near, far]), list[Any]()
+    tiers.stores[1].put(PAGE, "k0-1", pack_blob(make_blob()))
+    thread = Thread(target=lambda: results.append(tiers.has([PAGE])), daemon=True)
+    thread.start()
     assert near.asked.wait(60)
-    assert "hanging" not in counts(tiers)
-    monkeypatch.setattr(module, "UNANSWERED", 0.0)
+    assert "hanging" not in read_counts(tiers)
+    monkeypatch.setattr(module, "HANG_TIMEOUT_S", 0.0)
     assert tiers.has([PAGE]) == [{"k0-1"}] and tiers.get(PAGE, "k0-1") is not None
-    assert (near.calls, counts(tiers)["hanging"], counts(tiers)["resting"]) == (1, 1, True)
-    assert counts(tiers)["skipped"] >= 2
+    assert (near.calls, read_counts(tiers)["hanging"], read_counts(tiers)["resting"]) == (
+        1,
+        1,
+        True,
+    )
+    assert read_counts(tiers)["skipped"] >= 2
     near.go.set()
-    asking.join(60)
-    assert found == [[{"k0-1"}]] and "hanging" not in counts(tiers)
+    thread.join(60)
+    assert results == [[{"k0-1"}]] and "hanging" not in read_counts(tiers)
     tiers.has([PAGE])
     assert near.calls > 1
 
 
-def test_nothing_waits_for_a_store_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Hanging()
+def test_reads_do_not_wait_for_stalled_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HangingStore()
     tiers = Tiers([store])
     for _ in range(3):
-        assert tiers.writer.add(10, lambda: [int(tiers.put(blob()))])
+        assert tiers.writer.add(10, lambda: [int(tiers.put(make_blob()))])
     assert store.asked.wait(60)
     assert not tiers.flush(0.01)
-    monkeypatch.setattr(module, "UNANSWERED", 0.0)
+    monkeypatch.setattr(module, "HANG_TIMEOUT_S", 0.0)
     assert not tiers.flush()
     tiers.close()
     assert tiers.stats()["dropped"] == 2 and not tiers.writer.add(1, list[int])
@@ -260,49 +268,49 @@ def test_nothing_waits_for_a_store_that_takes_nothing(monkeypatch: pytest.Monkey
     assert tiers.writer.flush(60)
 
 
-def test_a_blob_that_a_store_refused_waits_no_more() -> None:
-    tiers = Tiers([Shelf(OSError("no space left"))])
-    assert tiers.writer.add(10, lambda: [int(tiers.put(blob()))])
+def test_refused_blob_leaves_the_queue() -> None:
+    tiers = Tiers([DictStore(OSError("no space left"))])
+    assert tiers.writer.add(10, lambda: [int(tiers.put(make_blob()))])
     assert tiers.flush(60)
-    assert (counts(tiers)["unwritten"], counts(tiers).get("written", 0)) == (1, 0)
+    assert (read_counts(tiers)["unwritten"], read_counts(tiers).get("written", 0)) == (1, 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_calls_a_store_during_a_call_of_its_parent(
+def test_forked_process_can_call_a_store_during_a_call_of_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The call of a thread that the child does not have was unanswered for ever."""
-    store = Hanging()
+    """Regression: the call of a thread that the child lacks was pending for ever."""
+    store = HangingStore()
     tiers = Tiers([store])
     call = Thread(target=tiers.has, args=([PAGE],), daemon=True)
     call.start()
     assert store.asked.wait(60)
-    monkeypatch.setattr(module, "UNANSWERED", 0.0)
+    monkeypatch.setattr(module, "HANG_TIMEOUT_S", 0.0)
     child = os.fork()
     if not child:
         try:
-            store.go = Event()  # the lock of the other one may be held
+            store.go = Event()  # the parent may hold its lock
             store.go.set()
             tiers.has([PAGE])
-            os._exit(0 if store.calls == 2 and not tiers.stores[0].hanging else 1)
+            os._exit(0 if store.calls == 2 and not tiers.stores[0].hung_threads else 1)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    assert tiers.stores[0].hanging  # that of the parent still is
+    assert tiers.stores[0].hung_threads  # the parent's call is still pending
     store.go.set()
     call.join(60)
 
 
-# ---- behind
+# ---- background writes
 
 
-class Held:
-    """A queue whose thread is in the middle of its first call."""
+class BlockedQueue:
+    """A queue whose thread is blocked in its first call."""
 
-    def __init__(self, most: int, nbytes: int = 10) -> None:
-        self.behind, self.done = BackgroundWriter(most), list[Any]()
+    def __init__(self, limit: int, nbytes: int = 10) -> None:
+        self.writer, self.done = BackgroundWriter(limit), list[Any]()
         self.go, self.begun = Event(), Event()
-        assert self.behind.add(nbytes, self._first)
+        assert self.writer.add(nbytes, self._first)
         assert self.begun.wait(60)
 
     def _first(self) -> list[int]:
@@ -310,62 +318,62 @@ class Held:
         assert self.go.wait(60)
         return [self.done.append("first") or 0]
 
-    def add(self, nbytes: int, what: Any) -> bool:
-        return self.behind.add(nbytes, lambda: [self.done.append(what) or 0])
+    def add(self, nbytes: int, entry: Any) -> bool:
+        return self.writer.add(nbytes, lambda: [self.done.append(entry) or 0])
 
 
-def test_what_waits_is_bounded_by_bytes_and_done_in_order() -> None:
-    held = Held(100, 40)
-    assert held.add(30, 1) and held.add(30, 2)
-    assert not held.add(1, 3)
-    assert held.behind.stats() == {"nbytes_waiting": 100, "dropped": 1}
-    held.go.set()
-    assert held.behind.flush(60)
-    assert held.done == ["first", 1, 2]
-    assert held.behind.stats() == {"nbytes_waiting": 0, "dropped": 1}
-    assert held.add(100, 4) and held.behind.flush(60) and held.done[-1] == 4
+def test_queue_is_bounded_in_bytes_and_ordered() -> None:
+    queue = BlockedQueue(100, 40)
+    assert queue.add(30, 1) and queue.add(30, 2)
+    assert not queue.add(1, 3)
+    assert queue.writer.stats() == {"nbytes_waiting": 100, "dropped": 1}
+    queue.go.set()
+    assert queue.writer.flush(60)
+    assert queue.done == ["first", 1, 2]
+    assert queue.writer.stats() == {"nbytes_waiting": 0, "dropped": 1}
+    assert queue.add(100, 4) and queue.writer.flush(60) and queue.done[-1] == 4
 
 
-def test_what_is_greater_than_the_bound_goes_alone() -> None:
-    held = Held(100, 1000)
-    assert not held.add(1, 1)
-    held.go.set()
-    assert held.behind.flush(60) and held.done == ["first"]
-    assert held.add(1000, 2) and held.behind.flush(60) and held.done == ["first", 2]
+def test_entry_larger_than_the_bound_is_queued_alone() -> None:
+    queue = BlockedQueue(100, 1000)
+    assert not queue.add(1, 1)
+    queue.go.set()
+    assert queue.writer.flush(60) and queue.done == ["first"]
+    assert queue.add(1000, 2) and queue.writer.flush(60) and queue.done == ["first", 2]
 
 
-def test_waiting_ends_after_its_time() -> None:
-    held = Held(100)
-    assert not held.behind.flush(0.001)
-    held.go.set()
-    assert held.behind.flush(60)
+def test_wait_times_out() -> None:
+    queue = BlockedQueue(100)
+    assert not queue.writer.flush(0.001)
+    queue.go.set()
+    assert queue.writer.flush(60)
 
 
-def test_who_closes_waits_for_what_waits_and_takes_no_more() -> None:
-    held = Held(100)
-    held.add(1, 1)
-    held.go.set()
-    held.behind.close(60)
-    assert held.done == ["first", 1]
-    assert not held.add(1, 2)
-    assert held.behind.stats() == {"nbytes_waiting": 0, "dropped": 1}
+def test_close_drains_the_queue_and_rejects_new_entries() -> None:
+    queue = BlockedQueue(100)
+    queue.add(1, 1)
+    queue.go.set()
+    queue.writer.close(60)
+    assert queue.done == ["first", 1]
+    assert not queue.add(1, 2)
+    assert queue.writer.stats() == {"nbytes_waiting": 0, "dropped": 1}
 
 
-def test_who_closes_in_a_hurry_drops_what_waits() -> None:
-    held = Held(100)
-    held.add(1, 1)
-    held.add(1, 2)
-    held.behind.close(0.001)
-    assert held.behind.stats() == {"nbytes_waiting": 10, "dropped": 2}
-    held.go.set()
-    assert held.behind.flush(60)
-    assert held.done == ["first"]
-    assert held.behind.stats() == {"nbytes_waiting": 0, "dropped": 2}
-    held.behind.close(60)
+def test_immediate_close_drops_the_queue() -> None:
+    queue = BlockedQueue(100)
+    queue.add(1, 1)
+    queue.add(1, 2)
+    queue.writer.close(0.001)
+    assert queue.writer.stats() == {"nbytes_waiting": 10, "dropped": 2}
+    queue.go.set()
+    assert queue.writer.flush(60)
+    assert queue.done == ["first"]
+    assert queue.writer.stats() == {"nbytes_waiting": 0, "dropped": 2}
+    queue.writer.close(60)
 
 
-class Pieces:
-    """Work of three pieces, which says when the first and the last of them are done."""
+class ThreePieceWork:
+    """Work of three pieces that signals when the first and the last of them are done."""
 
     def __init__(self) -> None:
         self.done, self.first, self.last = list[int](), Event(), Event()
@@ -379,32 +387,32 @@ class Pieces:
         self.last.set()
 
 
-def test_it_works_a_part_of_the_time_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITER_CPU_SHARE", 1e-9)  # the first pause would take years
-    monkeypatch.setattr(module, "IDLE_CPU_SHARE", 0.0)  # somebody computes, it is taken to be
-    behind, work = BackgroundWriter(10), Pieces()
-    behind.add(1, work)
+def test_writer_runs_part_time_until_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITER_CPU_SHARE", 1e-9)  # the first pause would last years
+    monkeypatch.setattr(module, "IDLE_CPU_SHARE", 0.0)  # pretends that a forward is running
+    writer, work = BackgroundWriter(10), ThreePieceWork()
+    writer.add(1, work)
     assert work.first.wait(60) and not work.last.wait(0.1) and work.done == [0]
-    assert behind.flush(60) and work.done == [0, 1, 2]
+    assert writer.flush(60) and work.done == [0, 1, 2]
 
 
-def test_it_pauses_for_nobody_where_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_does_not_pause_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WRITER_CPU_SHARE", 1e-9)
-    behind, work = BackgroundWriter(10), Pieces()
-    behind.add(1, work)
+    writer, work = BackgroundWriter(10), ThreePieceWork()
+    writer.add(1, work)
     assert work.last.wait(60) and work.done == [0, 1, 2]
 
 
-def test_an_error_behind_ends_nothing() -> None:
-    held = Held(100)
-    held.behind.add(1, lambda: [{}["nothing"]])
-    held.add(1, 1)
-    held.go.set()
-    assert held.behind.flush(60) and held.done == ["first", 1]
+def test_background_error_does_not_stop_the_writer() -> None:
+    queue = BlockedQueue(100)
+    queue.writer.add(1, lambda: [{}["nothing"]])
+    queue.add(1, 1)
+    queue.go.set()
+    assert queue.writer.flush(60) and queue.done == ["first", 1]
 
 
 def test_an_unused_queue_closes() -> None:
-    behind = BackgroundWriter(10)
-    assert behind.flush(60)
-    behind.close(60)
-    assert not behind.add(1, list[int])
+    writer = BackgroundWriter(10)
+    assert writer.flush(60)
+    writer.close(60)
+    assert not writer.add(1, list[int])

@@ -22,14 +22,14 @@ ROWS = 1 << 17  # 512 KiB
 PIECE = 1 << 12
 
 
-def blob(page: str) -> Blob:
+def make_blob(page: str) -> Blob:
     seed = torch.Generator().manual_seed(PAGES.index(page))
     rows = torch.randn(ROWS, generator=seed)
     return Blob(page, "k0-1", PAGES[0], (1, 2), BlobPayload.from_fields({"0/keys.open": rows}))
 
 
-class Writers:
-    """That process, as a test sees it."""
+class WriterProcess:
+    """The writer process, as a test controls it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -47,22 +47,22 @@ class Writers:
 
 
 @contextmanager
-def writers(folder: Path) -> Iterator[Writers]:
+def start_writers(folder: Path) -> Iterator[WriterProcess]:
     words = [sys.executable, __file__, str(folder)]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
-        yield Writers(process)
+        yield WriterProcess(process)
 
 
-def write(folder: str, rounds: int, blobs: Mapping[str, Bytes]) -> None:
+def write_blobs(folder: str, rounds: int, blobs: Mapping[str, Bytes]) -> None:
     store = FolderStore(folder, min_free=0)
     done = 0
     while not rounds or done < rounds:
         for page, data in blobs.items():
             store.drop(page, "k0-1")
             store.put(page, "k0-1", data)
-            found = store.get(page, "k0-1")
-            assert found is None or found == data
+            blob = store.get(page, "k0-1")
+            assert blob is None or blob == data
         done += 1
     for page, data in blobs.items():
         store.put(page, "k0-1", data)
@@ -70,21 +70,21 @@ def write(folder: str, rounds: int, blobs: Mapping[str, Bytes]) -> None:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    blobs = {page: pack_blob(blob(page)) for page in PAGES}
+    blobs = {page: pack_blob(make_blob(page)) for page in PAGES}
     call = os.write
-    # a disk that takes little at once: nearly always a file is half written
+    # a slow disk: nearly always a file is half written
     os.write = lambda file, data: call(file, data[:PIECE])
     started: list[int] = []
     for line in sys.stdin:
         if line.startswith("start"):
             child = os.fork()
             if not child:
-                write(folder, int(line.split()[1]), blobs)
+                write_blobs(folder, int(line.split()[1]), blobs)
                 os._exit(0)
             started.append(child)
             print(child, flush=True)
         else:
-            ended = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in started]
+            ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
             started.clear()
             print(*ended, flush=True)
 

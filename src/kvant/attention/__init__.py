@@ -1,4 +1,4 @@
-"""Attention over pages, and rows on their way into them, by the first backend that can."""
+"""Attention over cached pages, computed by the first backend that supports the view."""
 
 from kvant.attention.dispatch import (
     BACKENDS,

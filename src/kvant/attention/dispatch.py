@@ -1,4 +1,8 @@
-"""Attention over a view: one call, a plain list of backends, and no silent fallback."""
+"""Select the backend for a view and run attention with it.
+
+Backends are a plain list in order of preference. A view that a requested backend does not support
+raises UnsupportedView; there is no silent fallback.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ from kvant.errors import UnsupportedView
 from kvant.renamed import RenamedAttribute
 from kvant.torch_modes import refuse_transforms
 
-# In order of preference. The reference serves everything: what stands behind it runs where it is
-# asked for by name.
+# In order of preference. The reference backend supports every view, so the backends after it run
+# only when requested by name.
 BACKENDS: list[Backend] = [
     NativeBackend(),
     TritonBackend(),
@@ -41,11 +45,11 @@ def attend(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Attention of `q` [B, heads, T, D], the newest T columns, over a view: [B, heads, T, Dv].
+    """Compute attention of `q` [B, heads, T, D], the newest T columns: [B, heads, T, Dv].
 
-    An explicit `mask` tensor (booleans, True = seen, or numbers to add) replaces the view's rule;
-    its last dimension is aligned to the newest column; what lies before it, or was let go, is not
-    seen. No gradients are recorded.
+    An explicit `mask` tensor (booleans, True = visible, or floats to add to the scores) replaces
+    the view's mask. Its last column is the newest token; columns before its first one, and evicted
+    rows, are masked. No gradients are recorded.
 
     >>> keys, values = torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64)
     >>> view = kvant.Cache(1, "affine8")[0].append(keys, values)
@@ -57,24 +61,24 @@ def attend(
     if view.query_listener is not None:
         view.query_listener(q, q.shape[3] ** -0.5 if scale is None else scale)
     if view.page_table.tables_per_sequence > 1:
-        how = {"scale": scale, "softcap": softcap, "backend": backend}
-        both = _attend_by_head(q, view, mask, sink_logits, **how)
-        return both if return_lse else both[0]
+        options = {"scale": scale, "softcap": softcap, "backend": backend}
+        outputs = _attend_by_head(q, view, mask, sink_logits, **options)
+        return outputs if return_lse else outputs[0]
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         keys, frame = view.keys, view.values.codec.frame
         scale = q.shape[3] ** -0.5 if scale is None else scale
         rule = _expand_mask_dims(mask) if isinstance(mask, Tensor) else mask or view.mask
         framed = q if keys.codec.frame.is_identity else keys.codec.frame.transform_queries(q)
-        # Outputs that are still to leave a frame are not rounded before that.
+        # Outputs that a frame still has to transform stay in float32 until then.
         dtype = q.dtype if frame.is_identity else torch.float32
         request = AttentionRequest(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
-        # What decides is the same for all tokens of a layer.
-        settled, name = view.new_rows is None, backend or view.backend
+        # Without new rows the choice is the same for every token of a layer: cache it.
+        cacheable, name = view.new_rows is None, backend or view.backend
         key = (name, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
-        reader = keys.derived.get(key) if settled else None
+        reader = keys.derived.get(key) if cacheable else None
         if reader is None:
             reader = _select_backend(view, request, name)[0]
-            if settled:  # else rows that came decide as well
+            if cacheable:
                 keys.derived[key] = reader
         if view.selection is not None and isinstance(rule, Mask):
             request = request._replace(selected_pages=reader.select_pages(request, view))
@@ -91,35 +95,33 @@ def attend(
 def _attend_by_head(
     q: Tensor, view: View, mask: Mask | Tensor | None, sink_logits: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention where key heads have tables of their own: each is read as a sequence is."""
+    """Compute attention over page tables per key head, each read like a sequence of its own."""
     if isinstance(mask, Tensor):
         mask = _split_mask_by_head(view, _expand_mask_dims(mask))
-    apart = view._replace(page_table=view.page_table.flat_table, query_listener=None)
+    flat_view = view._replace(page_table=view.page_table.flat_table, query_listener=None)
     queries = q.reshape(view.page_table.num_tables, -1, *q.shape[2:])
-    out, lse = attend(queries, apart, mask=mask, return_lse=True, **options)
+    out, lse = attend(queries, flat_view, mask=mask, return_lse=True, **options)
     out, lse = out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
     if sink_logits is None:
         return out, lse
-    aside = sink_logits.to(lse.dtype)[:, None]  # it takes its part of what all others share
-    out = out * torch.sigmoid(lse - aside).unsqueeze(-1).to(out.dtype)
-    return out, torch.logaddexp(lse, aside)
+    sink = sink_logits.to(lse.dtype)[:, None]  # adds to the denominator of the softmax alone
+    out = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype)
+    return out, torch.logaddexp(lse, sink)
 
 
 def _split_mask_by_head(view: View, mask: Tensor) -> Tensor:
-    """A mask [B, heads, T, n], or one for all of these, for each key head."""
+    """Reshape a mask [B or 1, heads or 1, T, n] to one mask per key head."""
     if mask.shape[1] > 1:
-        every = mask.expand(view.batch, -1, -1, -1)
-        return every.reshape(view.page_table.num_tables, -1, *mask.shape[2:])
-    return (
-        mask.repeat_interleave(view.page_table.tables_per_sequence, 0)
-        if mask.shape[0] > 1
-        else mask
-    )
+        mask = mask.expand(view.batch, -1, -1, -1)
+        return mask.reshape(view.page_table.num_tables, -1, *mask.shape[2:])
+    if mask.shape[0] == 1:
+        return mask
+    return mask.repeat_interleave(view.page_table.tables_per_sequence, 0)
 
 
 @dataclass(frozen=True)
 class BackendExplanation:
-    """Which backend reads a view, and why the ones before it do not."""
+    """The backend that reads a view, and why the preferred ones before it do not."""
 
     backend: str
     refusals: tuple[tuple[str, str], ...]
@@ -133,9 +135,9 @@ class BackendExplanation:
 
 @singledispatch
 def explain(view: Any) -> Any:
-    """Which backend would read this view, and why the others would not.
+    """Explain which backend reads a view and why the preferred ones do not.
 
-    A host's cache explains itself, layer by layer.
+    For a cache, a session or a model, the explanation goes layer by layer.
     """
     name = view.__name__ if isinstance(view, type) else type(view).__name__
     raise TypeError(
@@ -145,44 +147,44 @@ def explain(view: Any) -> Any:
 
 @explain.register
 def _(view: View) -> BackendExplanation:
-    chosen, refused = _select_backend(view, None, view.backend)
-    return BackendExplanation(chosen.name, refused)
+    backend, refusals = _select_backend(view, None, view.backend)
+    return BackendExplanation(backend.name, refusals)
 
 
 def has_fast_prefill(view: View, q: Tensor | None = None) -> bool:
-    """Are rows of a prompt, which it sees as they came, read sooner than by PyTorch's attention?"""
+    """Tell whether a backend attends to new rows faster than PyTorch's own attention does."""
     if not (view.keys.codec.frame.is_identity and view.values.codec.frame.is_identity):
         return False
     request = None
     if q is not None:
         request = AttentionRequest(q, 1.0, view.mask, return_lse=False, output_dtype=q.dtype)
     return any(
-        one.fast_prefill
-        and view.backend in (None, one.name)
-        and one.supports(view, request) is None
-        for one in BACKENDS
+        backend.fast_prefill
+        and view.backend in (None, backend.name)
+        and backend.supports(view, request) is None
+        for backend in BACKENDS
     )
 
 
 def _select_backend(
     view: View, request: AttentionRequest | None, name: str | None
 ) -> tuple[Backend, tuple[tuple[str, str], ...]]:
-    """The first backend that reads this view, and why those before it do not."""
+    """Return the first backend that supports this view, and why those before it do not."""
     check_backend(name)
-    refused: list[tuple[str, str]] = []
+    refusals: list[tuple[str, str]] = []
     for backend in BACKENDS:
         if name in (None, backend.name):
             reason = backend.supports(view, request)
             if reason is None:
-                return backend, tuple(refused)
-            refused.append((backend.name, reason))
+                return backend, tuple(refusals)
+            refusals.append((backend.name, reason))
     if name is not None:
-        raise UnsupportedView(f"backend {name!r} does not read this view: {refused[0][1]}")
-    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refused))
+        raise UnsupportedView(f"backend {name!r} does not read this view: {refusals[0][1]}")
+    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refusals))
 
 
 def check_backend(name: str | None) -> None:
-    """Refuse a name that no backend has."""
+    """Raise ValueError unless a backend has this name."""
     names = [backend.name for backend in BACKENDS]
     if name is not None and name not in names:
         raise ValueError(f"backend {name!r} is not one of {names}")
@@ -195,55 +197,56 @@ def _expand_mask_dims(mask: Tensor) -> Tensor:
 def _check_queries(
     q: Tensor, view: View, mask: Mask | Tensor | None, sink_logits: Tensor | None
 ) -> None:
-    """Refuse what does not fit, with both sides in the message."""
+    """Raise ValueError for queries, masks or sink logits that do not fit the view."""
     batch, shape = view.batch, q.shape
     heads, dim, device = view.heads, view.keys.dim, view.keys.open.device
     fits = len(shape) == 4 and shape[0] == batch and shape[3] == dim
     if not fits or shape[1] % heads or shape[1] == 0:
-        single = "; of one sequence they are q[None]" if q.ndim == 3 else ""
+        hint = "; for one sequence pass q[None]" if q.ndim == 3 else ""
         raise ValueError(
             f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
-            f"[B, heads, T, D] is needed, heads a multiple of {heads}{single}"
+            f"[B, heads, T, D] is needed, heads a multiple of {heads}{hint}"
         )
     if q.device != device:
-        raise ValueError(f"queries on {q.device}, rows on {device}")
+        raise ValueError(f"queries on {q.device}, but the cache is on {device}")
     if sink_logits is not None and sink_logits.shape != (q.shape[1],):
         raise ValueError(
-            f"sink_logits {list(sink_logits.shape)} for {q.shape[1]} heads: one a head"
+            f"sink_logits of shape {list(sink_logits.shape)} for {q.shape[1]} heads: "
+            "one per head is needed"
         )
     if mask is not None or shape[2] != 1:
         _check_visible_rows(q, view, mask)
 
 
 def _check_visible_rows(q: Tensor, view: View, mask: Mask | Tensor | None) -> None:
-    """Refuse queries whose rows are not in the view."""
+    """Raise an error for queries that see rows which the view no longer has."""
     columns = view.page_table.num_columns
     if q.shape[2] > columns:
         raise ValueError(f"{q.shape[2]} queries, but the view has {columns} tokens")
     rule = mask if isinstance(mask, Mask) else view.mask
     if not has_visible_rows(view, q.shape[2], rule):
         raise ValueError(
-            f"{q.shape[2]} queries under {rule}: rows that the oldest of them sees are not in this "
-            "view; use the view that their append returned, and neither a wider window nor more "
-            "sinks than its own"
+            f"{q.shape[2]} queries under {rule}: this view lacks rows that the oldest query sees; "
+            "use the view that their append returned, with no wider window and no more sinks than "
+            "the view's"
         )
     if isinstance(mask, Tensor):
         _check_mask(q, columns, mask)
         if view.page_table.pruned_at.any():
             raise UnsupportedView(
-                "a mask that is a tensor counts columns, and rows that a prune has kept are at "
-                "none: tell padding by start= or attention_mask=, which stores none"
+                "a mask tensor counts columns, but pruned layers no longer have a row per column: "
+                "pass padding as start= or attention_mask= instead"
             )
 
 
 def _check_mask(q: Tensor, columns: int, mask: Tensor) -> None:
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ValueError(f"a mask of {mask.dtype}: booleans or floating point numbers are needed")
-    lead = [1, 1, *mask.shape][-4:-2]
+    leading = [1, 1, *mask.shape][-4:-2]
     fits = mask.ndim in (2, 3, 4) and mask.shape[-2] == q.shape[2] and mask.shape[-1] > 0
-    fits = fits and lead[0] in (1, q.shape[0]) and lead[1] in (1, q.shape[1])
+    fits = fits and leading[0] in (1, q.shape[0]) and leading[1] in (1, q.shape[1])
     if not fits or mask.shape[-1] > columns:
         raise ValueError(
-            f"mask {list(mask.shape)} does not fit {q.shape[2]} queries over {columns} "
+            f"mask of shape {list(mask.shape)} does not fit {q.shape[2]} queries over {columns} "
             f"tokens: [{q.shape[0]}, {q.shape[1]}, {q.shape[2]}, n] is needed, n <= {columns}"
         )

@@ -1,13 +1,15 @@
-"""Which sealed pages a query reads: the best by the bounds of their keys, and some always.
+"""Select the sealed pages that a query reads, by upper bounds on the scores of their keys.
 
-A page is known by the ranges of its keys, channel by channel: what a key in it can score with a
-query is at most what the range of each channel allows. Ranges are widened, as pages whose keys
-differ much have one that stands out. Query heads that share a key head read the same pages: those
-where these bounds are the largest in sum.
+A page's summary is the minimum and maximum of its keys in each channel. They bound the score of
+any key in the page. Bounds are widened, since a page of diverse keys often has an outstanding one.
+Query heads that share a key head read the same pages: those with the largest sum of bounds.
 
-A query chooses among pages all of whose rows it sees. The newest sealed ones are always read, and
-so are the first page of a sequence, since many models attend to its first tokens whatever they say
-(attention sinks), and pages that a query sees in part. What a selection counts comes on top.
+Candidates are pages whose rows the query sees completely. Three kinds of pages are always read and
+do not count as selected: the newest sealed pages, partly visible pages, and the first page of a
+sequence, because many models attend to the first tokens (attention sinks).
+
+    pages   low       first                         stop           high
+            |  always  |  candidates, `count` read   |    always    |
 """
 
 from __future__ import annotations
@@ -20,88 +22,77 @@ from kvant.attention.write_rows import MAX_PAGES_PER_SEAL, decode_pages
 from kvant.contracts import AttentionRequest, Mask, PagedTensors, PageSummary, View
 from kvant.page_table import FIRST_SEALED, FIRST_VISIBLE, STOP_SEALED, Ints
 
-BOUNDS_MARGIN = (
-    0.5  # of its range, to either side: a page whose keys differ much has one that stands out
-)
-MAX_QUERIES_AT_ONCE = 256  # queries: bounds the scratch
-NUM_ALWAYS_READ_ROWS = (
-    256  # sealed rows that are always read: what a text is about to say depends on most
-)
-LOW_PAGE, FIRST_CANDIDATE, STOP_CANDIDATE, HIGH_PAGE, NUM_SELECTED = range(5)  # of `ranges`
+BOUNDS_MARGIN = 0.5  # widening of a page's bounds on either side, as a fraction of their range
+MAX_QUERIES_AT_ONCE = 256  # bounds the scratch
+NUM_ALWAYS_READ_ROWS = 256  # newest sealed rows: the next tokens depend on them most
+LOW_PAGE, FIRST_CANDIDATE, STOP_CANDIDATE, HIGH_PAGE, NUM_SELECTED = range(5)  # of page_ranges
 
 
 def compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints | None:
-    """Of each query [B, T, 5]: pages [low, high) are seen, `count` of [first, stop) to be chosen.
+    """Return the page ranges of each query, [B, T, 5]; None if every visible page is read.
 
-    None where all are read.
+    Pages [low, high) are visible; `count` of the candidates [first, stop) are to be selected.
     """
     assert view.selection is not None
     if rule.window is not None and rule.sinks > view.page_table.layer_group.sinks:
-        return None  # sinks that somebody asks for lie among the others
+        return None  # sinks of the rule are in sealed pages
     key = ("ranges", view.selection.rule, rule, num_queries)
     if key not in view.page_table.derived:
-        found = _compute_page_ranges(view, rule, num_queries)
-        some = bool(
-            (
-                found[..., NUM_SELECTED] < found[..., STOP_CANDIDATE] - found[..., FIRST_CANDIDATE]
-            ).any()
-        )
-        view.page_table.derived[key] = found if some else None
-    told: Ints | None = view.page_table.derived[key]
-    return told
+        ranges = _compute_page_ranges(view, rule, num_queries)
+        num_candidates = ranges[..., STOP_CANDIDATE] - ranges[..., FIRST_CANDIDATE]
+        selects = bool((ranges[..., NUM_SELECTED] < num_candidates).any())
+        view.page_table.derived[key] = ranges if selects else None
+    page_ranges: Ints | None = view.page_table.derived[key]
+    return page_ranges
 
 
 def _compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints:
     assert view.selection is not None
-    extent, kind, page = (
-        view.page_table,
-        view.page_table.layer_group,
-        view.page_table.layer_group.page,
+    page_table, group = view.page_table, view.page_table.layer_group
+    page = group.page
+    positions = page_table.lengths[:, None] - num_queries + np.arange(num_queries)
+    first_visible, first_sealed, stop_sealed = (
+        page_table.numbers[:, column, None] for column in (FIRST_VISIBLE, FIRST_SEALED, STOP_SEALED)
     )
-    at = extent.lengths[:, None] - num_queries + np.arange(num_queries)  # positions
-    begins, first_sealed, stop_sealed = (
-        extent.numbers[:, which, None] for which in (FIRST_VISIBLE, FIRST_SEALED, STOP_SEALED)
-    )
-    row = np.maximum(np.maximum(begins, first_sealed * page), kind.sinks)
+    lowest_row = np.maximum(np.maximum(first_visible, first_sealed * page), group.sinks)
     if rule.window is not None:
-        row = np.maximum(row, at - rule.window + 1)
+        lowest_row = np.maximum(lowest_row, positions - rule.window + 1)
     if rule.chunk is not None:
-        row = np.maximum(row, at // rule.chunk * rule.chunk)
-    high = np.minimum(kind.paging.count_due_pages_each(np.maximum(at + 1, 0)), stop_sealed)
-    low = np.minimum(row // page, high)
+        lowest_row = np.maximum(lowest_row, positions // rule.chunk * rule.chunk)
+    num_due = group.paging.count_due_pages_each(np.maximum(positions + 1, 0))
+    high = np.minimum(num_due, stop_sealed)
+    low = np.minimum(lowest_row // page, high)
     stop = np.maximum(high - -(-NUM_ALWAYS_READ_ROWS // page), low)
-    # Of a sequence whose first row is still seen, the page that holds it is no page to choose.
-    first = np.where(low == begins // page, low + 1, -(-row // page))
+    # The page with the first visible row of the sequence is always read, so it is no candidate.
+    first = np.where(low == first_visible // page, low + 1, -(-lowest_row // page))
     first = np.minimum(first, stop)
     count = view.selection.rule.count_selected(stop - first)
     return np.stack([low, first, stop, high, count], -1)
 
 
 def count_max_pages(page_ranges: Ints) -> int:
-    """Pages that a query reads, at most."""
-    read = (
-        page_ranges[..., HIGH_PAGE]
-        - page_ranges[..., LOW_PAGE]
-        - (page_ranges[..., STOP_CANDIDATE] - page_ranges[..., FIRST_CANDIDATE])
-    )
-    return int((read + page_ranges[..., NUM_SELECTED]).max(initial=0))
+    """Return the largest number of pages that a query reads."""
+    num_visible = page_ranges[..., HIGH_PAGE] - page_ranges[..., LOW_PAGE]
+    num_candidates = page_ranges[..., STOP_CANDIDATE] - page_ranges[..., FIRST_CANDIDATE]
+    num_read = num_visible - num_candidates + page_ranges[..., NUM_SELECTED]
+    return int(num_read.max(initial=0))
 
 
 def select_pages(request: AttentionRequest, view: View) -> Tensor | None:
-    """What `Request.chosen` says, by plain tensor operations."""
+    """Return `AttentionRequest.selected_pages`, computed with plain tensor operations."""
     assert isinstance(request.mask, Mask)
     count = request.q.shape[2]
-    found = compute_page_ranges(view, request.mask, count)
-    if found is None:
+    page_ranges = compute_page_ranges(view, request.mask, count)
+    if page_ranges is None:
         return None
-    bounds, width = refresh_summary(view).bounds, count_max_pages(found)
+    bounds, max_pages = refresh_summary(view).bounds, count_max_pages(page_ranges)
     parts = [
         _select_pages(
             request.q[:, :, t : t + MAX_QUERIES_AT_ONCE],
-            found[:, t : t + MAX_QUERIES_AT_ONCE],
+            page_ranges[:, t : t + MAX_QUERIES_AT_ONCE],
             view,
             bounds,
-            width,
+            max_pages,
         )
         for t in range(0, count, MAX_QUERIES_AT_ONCE)
     ]
@@ -115,60 +106,58 @@ def _select_pages(
     heads = view.keys.heads
     q = queries.float().view(batch, heads, all_heads // heads, count, dim)
     split = torch.cat([q.clamp(min=0), q.clamp(max=0)], -1).sum(2)  # [B, H, T, 2 D]
-    numbers, high_most = (
-        torch.from_numpy(page_ranges).to(q.device),
-        int(page_ranges[..., HIGH_PAGE].max()),
-    )
-    page, out = torch.arange(high_most, device=q.device), []
+    ranges = torch.from_numpy(page_ranges).to(q.device)
+    num_pages = int(page_ranges[..., HIGH_PAGE].max())
+    page, selected = torch.arange(num_pages, device=q.device), []
     for b in range(batch):
-        slots = torch.from_numpy(view.page_table.sealed_table[b, :high_most]).to(q.device)
-        known = bounds[slots].float().flatten(2)  # [pages, H, 2 D]
-        scores = torch.einsum("htd,phd->htp", split[b], known)
-        low, first, stop, high, chosen = (numbers[b, :, i, None] for i in range(5))  # [T, 1]
-        among = (page >= first) & (page < stop)
-        order = scores.masked_fill(~among, float("-inf")).argsort(stable=True, descending=True)
-        best = torch.zeros_like(scores, dtype=torch.bool)
-        best.scatter_(-1, order, (page < chosen).expand_as(order))
-        read = (best & among) | ((page >= low) & (page < high) & ~among)
-        some = torch.where(read, page, high_most).sort(-1).values[..., :max_pages]
-        out.append(torch.where(some < high_most, some, -1))
-    return torch.stack(out)
+        slots = torch.from_numpy(view.page_table.sealed_table[b, :num_pages]).to(q.device)
+        page_bounds = bounds[slots].float().flatten(2)  # [pages, H, 2 D]
+        scores = torch.einsum("htd,phd->htp", split[b], page_bounds)
+        low, first, stop, high, num_best = (ranges[b, :, i, None] for i in range(5))  # [T, 1]
+        is_candidate = (page >= first) & (page < stop)
+        candidate_scores = scores.masked_fill(~is_candidate, float("-inf"))
+        order = candidate_scores.argsort(stable=True, descending=True)
+        is_best = torch.zeros_like(scores, dtype=torch.bool)
+        is_best.scatter_(-1, order, (page < num_best).expand_as(order))
+        always_read = (page >= low) & (page < high) & ~is_candidate
+        read = (is_best & is_candidate) | always_read
+        numbers = torch.where(read, page, num_pages).sort(-1).values[..., :max_pages]
+        selected.append(torch.where(numbers < num_pages, numbers, -1))
+    return torch.stack(selected)
 
 
 def make_page_mask(selected_pages: Tensor, num_pages: int) -> Tensor:
-    """Which of so many pages are chosen: [..., n] numbers -> [..., pages] booleans."""
-    none = torch.zeros(
+    """Convert selected page numbers [..., n] to booleans [..., num_pages]."""
+    mask = torch.zeros(
         *selected_pages.shape[:-1], num_pages + 1, dtype=torch.bool, device=selected_pages.device
     )
-    return none.scatter(-1, selected_pages.where(selected_pages >= 0, num_pages), True)[
-        ..., :num_pages
-    ]
+    index = selected_pages.where(selected_pages >= 0, num_pages)  # -1 goes to an extra column
+    return mask.scatter(-1, index, True)[..., :num_pages]
 
 
 def refresh_summary(view: View) -> PageSummary:
-    """The summary of the keys, with all pages in it that a view has."""
-    stored, selecting = view.keys, view.selection
-    summary = stored.summary
+    """Return the key summary, with the bounds of every sealed page of the view up to date."""
+    summary, selection = view.keys.summary, view.selection
     assert summary is not None
-    assert selecting is not None
-    # The tables may be those of an extent that has other pages.
+    assert selection is not None
+    # Another page table may share these slot tables and use other pages of them.
     pages = view.page_table.numbers[:, [FIRST_SEALED, STOP_SEALED]].tobytes()
     key = "summarized", id(summary), pages
     if key not in view.page_table.derived_from_tables:
         slots = np.unique(view.page_table.list_sealed_slots())
-        lacking = slots[summary.slot_versions[slots] != selecting.slot_versions[slots]]
-        for first in range(0, len(lacking), MAX_PAGES_PER_SEAL):
-            some = lacking[first : first + MAX_PAGES_PER_SEAL]
-            summary.bounds[torch.from_numpy(some)] = compute_key_bounds(stored, some)
-            summary.slot_versions[some] = selecting.slot_versions[some]
-        view.page_table.derived_from_tables[key] = summary  # kept: so no other has its id
+        stale = slots[summary.slot_versions[slots] != selection.slot_versions[slots]]
+        for first in range(0, len(stale), MAX_PAGES_PER_SEAL):
+            part = stale[first : first + MAX_PAGES_PER_SEAL]
+            summary.bounds[torch.from_numpy(part)] = compute_key_bounds(view.keys, part)
+            summary.slot_versions[part] = selection.slot_versions[part]
+        view.page_table.derived_from_tables[key] = summary  # a reference, so its id stays unique
     return summary
 
 
 def compute_key_bounds(tensors: PagedTensors, slots: Ints) -> Tensor:
-    """What is known of sealed pages of keys, [n, H, 2, D]: their ranges, widened."""
+    """Return the widened bounds of the keys in sealed pages, [n, H, 2, D]: upper, then lower."""
     rows = decode_pages(tensors, "keys", torch.from_numpy(slots))
-    largest, least = rows.amax(2), rows.amin(2)
-    wider, most = (largest - least) * BOUNDS_MARGIN, torch.finfo(tensors.open.dtype).max
-    bounds = torch.stack([largest + wider, least - wider], 2).clamp(-most, most)
+    upper, lower = rows.amax(2), rows.amin(2)
+    margin, limit = (upper - lower) * BOUNDS_MARGIN, torch.finfo(tensors.open.dtype).max
+    bounds = torch.stack([upper + margin, lower - margin], 2).clamp(-limit, limit)
     return bounds.to(tensors.open.dtype)

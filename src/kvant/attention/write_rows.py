@@ -1,4 +1,12 @@
-"""Rows on their way into pages, by plain tensor operations: what every backend writes."""
+"""Store rows in pages with plain tensor operations; every other backend writes the same bytes.
+
+An append plan has a row of integers for each write and each seal:
+
+    writes  | sequence | slot | row | number of rows | column |   into open pages
+    seals   | sequence | slot | open slot, or -1     | column |   into sealed pages
+
+A seal reads its page from the open slot; at -1 it reads the new rows from `column` on.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +17,21 @@ import torch
 from torch import Tensor
 
 from kvant.contracts import Fields, PagedTensors
-from kvant.page_table import AppendPlan, Ints
+from kvant.page_table import (
+    SEAL_SLOT,
+    SEAL_SOURCE,
+    WRITE_COLUMN,
+    WRITE_COUNT,
+    WRITE_ROW,
+    AppendPlan,
+    Ints,
+)
 
-MAX_PAGES_PER_SEAL = 32  # pages: bounds the scratch of sealing a long prompt
+MAX_PAGES_PER_SEAL = 32  # bounds the scratch of sealing a long prompt
 
 
 def write_rows(plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> None:
-    """Copy, write and seal what a change says of the rows {side: [B, H, T, D]} that came."""
+    """Apply `plan` to the new rows {side: [B, H, T, D]}: copy pages, write rows, seal pages."""
     for name, stored in sides.items():
         _copy_pages(plan, stored)
         _write_open_rows(plan, rows[name], stored)
@@ -25,7 +41,7 @@ def write_rows(plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]
 
 
 def decode_pages(tensors: PagedTensors, side: str, slots: Tensor) -> Tensor:
-    """Sealed pages, opened: [..., H, P, D] for slots [...]."""
+    """Decode the sealed pages at slots [...] to [..., H, P, D]."""
     fields = {name: tensor[slots.to(tensor.device)] for name, tensor in tensors.sealed.items()}
     if tensors.tiles is not None:
         fields = {n: tensors.tiles.unpack(f"{side}.{n}", t) for n, t in fields.items()}
@@ -34,43 +50,43 @@ def decode_pages(tensors: PagedTensors, side: str, slots: Tensor) -> Tensor:
 
 def _copy_pages(plan: AppendPlan, tensors: PagedTensors) -> None:
     if len(plan.copies):
-        source, to = _make_index(plan.copies, tensors.open)
-        tensors.open[to] = tensors.open[source]
+        source, target = _make_index(plan.copies, tensors.open)
+        tensors.open[target] = tensors.open[source]
 
 
 def _write_open_rows(plan: AppendPlan, rows: Tensor, tensors: PagedTensors) -> None:
     writes = plan.writes
     if len(writes) == 0:
         return
-    if writes[:, 3].max() > 1:
-        at, offset = _expand_counts(writes[:, 3])
-        writes = writes[at]
-        writes[:, 2] += offset
-        writes[:, 4] += offset
-    which, slot, row, _, column = _make_index(writes, tensors.open)
-    tensors.open[slot, :, row] = rows[which, :, column]
+    if writes[:, WRITE_COUNT].max() > 1:
+        index, offset = _expand_counts(writes[:, WRITE_COUNT])
+        writes = writes[index]  # one entry per row
+        writes[:, WRITE_ROW] += offset
+        writes[:, WRITE_COLUMN] += offset
+    sequence, slot, row, _, column = _make_index(writes, tensors.open)
+    tensors.open[slot, :, row] = rows[sequence, :, column]
 
 
 def gather_rows_to_seal(seals: Ints, rows: Tensor, tensors: PagedTensors) -> Tensor:
-    """The rows of pages that fall due, [n, H, P, D]."""
-    page, stored_here = tensors.open.shape[2], seals[:, 2] >= 0
-    if stored_here.all():
-        return tensors.open[_make_index(seals, rows)[2]]
+    """Return the dense rows of the pages to seal, [n, H, P, D]."""
+    page, is_stored = tensors.open.shape[2], seals[:, SEAL_SOURCE] >= 0
+    if is_stored.all():
+        return tensors.open[_make_index(seals, rows)[SEAL_SOURCE]]
     pages = rows.new_empty(len(seals), rows.shape[1], page, rows.shape[3])
-    there, came = (
-        torch.from_numpy(np.flatnonzero(some)).to(rows.device)
-        for some in (stored_here, ~stored_here)
+    stored, new = (
+        torch.from_numpy(np.flatnonzero(selected)).to(rows.device)
+        for selected in (is_stored, ~is_stored)
     )
-    if len(there):
-        pages[there] = tensors.open[_make_index(seals[stored_here], rows)[2]]
-    which, _, _, column = _make_index(seals[~stored_here], rows)
+    if len(stored):
+        pages[stored] = tensors.open[_make_index(seals[is_stored], rows)[SEAL_SOURCE]]
+    sequence, _, _, column = _make_index(seals[~is_stored], rows)
     columns = column[:, None] + torch.arange(page, device=rows.device)
-    pages[came] = rows[which[:, None], :, columns].transpose(1, 2)
+    pages[new] = rows[sequence[:, None], :, columns].transpose(1, 2)
     return pages
 
 
 def _seal_pages(seals: Ints, rows: Tensor, name: str, tensors: PagedTensors) -> None:
-    slots = _make_index(seals, rows)[1]
+    slots = _make_index(seals, rows)[SEAL_SLOT]
     for field, sealed in tensors.codec.seal(rows).items():
         if tensors.tiles is not None:
             sealed = tensors.tiles.pack(f"{name}.{field}", sealed)
@@ -78,20 +94,20 @@ def _seal_pages(seals: Ints, rows: Tensor, name: str, tensors: PagedTensors) -> 
 
 
 def reopen_pages(plan: AppendPlan, sides: Mapping[str, PagedTensors]) -> None:
-    """Fill open pages with what sealed ones decode to."""
+    """Decode the plan's sealed pages back into open pages."""
     if len(plan.reopens) == 0:
         return
     for name, stored in sides.items():
-        source, to = _make_index(plan.reopens, stored.open)
-        stored.open[to] = decode_pages(stored, name, source).to(stored.open.dtype)
+        source, target = _make_index(plan.reopens, stored.open)
+        stored.open[target] = decode_pages(stored, name, source).to(stored.open.dtype)
 
 
 def _make_index(numbers: Ints, like: Tensor) -> tuple[Tensor, ...]:
-    """The columns of integers as tensors to index with."""
+    """Return the columns of an integer array as index tensors on the device of `like`."""
     return torch.from_numpy(np.ascontiguousarray(numbers.T)).to(like.device).unbind()
 
 
 def _expand_counts(counts: Ints) -> tuple[Ints, Ints]:
-    """Each index so often as it is counted, and which of them it is."""
-    at = np.repeat(np.arange(len(counts)), counts)
-    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+    """Repeat each index i `counts[i]` times; return the indices and the number of each repeat."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)

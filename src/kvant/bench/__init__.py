@@ -1,1 +1,1 @@
-"""What `kvant bench` runs; each module is also `python -m kvant.bench.NAME`."""
+"""Benchmarks of `kvant bench`; each module also runs as `python -m kvant.bench.NAME`."""

@@ -1,9 +1,8 @@
-"""What one appended token costs, against the rows already there and the way memory grows.
+"""Time one appended token against the rows already stored and the growth of the cache.
 
-`concat` is what a cache without pages does, torch.cat of all rows for every token, and the
-baseline. `paged` (by a page), `stepped` (step 256) and `reserved` (capacity) are ours, which must
-not. `copied` counts what really moved: rows that an append carried to other memory, a token on
-average.
+`concat` is a cache without pages: torch.cat of all rows for every token, the baseline. `paged` (by
+a page), `stepped` (step=256) and `reserved` (capacity) are kvant's; their time must not grow with
+the rows. `copied` is the mean number of rows that an append moved to other memory.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from kvant.bench.report import Json, parse_numbers, print_report, run
 from kvant.cache import Cache
 
 GROWTH_OPTIONS = {"paged": "", "stepped": ",step=256", "reserved": ",capacity={capacity}"}
-MAX_COPIED_BYTES = 4e9  # bytes that the baseline may copy for one figure
+MAX_COPIED_BYTES = 4e9  # by the baseline, per figure
 
 
 class RowStore(Protocol):
-    """What rows are appended to."""
+    """A store that rows are appended to."""
 
     def append(self, rows: Tensor) -> None: ...
     def locate_rows(self) -> tuple[int, int]:
-        """Where its dense rows lie, and how many there is room for."""
+        """Return the address of the dense rows, and how many rows are allocated."""
 
 
 class ConcatStore:
-    """Keys and values as one tensor each, which every append makes anew."""
+    """Keys and values as one tensor each, reallocated by every append."""
 
     def __init__(self, rows: Tensor) -> None:
         self.keys, self.values = rows.clone(), rows.clone()
@@ -63,7 +62,7 @@ class PagedStore:
 
 @dataclass
 class AppendRun:
-    """One way, and what each token appended to it took."""
+    """A store, and the time of each token appended to it."""
 
     store: RowStore
     tokens: int
@@ -71,11 +70,11 @@ class AppendRun:
     num_copied: int = 0
 
     def append(self, row: Tensor) -> None:
-        place, rows = self.store.locate_rows()
-        begin = time.perf_counter()
+        address, rows = self.store.locate_rows()
+        start = time.perf_counter()
         self.store.append(row)
-        self.seconds.append(time.perf_counter() - begin)
-        self.num_copied += rows if self.store.locate_rows()[0] != place else 0
+        self.seconds.append(time.perf_counter() - start)
+        self.num_copied += rows if self.store.locate_rows()[0] != address else 0
 
     def summarize(self) -> dict[str, float]:
         return {
@@ -89,40 +88,39 @@ class AppendRun:
 def measure_appends(
     spec_text: str, length: int, tokens: int, heads: int, dim: int
 ) -> dict[str, AppendRun]:
-    """Append to each in turn; the baseline stops when its budget is spent."""
-    affordable = int(
-        MAX_COPIED_BYTES / (length * heads * dim * 8)
-    )  # keys and values, read and written
+    """Append to each store in turn; the baseline stops when its byte budget is spent."""
+    # Keys and values, read and written, 2 bytes each.
+    affordable = int(MAX_COPIED_BYTES / (length * heads * dim * 8))
     rows = torch.zeros(1, heads, length, dim, dtype=torch.bfloat16)
     row = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
     runs = {"concat": AppendRun(ConcatStore(rows), max(1, min(tokens, max(8, affordable))))}
-    for way, option in GROWTH_OPTIONS.items():
+    for growth, option in GROWTH_OPTIONS.items():
         spec = spec_text + option.format(capacity=length + tokens)
-        runs[way] = AppendRun(PagedStore(spec, rows), tokens)
-    for done in range(tokens):
-        for one in runs.values():
-            if done < one.tokens:
-                one.append(row)
+        runs[growth] = AppendRun(PagedStore(spec, rows), tokens)
+    for index in range(tokens):
+        for store_run in runs.values():
+            if index < store_run.tokens:
+                store_run.append(row)
     return runs
 
 
 def main(
-    kv_cache: Annotated[str, typer.Option(help="a format of the spec language")] = "raw",
-    lengths: Annotated[str, typer.Option(help="rows already there")] = "1024,8192,32768,131072",
+    kv_cache: Annotated[str, typer.Option(help="Format of the spec language")] = "raw",
+    lengths: Annotated[str, typer.Option(help="Rows already stored")] = "1024,8192,32768,131072",
     heads: int = 8,
     dim: int = 128,
-    tokens: Annotated[int, typer.Option(help="appends a figure")] = 512,
+    tokens: Annotated[int, typer.Option(help="Appends per figure")] = 512,
     json: Json = False,
 ) -> None:
-    """The cost of one appended token, one layer, bf16, batch 1."""
+    """Time one appended token: one layer, bf16, batch 1."""
     rows: list[dict[str, Any]] = []
     for length in parse_numbers("lengths", lengths):
         runs = measure_appends(kv_cache, length, tokens, heads, dim)
-        base = runs["concat"].summarize()["median_us"]
-        for way, one in runs.items():
-            figures = one.summarize()
-            ratio = base / figures["median_us"]
-            rows.append({"rows": length, "growth": way, **figures, "ratio": ratio})
+        baseline = runs["concat"].summarize()["median_us"]
+        for growth, append_run in runs.items():
+            figures = append_run.summarize()
+            ratio = baseline / figures["median_us"]
+            rows.append({"rows": length, "growth": growth, **figures, "ratio": ratio})
     facts = {"kv_cache": kv_cache, "heads": heads, "dim": dim, "dtype": "bfloat16"}
     print_report("append", rows, facts, quiet=json)
 

@@ -1,12 +1,13 @@
-"""What attention of the newest tokens over N stored rows costs, beside torch and a plain pass.
+"""Time attention of the newest tokens over N stored rows, against torch and a plain memory pass.
 
-All of a length are run in turn, so what else the machine does hits all. `torch` is what it has to
-say it over the same bf16 rows (device.py). `stream` moves as many bytes as the raw rows have: on a
-CPU it adds them up, on a GPU it copies half of them. `share` is the time of a plain pass over a
-format's bytes, by that figure, over the time taken. Of several `--backend`s each reads them all.
+All methods of a length run in turn, so that other load on the machine affects all of them. `torch`
+methods attend over the same bf16 rows (device.py). `stream` moves as many bytes as the raw rows
+have: on a CPU it sums them, on a GPU it copies half of them. `share` is the time of such a pass
+over a format's bytes, relative to the time measured. Each of several `--backend`s reads all
+formats.
 
-On a GPU everything is there often enough that what a call reads has left the cache before it comes
-again; a figure is what the GPU does, and `host_ms` what Python takes to ask for it.
+On a GPU there are several copies of each input, so that a call finds none in the GPU's cache. A
+figure is the GPU's time; `host_ms` is the time that Python takes to launch.
 """
 
 from __future__ import annotations
@@ -42,39 +43,39 @@ from kvant.contracts import View
 from kvant.native import get_library
 from kvant.spec import split_specs
 
-APPEND_CHUNK = 4096  # rows put into a cache at once
-ResultKey = tuple[str, str]  # a format, or another way, and the backend that reads it
+APPEND_CHUNK = 4096  # rows appended at once
+ResultKey = tuple[str, str]  # a spec or another method, and the backend that reads it
 
 
 def store_rows(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
-    """What the newest tokens see of these rows in a format, and their bytes."""
+    """Store the rows in a cache; return the view of the newest tokens, and the bytes."""
     cache = Cache(1, name)
     state: Any = cache[0]
-    before = keys.shape[2] - queries
-    for first in range(0, before, APPEND_CHUNK):
-        part = slice(first, min(first + APPEND_CHUNK, before))
+    num_old = keys.shape[2] - queries
+    for start in range(0, num_old, APPEND_CHUNK):
+        part = slice(start, min(start + APPEND_CHUNK, num_old))
         state.append(keys[:, :, part], values[:, :, part], prefill="stored")
-    return state.append(keys[:, :, before:], values[:, :, before:]), cache.nbytes_used
+    return state.append(keys[:, :, num_old:], values[:, :, num_old:]), cache.nbytes_used
 
 
 def store_copies(
     name: str, keys: Tensor, values: Tensor, queries: int, device: BenchDevice
 ) -> list[tuple[View, int]]:
-    """The same rows in a format, as often as the device needs them, and the bytes of each."""
+    """Store as many copies of the rows as the device needs; return views and bytes."""
     first = store_rows(name, keys, values, queries)
-    more = range(1, count_copies(first[1], device.cache_nbytes))
-    return [first, *(store_rows(name, keys, values, queries) for _ in more)]
+    num_more = count_copies(first[1], device.cache_nbytes) - 1
+    return [first, *(store_rows(name, keys, values, queries) for _ in range(num_more))]
 
 
 def count_copies(nbytes: int, cache_nbytes: int) -> int:
-    """How many inputs of so many bytes it takes, so that all but one fill a cache."""
+    """Return how many copies of an input make a turn of all others fill the cache."""
     return 1 + -(-cache_nbytes // nbytes)
 
 
 def rotate_calls(calls: Sequence[TimedCall]) -> TimedCall:
-    """One after the other."""
-    following = cycle(calls)
-    return lambda: next(following)()
+    """Return a call that runs the calls one after the other, over and over."""
+    rotation = cycle(calls)
+    return lambda: next(rotation)()
 
 
 def time_calls_in_turn(
@@ -85,14 +86,14 @@ def time_calls_in_turn(
         clock.start_turn()
         for name, call in calls.items():
             lap = clock.time_call(call)
-            if turn:  # the first finds nothing in the caches
+            if turn:  # the first turn is a warm-up
                 laps[name].append(lap)
     return laps
 
 
 @dataclass(frozen=True)
 class AttendTask:
-    """What is asked of every way, and how often."""
+    """The shapes, the backends and the number of repeats of a measurement."""
 
     batch: int
     heads: int
@@ -110,40 +111,40 @@ class AttendTask:
 def measure_attention(
     length: int, names: list[str], task: AttendTask, device: BenchDevice
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A row for each way and backend, and a line for each way of torch that does not run."""
+    """Return a row for each method and backend, and a line for each skipped torch method."""
     shape = task.batch, task.heads, length, task.dim
     keys, values = torch.randn(2, *shape, device=device.name).bfloat16()
-    asked = task.batch, task.heads * task.group, task.queries, task.dim
-    q = torch.randn(asked, device=device.name).bfloat16()
-    held = {
+    query_shape = task.batch, task.heads * task.group, task.queries, task.dim
+    q = torch.randn(query_shape, device=device.name).bfloat16()
+    copies_by_name = {
         name: store_copies(name, keys, values, task.queries, device) for name in ["raw", *names]
     }
-    nbytes_of = {name: found[0][1] for name, found in held.items()}
-    moved = nbytes_of["raw"]
+    nbytes_by_name = {name: copies[0][1] for name, copies in copies_by_name.items()}
+    raw_nbytes = nbytes_by_name["raw"]
     calls, skipped = make_torch_calls(q, keys, values, device)
-    passes = range(count_copies(moved, device.cache_nbytes))
-    calls["stream", ""] = rotate_calls([device.make_stream(moved) for _ in passes])
+    num_passes = count_copies(raw_nbytes, device.cache_nbytes)
+    calls["stream", ""] = rotate_calls([device.make_stream(raw_nbytes) for _ in range(num_passes)])
     calls |= make_kvant_calls(
-        q, {name: [view for view, _ in found] for name, found in held.items()}, task
+        q, {name: [view for view, _ in copies] for name, copies in copies_by_name.items()}, task
     )
     laps = time_calls_in_turn(calls, task.repeats, device.clock)
-    nbytes = {name: nbytes_of.get(name[0], moved) for name in laps}
+    nbytes = {name: nbytes_by_name.get(name[0], raw_nbytes) for name in laps}
     return [{"rows": length} | row for row in summarize_laps(laps, nbytes, device.clock)], skipped
 
 
 def make_torch_calls(
     q: Tensor, keys: Tensor, values: Tensor, device: BenchDevice
 ) -> tuple[dict[ResultKey, TimedCall], list[str]]:
-    """All ways of torch read the same inputs, each the one after that of the call before."""
-    ways, skipped = device.list_torch_attention(q, keys, values)
-    more = count_copies(keys.nbytes + values.nbytes, device.cache_nbytes) - 1
-    inputs = cycle([(keys, values), *((keys.clone(), values.clone()) for _ in range(more))])
+    """Return calls of torch's attention methods, which share rotating inputs."""
+    methods, skipped = device.list_torch_attention(q, keys, values)
+    num_more = count_copies(keys.nbytes + values.nbytes, device.cache_nbytes) - 1
+    inputs = cycle([(keys, values), *((keys.clone(), values.clone()) for _ in range(num_more))])
 
-    def call(name: str) -> TimedCall:
-        way = ways[name]
-        return lambda: way(*next(inputs))
+    def make_call(name: str) -> TimedCall:
+        method = methods[name]
+        return lambda: method(*next(inputs))
 
-    return {(name, ""): call(name) for name in ways}, skipped
+    return {(name, ""): make_call(name) for name in methods}, skipped
 
 
 def make_kvant_calls(
@@ -151,19 +152,21 @@ def make_kvant_calls(
 ) -> dict[ResultKey, TimedCall]:
     calls = {}
     for backend in task.backends:
-        for name, same in views.items():
-            runs = backend or explain(same[0]).backend
-            calls[name, runs] = rotate_calls([partial(attend, q, v, backend=backend) for v in same])
+        for name, copies in views.items():
+            reader = backend or explain(copies[0]).backend
+            calls[name, reader] = rotate_calls(
+                [partial(attend, q, view, backend=backend) for view in copies]
+            )
     return calls
 
 
 def summarize_laps(
     laps: Mapping[ResultKey, Sequence[Lap]], nbytes: Mapping[ResultKey, int], clock: Clock
 ) -> list[dict[str, Any]]:
-    seconds = {name: [lap.seconds for lap in found] for name, found in laps.items()}
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    best = min(median for (way, _), median in medians.items() if way.startswith("torch"))
-    raw = next(median for (way, _), median in medians.items() if way == "raw")
+    seconds = {name: [lap.seconds for lap in method_laps] for name, method_laps in laps.items()}
+    medians = {name: statistics.median(laps_s) for name, laps_s in seconds.items()}
+    best = min(median for (method, _), median in medians.items() if method.startswith("torch"))
+    raw = next(median for (method, _), median in medians.items() if method == "raw")
     stream = medians["stream", ""] / nbytes["stream", ""]  # seconds a byte
     return [
         {
@@ -182,43 +185,45 @@ def summarize_laps(
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="rows stored")] = "1024,8192,32768,131072",
+    lengths: Annotated[str, typer.Option(help="Rows stored")] = "1024,8192,32768,131072",
     formats: Annotated[
-        str, typer.Option(help="of the spec language, beside raw")
+        str, typer.Option(help="Specs to measure, besides raw")
     ] = "affine8,fp8,affine8v4,affine6,affine4,turbo4v4,turbo3v3,turbo4v2",
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="sequences, each of so many rows")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences")] = 1,
     heads: int = 8,
-    group: Annotated[int, typer.Option(min=1, help="queries that share a key head")] = 4,
+    group: Annotated[int, typer.Option(min=1, help="Query heads per key head")] = 4,
     dim: int = 128,
-    queries: Annotated[int, typer.Option(min=1, help="tokens, the newest of the rows")] = 1,
+    queries: Annotated[int, typer.Option(min=1, help="Newest tokens that attend")] = 1,
     backend: Annotated[
-        str | None, typer.Option(help="that reads the pages, or several; the preferred one")
+        str | None, typer.Option(help="Backends to measure; default: the preferred one")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls per figure")] = 25,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the medians to F.png")] = None,
     json: Json = False,
 ) -> None:
-    """Attention of the newest tokens, one layer, bf16."""
-    where = choose_device(device)
+    """Time attention of the newest tokens: one layer, bf16."""
+    bench_device = choose_device(device)
     check_files(plot=plot)
     check_plot(plot)
-    points = parse_numbers("lengths", lengths)
-    if min(points) < queries:
+    row_counts = parse_numbers("lengths", lengths)
+    if min(row_counts) < queries:
         raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
     if threads is not None:
         torch.set_num_threads(threads)
     task = AttendTask(batch, heads, group, dim, queries, repeats, backend)
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
-    for length in points:
+    for length in row_counts:
         show_progress(f"{length} rows")
-        found, lacking = measure_attention(length, split_specs(formats), task, where)
-        rows += found
-        skipped += [f"{length} rows, {line}" for line in lacking]
+        length_rows, length_skipped = measure_attention(
+            length, split_specs(formats), task, bench_device
+        )
+        rows += length_rows
+        skipped += [f"{length} rows, {line}" for line in length_skipped]
     show_progress("")
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
@@ -230,17 +235,19 @@ def main(
             plot,
             "milliseconds (median)",
         )
-    print_report("attend", rows, facts, quiet=json, device=where)
+    print_report("attend", rows, facts, quiet=json, device=bench_device)
 
 
 def make_attention_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Way to rows to median milliseconds."""
-    found: dict[str, dict[int, float]] = {}
-    first = next(row["backend"] for row in rows if row["way"] == "raw")
+    """Return the median milliseconds by method and rows."""
+    curves: dict[str, dict[int, float]] = {}
+    preferred = next(row["backend"] for row in rows if row["way"] == "raw")
     for row in rows:
-        way = row["way"] if row["backend"] in ("", first) else f"{row['way']}, {row['backend']}"
-        found.setdefault(way, {})[row["rows"]] = row["median_ms"]
-    return found
+        label, backend = row["way"], row["backend"]
+        if backend not in ("", preferred):
+            label = f"{label}, {backend}"
+        curves.setdefault(label, {})[row["rows"]] = row["median_ms"]
+    return curves
 
 
 if __name__ == "__main__":

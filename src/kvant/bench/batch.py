@@ -1,13 +1,13 @@
-"""What sequences of different lengths cost in one forward, and what beams cost.
+"""Time sequences of different lengths in one forward, and beam search.
 
-A model of a known shape with random weights decodes, as in sessions and engines: one sequence, and
-several under one cache (`kvant.merge`), whose lengths lie around the context and are all different.
-Beside them several of one length, with the host's DynamicCache. All decode one token each in turn.
-`tokens_s` counts the tokens of all sequences; `times_one` is that over what one sequence of the
-same format gets, `ratio` that over the host's cache, `replayed` the tokens that were replayed.
+A model of a known shape with random weights decodes one sequence, and several sequences under one
+cache (`kvant.merge`) whose lengths differ around the context. In comparison, transformers'
+DynamicCache holds as many sequences of one length. All decode one token each in turn. `tokens_s`
+counts the tokens of all sequences; `times_one` is relative to one sequence of the same format,
+`ratio` to the DynamicCache; `replayed` is the number of replayed tokens.
 
-With `--beams` the model continues a prompt of random tokens by beam search, with the host's cache
-and with each format in turn: `tokens_s` counts the tokens of the result.
+With `--beams` the model continues a random prompt by beam search, with the DynamicCache and with
+each format in turn; `tokens_s` counts the tokens of the result.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvant.bench.cache_race import (
-    MODEL_SHAPES,
+    SHAPE_HELP,
     Contestant,
     RaceTask,
     build_model,
+    draw_random_rows,
     make_contestant,
-    random_rows,
 )
 from kvant.bench.device import CPU, DYNAMIC
 from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
@@ -38,20 +38,18 @@ from kvant.generation import TransformersDecoder
 from kvant.hf import NATIVE_REPLAY, cache_for, get_cache_argument
 from kvant.spec import split_specs
 
-WARMUP_TOKENS = (
-    NATIVE_REPLAY.num_warmup_forwards + 2
-)  # tokens that each cache decodes before it is timed
+WARMUP_TOKENS = NATIVE_REPLAY.num_warmup_forwards + 2  # per cache, before the timed tokens
 
 
 def spread_lengths(context: int, sequences: int) -> list[int]:
-    """So many different lengths, whose mean is the context."""
+    """Return different lengths whose mean is the context."""
     return [context - sequences // 2 + i for i in range(sequences)]
 
 
 def make_merged_batch(
     model: Any, name: str, rows: tuple[Tensor, Tensor], lengths: list[int]
 ) -> Contestant:
-    """One cache of ours with a sequence of each length."""
+    """Make one kvant cache with a sequence of each length."""
     keys, values = rows
     parts = [make_contestant(model, name, keys[:, :, :n], values[:, :, :n]).cache for n in lengths]
     cache = merge(parts) if len(parts) > 1 else parts[0]
@@ -59,9 +57,7 @@ def make_merged_batch(
     replayer = decoder.make_replayer()
 
     def forward(token: Tensor, cache: Any) -> Any:
-        decoder.compute_batch_logits(
-            [1] * len(lengths), cache.states.lengths, cache, replayer
-        )  # that token
+        decoder.compute_batch_logits([1] * len(lengths), cache.states.lengths, cache, replayer)
 
     return Contestant(name, cache, cache.states.nbytes, forward)
 
@@ -69,84 +65,85 @@ def make_merged_batch(
 def make_uniform_batch(
     model: Any, rows: tuple[Tensor, Tensor], context: int, sequences: int
 ) -> Contestant:
-    """The host's cache with so many sequences of one length."""
+    """Make a DynamicCache with several sequences of one length."""
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
         layer.update(*(x[:, :, :context].expand(sequences, -1, -1, -1) for x in rows))
-    rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    given = get_cache_argument(model)
+    cache_nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    cache_argument = get_cache_argument(model)
 
     def forward(token: Tensor, cache: Any) -> Any:
-        model(token.expand(sequences, 1), **{given: cache})
+        model(token.expand(sequences, 1), **{cache_argument: cache})
 
-    return Contestant(DYNAMIC, cache, rest, forward)
+    return Contestant(DYNAMIC, cache, cache_nbytes, forward)
 
 
 @torch.no_grad()
 def measure_batches(
     model: Any, name: str, context: int, counts: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """A row for each number of sequences: of one format, and of the host's cache beside it."""
-    rows = random_rows(model, context + max(counts))
+    """Return a row for each number of sequences, of a format and of the DynamicCache."""
+    rows = draw_random_rows(model, context + max(counts))
     pairs = {
-        n: (
-            make_uniform_batch(model, rows, context, n),
-            make_merged_batch(model, name, rows, spread_lengths(context, n)),
+        count: (
+            make_uniform_batch(model, rows, context, count),
+            make_merged_batch(model, name, rows, spread_lengths(context, count)),
         )
-        for n in counts
+        for count in counts
     }
     for turn in range(WARMUP_TOKENS + repeats):
         show_progress(f"{name}: token {turn + 1} of {WARMUP_TOKENS + repeats}")
         for pair in pairs.values():
-            for one in pair:
-                one.decode()
-    found: list[dict[str, Any]] = []
+            for contestant in pair:
+                contestant.decode()
+    figures: list[dict[str, Any]] = []
     speeds: dict[tuple[int, str], float] = {}
-    for n, pair in pairs.items():
-        for one in pair:
-            seconds = one.seconds[WARMUP_TOKENS:]
+    for count, pair in pairs.items():
+        for contestant in pair:
+            seconds = contestant.seconds[WARMUP_TOKENS:]
             median = statistics.median(seconds)
-            speeds[n, one.name] = n / median
-            found.append(
+            speeds[count, contestant.name] = count / median
+            figures.append(
                 {
-                    "sequences": n,
-                    "cache": one.name,
+                    "sequences": count,
+                    "cache": contestant.name,
                     "tokens": len(seconds),
                     "median_ms": median * 1e3,
                     "best_ms": min(seconds) * 1e3,
-                    "tokens_s": n / median,
-                    "times_one": speeds[n, one.name] / speeds[counts[0], one.name],
-                    "ratio": speeds[n, one.name] / speeds[n, DYNAMIC],
-                    "cache_mib": one.cache_nbytes / 2**20,
-                    "replayed": one.num_replayed,
+                    "tokens_s": count / median,
+                    "times_one": speeds[count, contestant.name]
+                    / speeds[counts[0], contestant.name],
+                    "ratio": speeds[count, contestant.name] / speeds[count, DYNAMIC],
+                    "cache_mib": contestant.cache_nbytes / 2**20,
+                    "replayed": contestant.num_replayed,
                 }
             )
-    return found
+    return figures
 
 
 @torch.no_grad()
 def measure_beams(
     model: Any, names: Sequence[str], count: int, prompt: int, tokens: int, runs: int
 ) -> list[dict[str, Any]]:
-    """A row for each cache: beam search over one prompt, in turn."""
+    """Run beam search with each cache in turn; return a row for each."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, prompt), generator=generator)
-    given = {"num_beams": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"num_beams": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     seconds: dict[str, list[float]] = {name: [] for name in (DYNAMIC, *names)}
     for turn in range(runs):
-        for name, found in seconds.items():
+        for name, cache_seconds in seconds.items():
             show_progress(f"beams with {name}: {turn + 1} of {runs}")
             laps = []
-            for new in (1, tokens):  # what reading the prompt takes is taken off
+            for new in (1, tokens):  # the prefill time is subtracted
                 cache = DynamicCache(config=model.config)
                 if name != DYNAMIC:
                     cache = cache_for(model, name)
                 begin = time.perf_counter()
                 limits = {"max_new_tokens": new, "min_new_tokens": new}
-                model.generate(ids, **given | limits | {get_cache_argument(model): cache})
+                model.generate(ids, **options | limits | {get_cache_argument(model): cache})
                 laps.append(time.perf_counter() - begin)
-            found.append(laps[1] - laps[0])
-    best = {name: (tokens - 1) / statistics.median(found) for name, found in seconds.items()}
+            cache_seconds.append(laps[1] - laps[0])
+    speeds = {name: (tokens - 1) / statistics.median(laps) for name, laps in seconds.items()}
     return [
         {
             "beams": count,
@@ -154,32 +151,32 @@ def measure_beams(
             "runs": runs,
             "seconds": statistics.median(seconds[name]),
             "tokens_s": speed,
-            "ratio": speed / best[DYNAMIC],
+            "ratio": speed / speeds[DYNAMIC],
         }
-        for name, speed in best.items()
+        for name, speed in speeds.items()
     ]
 
 
 def main(
-    sequences: Annotated[str, typer.Option(help="how many in one forward")] = "1,4,16",
-    context: Annotated[int, typer.Option(min=1, help="rows that are there, on average")] = 512,
-    formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8",
-    repeats: Annotated[int, typer.Option(min=1, help="tokens a figure")] = 9,
-    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
+    sequences: Annotated[str, typer.Option(help="Numbers of sequences per forward")] = "1,4,16",
+    context: Annotated[int, typer.Option(min=1, help="Mean rows in the cache")] = 512,
+    formats: Annotated[str, typer.Option(help="Specs to measure")] = "raw,affine8",
+    repeats: Annotated[int, typer.Option(min=1, help="Tokens per figure")] = 9,
+    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
     beam: Annotated[
-        int | None, typer.Option("--beams", min=2, help="measure beam search instead")
+        int | None, typer.Option("--beams", min=2, help="Measure beam search with this many beams")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="with --beams: new ones")] = 128,
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="With --beams: tokens to generate")] = 128,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
     json: Json = False,
 ) -> None:
-    """What sequences of different lengths cost in one forward, and what beams cost."""
+    """Time sequences of different lengths in one forward, or beam search."""
     counts = parse_numbers("sequences", sequences)
     if counts[0] != 1 or sorted(set(counts)) != counts:
-        raise ValueError(f"--sequences {sequences}: 1, and more of them in rising order")
+        raise ValueError(f"--sequences {sequences}: 1 first, then rising numbers are needed")
     if context <= counts[-1] // 2:
-        raise ValueError(f"--context {context}: more than half of the {counts[-1]} sequences")
+        raise ValueError(f"--context {context}: more than {counts[-1] // 2} rows are needed")
     if threads is not None:
         torch.set_num_threads(threads)
     task = RaceTask(layers, repeats, shape)

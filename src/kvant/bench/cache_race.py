@@ -1,21 +1,21 @@
-"""What one decoded token costs at a context, with the host's own cache and with ours.
+"""Time one decoded token at a context, with transformers' caches and with kvant's.
 
-The model has a known shape and random weights, the rows are random and put into the caches
-directly. The baseline is one of transformers, with SDPA: `dynamic`, its DynamicCache, or `static`,
-its StaticCache under a forward compiled as `generate` compiles it; the tokens that compile it are
-not timed, nor as many of ours. Ours decode as `kvant.generate` does, on a GPU from a CUDA graph;
-`replayed` tells how many tokens did. Each format is measured beside a baseline of its own, one
-token each in turn, so two caches are held at most and what else the machine does hits both. With
-`packed` a copy of the model, whose weights `kvant.pack` packed, takes turns with them. `ratio`
-is the baseline's median over the median of the format: above 1, ours is faster. `best_ms` is what
-the machine can do when nothing disturbs it. One token in 64 also seals a page: neither figure shows
-that, the mean of kvant.bench.append does.
+The model has a known shape and random weights; random rows are put into the caches directly. The
+baseline is `dynamic`, transformers' DynamicCache, or `static`, its StaticCache with a compiled
+forward, both with SDPA. Tokens that compile or capture are not timed. kvant decodes as
+`kvant.generate` does, on a GPU from a CUDA graph; `replayed` counts replayed tokens. Each format is
+measured together with its own baseline, one token each in turn: only two caches exist at a time,
+and other load on the machine affects both. With `packed`, a copy of the model with packed weights
+takes turns too.
 
-`rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs beside
-that: the highest resident memory of a process while it decodes as many tokens as are timed, over
-what was resident just before (clock.py). Each cache has a new process of its own for it, since an
-allocator keeps what earlier work left and hides or adds tens of MiB. On a GPU it is the highest
-memory that torch has allocated there.
+`ratio` is the baseline's median over the format's median: above 1, kvant is faster. `best_ms` is
+the time without disturbance. One token in 64 also seals a page, which neither figure shows, but
+the mean of kvant.bench.append does.
+
+`rest_mib` is the size of the cache at the context. `peak_mib` is what decoding needs in addition:
+the peak of resident memory while as many tokens are decoded as are timed, minus resident memory
+before (clock.py). Each cache is measured in a new process, since an allocator keeps freed memory,
+tens of MiB. On a GPU it is the peak of torch's allocated memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 40960,
     },
-    "8b": {  # the numbers of Llama 3.1 8B, in a model of Qwen3's kind
+    "8b": {  # the sizes of Llama 3.1 8B, in Qwen3's architecture
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
@@ -62,9 +62,10 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 DEFAULT_FORMATS = "raw,affine8,affine4"
-APPEND_CHUNK = 2048  # rows put into a cache of ours at once
-PACKED_SUFFIX = " packed"  # said of a format whose model has packed weights
-WARMUP_TOKENS = {  # tokens that each cache decodes before it is timed
+SHAPE_HELP = f"Shape of the model: {', '.join(MODEL_SHAPES)}"
+APPEND_CHUNK = 2048  # rows appended at once
+PACKED_SUFFIX = " packed"  # in the name of a format with packed weights
+WARMUP_TOKENS = {  # tokens per cache before the timed tokens
     DYNAMIC: 2,
     STATIC: 4,  # the first compiles, the second is captured as a CUDA graph
 }
@@ -72,25 +73,25 @@ WARMUP_TOKENS = {  # tokens that each cache decodes before it is timed
 
 @dataclass(frozen=True)
 class RaceTask:
-    """What is decoded with every cache, and where; another process can be given it."""
+    """What to decode, and where; it can be sent to another process."""
 
-    layers: int | None = None  # those of the shape
+    layers: int | None = None  # default: those of the shape
     repeats: int = 9
     shape: str = "0.6b"
     device: BenchDevice = CPU
     baseline: str = CPU.baseline
-    compiled: bool = False  # ours, too
-    packed: bool = False  # ours once more, with packed weights
+    compiled: bool = False  # kvant's forward, too
+    packed: bool = False  # also with packed weights
 
     def __post_init__(self) -> None:
-        for option, given, known in (
+        for option, value, choices in (
             ("shape", self.shape, MODEL_SHAPES),
             ("baseline", self.baseline, WARMUP_TOKENS),
         ):
-            if given not in known:
-                raise ValueError(f"--{option} {given}: known are {', '.join(known)}")
+            if value not in choices:
+                raise ValueError(f"--{option} {value}: known are {', '.join(choices)}")
         if self.compiled and self.device.name == CPU.name:
-            raise ValueError("--compile: what is compiled is the CUDA graph of a GPU")
+            raise ValueError("--compile: only the CUDA graph of a GPU can be compiled")
         if self.packed and self.device.name != CPU.name:
             raise ValueError(f"--pack: weights are packed for a CPU, not for {self.device.name}")
 
@@ -100,13 +101,13 @@ class RaceTask:
 
     @property
     def model_sizes(self) -> dict[str, Any]:
-        own = {} if self.layers is None else {"num_hidden_layers": self.layers}
-        return MODEL_SHAPES[self.shape] | own
+        overrides = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        return MODEL_SHAPES[self.shape] | overrides
 
 
 @dataclass
 class Contestant:
-    """A cache with its context, and what each token decoded with it took."""
+    """A cache filled to the context, and the time of each token decoded with it."""
 
     name: str
     cache: Any
@@ -121,11 +122,11 @@ class Contestant:
 
     @property
     def num_replayed(self) -> int | None:
-        """How many tokens came from a graph of ours, or a recording."""
+        """Number of tokens replayed from a graph or natively; None for transformers' caches."""
         return None if self.name in WARMUP_TOKENS else self.cache.stats()["replayed"]
 
     def decode(self) -> None:
-        """One token more, once all before it are there: a loop needs each to ask for the next."""
+        """Decode one token after all previous ones are done, as a loop does."""
         token = torch.ones(1, 1, dtype=torch.int64, device=self.device.name)
         clock = self.device.clock
         clock.synchronize()
@@ -150,7 +151,7 @@ class Contestant:
 def open_model(
     shape: str, layers: int | None, threads: int | None
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The model of a benchmark on a CPU, and its sizes, with so many threads of torch."""
+    """Build a benchmark's model on the CPU and set torch's threads; return model and sizes."""
     if threads is not None:
         torch.set_num_threads(threads)
     sizes = RaceTask(layers, shape=shape).model_sizes
@@ -159,15 +160,15 @@ def open_model(
 
 
 def build_model(sizes: Mapping[str, Any], device: BenchDevice = CPU, compiled: bool = False) -> Any:
-    """The model, in bf16: allocated once, and filled without the host's slow initialization."""
+    """Build the model in bf16; skip transformers' slow initialization of weights."""
     config = Qwen3Config(**sizes, attn_implementation="sdpa")
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device=device.name).eval()
     model.tie_weights()
     model.generation_config.compile_config = CompileConfig() if compiled else None
-    turning = type(model.model.rotary_emb)(config)  # its buffers are computed
-    model.model.rotary_emb = turning.to(device.name)
+    rotary = type(model.model.rotary_emb)(config)  # its buffers are computed, not allocated
+    model.model.rotary_emb = rotary.to(device.name)
     generator = torch.Generator(device.name).manual_seed(0)
     token = torch.ones(1, 1, dtype=torch.int64, device=device.name)
     with torch.no_grad():
@@ -176,19 +177,19 @@ def build_model(sizes: Mapping[str, Any], device: BenchDevice = CPU, compiled: b
                 weight.fill_(1.0)  # a norm
             else:
                 weight.normal_(0.0, 0.02, generator=generator)
-        model(token)  # memory that the first forward takes for good
+        model(token)  # the first forward allocates memory permanently
     return model
 
 
 def _copy_packed(model: Any) -> Any:
-    """A copy of the model with packed weights."""
-    twin = copy.deepcopy(model)
-    pack(twin)
-    return twin
+    """Copy the model and pack the weights of the copy."""
+    packed = copy.deepcopy(model)
+    pack(packed)
+    return packed
 
 
-def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
-    """Keys and values; all layers and all caches get the same."""
+def draw_random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
+    """Return random keys and values, the same for all layers and caches."""
     config, generator = model.config, torch.Generator().manual_seed(context)
     shape = (1, config.num_key_value_heads, context, config.head_dim)
     keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, generator=generator)
@@ -198,19 +199,19 @@ def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
 def make_contestant(
     model: Any, name: str, keys: Tensor, values: Tensor, tokens: int = 0
 ) -> Contestant:
-    """A cache of that name that holds these rows in every layer; so many tokens will follow."""
+    """Make a cache by name, filled with the rows; a StaticCache has room for `tokens` more."""
     device = DEVICES[model.device.type]
     if name in WARMUP_TOKENS:
         cache, call = make_transformers_cache(model, name, keys.shape[2] + tokens)
-        given = get_cache_argument(model)
+        cache_argument = get_cache_argument(model)
 
         def call_with_cache(token: Tensor, cache: Any) -> Any:
-            return call(token, **{given: cache})
+            return call(token, **{cache_argument: cache})
 
         for layer in cache.layers:
             layer.update(keys, values)
-        rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return Contestant(name, cache, rest, call_with_cache, device)
+        cache_nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return Contestant(name, cache, cache_nbytes, call_with_cache, device)
     cache = cache_for(model, name)
     for begin in range(0, keys.shape[2], APPEND_CHUNK):
         part = slice(begin, begin + APPEND_CHUNK)
@@ -219,17 +220,17 @@ def make_contestant(
     decoder = TransformersDecoder(model)
 
     def forward(token: Tensor, cache: Any) -> Tensor:
-        return decoder.compute_logits([1], cache)  # the token, which this machine knows
+        return decoder.compute_logits([1], cache)  # the decoder makes its own tensor
 
     return Contestant(name, cache, cache.states.nbytes, forward, device)
 
 
 def make_transformers_cache(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]:
-    """A cache of the host's for so many rows, and the forward that goes with it."""
+    """Make a transformers cache for `length` rows, and the forward to use with it."""
     if name == DYNAMIC:
         return DynamicCache(config=model.config), model
-    torch.compiler.reset()  # or a second length would be compiled as one that changes
-    # Masks of a length that is a multiple of 64 are read without being copied.
+    torch.compiler.reset()  # a second length would otherwise be compiled as a dynamic size
+    # With a multiple of 64, SDPA reads the mask without a copy.
     cache = StaticCache(config=model.config, max_cache_len=-(-length // 64) * 64)
     return cache, model.get_compiled_call(None)
 
@@ -238,32 +239,32 @@ def make_transformers_cache(model: Any, name: str, length: int) -> tuple[Any, Ca
 def measure_pair(
     model: Any, name: str, context: int, task: RaceTask, packed: Any = None
 ) -> list[Contestant]:
-    """Decode with the baseline and with a format of ours in turn, also with a packed model."""
-    rows = random_rows(model, context)
+    """Decode with the baseline and a format in turn, optionally also with a packed model."""
+    rows = draw_random_rows(model, context)
     tokens = task.warmup_tokens + task.repeats
-    several = [make_contestant(model, one, *rows, tokens) for one in (task.baseline, name)]
+    contestants = [make_contestant(model, n, *rows, tokens) for n in (task.baseline, name)]
     if packed is not None:
-        several.append(make_contestant(packed, name, *rows, tokens))
-        several[-1].name += PACKED_SUFFIX
+        contestants.append(make_contestant(packed, name, *rows, tokens))
+        contestants[-1].name += PACKED_SUFFIX
     del rows
     for _ in range(tokens):
-        for one in several:
-            one.decode()
-    for one in several:
-        del one.laps[: task.warmup_tokens]
-    return several
+        for contestant in contestants:
+            contestant.decode()
+    for contestant in contestants:
+        del contestant.laps[: task.warmup_tokens]
+    return contestants
 
 
 @torch.no_grad()
 def measure_peak(task: RaceTask, name: str, context: int, threads: int) -> int | None:
-    """What decoding needs beside the cache, in bytes, where this process does nothing else."""
+    """Return the bytes that decoding needs beyond the cache; run it in a new process."""
     torch.set_num_threads(threads)
     model = build_model(task.model_sizes, task.device, task.compiled)
     contestant = make_contestant(
-        model, name, *random_rows(model, context), task.warmup_tokens + task.repeats
+        model, name, *draw_random_rows(model, context), task.warmup_tokens + task.repeats
     )
     if name == STATIC:
-        for _ in range(task.warmup_tokens):  # what it takes to compile is not what decoding takes
+        for _ in range(task.warmup_tokens):  # memory for compiling is not counted
             contestant.decode()
 
     def decode() -> None:
@@ -276,26 +277,31 @@ def measure_peak(task: RaceTask, name: str, context: int, threads: int) -> int |
 def run_race(
     lengths: Sequence[int], names: Sequence[str], task: RaceTask, *, peaks: bool
 ) -> list[dict[str, Any]]:
-    """A row for each length and each cache; the baseline has one beside every format."""
+    """Return a row for each length and cache, and one of the baseline for each format."""
     if min(lengths) < 1:
-        raise ValueError(f"contexts {', '.join(map(str, lengths))}: 1 row or more")
+        raise ValueError(f"contexts {', '.join(map(str, lengths))}: each must be 1 or more")
     show_progress("building the model")
     model = build_model(task.model_sizes, task.device, task.compiled)
     packed = _copy_packed(model) if task.packed else None
     for name in names:
-        cache_for(model, name)  # what does not fit is refused now
+        cache_for(model, name)  # raises for a spec that does not fit the model
     rows: list[dict[str, Any]] = []
     for length in lengths:
-        needs: dict[str, int | None] = dict.fromkeys((task.baseline, *names))
-        for name in needs if peaks else ():
+        peaks_by_name: dict[str, int | None] = dict.fromkeys((task.baseline, *names))
+        for name in peaks_by_name if peaks else ():
             show_progress(f"{length} rows, {name}: the peak")
-            needs[name] = run_in_process(measure_peak, task, name, length, torch.get_num_threads())
+            peaks_by_name[name] = run_in_process(
+                measure_peak, task, name, length, torch.get_num_threads()
+            )
         for name in names:
             show_progress(f"{length} rows, {name}: the time")
-            several = measure_pair(model, name, length, task, packed)
+            contestants = measure_pair(model, name, length, task, packed)
             rows += [
-                {"rows": length, **one.summarize(several[0], needs.get(one.name))}
-                for one in several
+                {
+                    "rows": length,
+                    **contestant.summarize(contestants[0], peaks_by_name.get(contestant.name)),
+                }
+                for contestant in contestants
             ]
     show_progress("")
     return rows

@@ -1,7 +1,7 @@
-"""Ways to continue one sequence, which a benchmark compares.
+"""Candidates of a benchmark: ways to continue one sequence.
 
-No cache, a format, the host's cache; and other libraries that run the same model on the same
-tokens, where they are installed.
+They are no cache, a cache of any spec, transformers' DynamicCache, and other libraries, if
+installed, that run the same model on the same tokens.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvant.hf import cache_for, get_cache_argument
 
-NO_CACHE = "none"  # no cache: everything is computed anew for every token
+NO_CACHE = "none"  # recompute the whole sequence for every token
 
 
 class SequenceCacheCandidate(Protocol):
-    """One sequence, at first empty."""
+    """A sequence, initially empty, that tokens are fed to."""
 
     @property
     def nbytes(self) -> int:
-        """What the tokens are remembered in."""
+        """Bytes of the cache."""
 
     def feed(self, tokens: Sequence[int]) -> int:
-        """Read `tokens` after those before; the likeliest next."""
+        """Append `tokens`; return the most likely next token."""
 
 
 MakeCandidate = Callable[[], SequenceCacheCandidate]
 
 
 class UncachedCandidate:
-    """No memory but the tokens themselves."""
+    """A sequence without a cache."""
 
     nbytes = 0
 
@@ -49,7 +49,7 @@ class UncachedCandidate:
 
 
 class CachedCandidate:
-    """A cache that the model writes to and reads."""
+    """A sequence with a cache that the model's forward updates."""
 
     def __init__(
         self, model: PreTrainedModel, cache: Any, measure_nbytes: Callable[[Any], int]
@@ -69,22 +69,22 @@ class CachedCandidate:
 
 @torch.no_grad()
 def find_likeliest_token(model: PreTrainedModel, tokens: Sequence[int], **options: Any) -> int:
-    """The token that the model finds likeliest; logits of the others' places are not computed."""
+    """Return the most likely next token; compute the logits of the last position only."""
     ids = torch.tensor([list(tokens)], device=model.device)
     return int(model(input_ids=ids, logits_to_keep=1, **options).logits[0, -1].argmax())
 
 
 def make_dynamic(model: PreTrainedModel) -> MakeCandidate:
-    """The host's own cache."""
+    """Return a factory of sequences with transformers' DynamicCache."""
     return lambda: CachedCandidate(model, DynamicCache(config=model.config), _measure_dynamic_cache)
 
 
 def make_candidates(model: PreTrainedModel, names: Sequence[str]) -> dict[str, MakeCandidate]:
-    """Formats of the spec language, and "none"; one that the model cannot have is refused now."""
-    takes = inspect.signature(model.forward).parameters
+    """Return factories by spec, and for "none"; raise if the model does not support one."""
+    parameters = inspect.signature(model.forward).parameters
     for name in (get_cache_argument(model), "logits_to_keep"):
-        if name not in takes:
-            raise ValueError(f"{type(model).__name__} takes no {name}: it cannot be measured so")
+        if name not in parameters:
+            raise ValueError(f"{type(model).__name__} takes no {name}: it cannot be measured")
     return {name: _make_candidate(model, name) for name in names}
 
 
@@ -107,11 +107,11 @@ TRANSFORMERS = "transformers"
 
 
 class PeerUnavailable(Exception):
-    """Why a peer is left out."""
+    """Reason why a peer is skipped."""
 
 
 class MlxCandidate:
-    """A model and a cache of mlx-lm."""
+    """A sequence in mlx-lm, with its model and cache."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -123,7 +123,7 @@ class MlxCandidate:
         return sum(layer.nbytes for layer in self.cache)
 
     def feed(self, tokens: Sequence[int]) -> int:
-        if len(tokens) > 1:  # their way with a prompt: no logits of its beginning are computed
+        if len(tokens) > 1:  # as mlx-lm prefills a prompt: without logits
             self.model(self._mx.array([list(tokens[:-1])]), cache=self.cache)
             self._mx.eval([layer.state for layer in self.cache])
         logits = self.model(self._mx.array([[tokens[-1]]]), cache=self.cache)[0, -1]
@@ -138,18 +138,18 @@ def make_mlx_lm(model: PreTrainedModel, path: str) -> MakeCandidate:
     if find_spec("mlx_lm") is None:
         raise PeerUnavailable("mlx-lm is not installed")
     try:
-        theirs = import_module("mlx_lm").load(path)[0]
+        mlx_model = import_module("mlx_lm").load(path)[0]
     except ImportError as error:
         raise PeerUnavailable(
             f"mlx-lm does not run on this machine: {_first_line(error)}"
         ) from error
     except (OSError, ValueError) as error:
         raise PeerUnavailable(f"mlx-lm cannot load this model: {_first_line(error)}") from error
-    return lambda: MlxCandidate(theirs)
+    return lambda: MlxCandidate(mlx_model)
 
 
 def make_llama_cpp(model: PreTrainedModel, path: str) -> MakeCandidate:
-    """Never runs: its files are of a kind of their own, and making one is no benchmark's work."""
+    """Raise always: converting the model to a GGUF file is not a benchmark's task."""
     if find_spec("llama_cpp") is None:
         raise PeerUnavailable("llama-cpp-python is not installed")
     raise PeerUnavailable("llama-cpp-python reads GGUF files, and this model is not one")
@@ -171,7 +171,7 @@ def check_peers(names: Sequence[str]) -> None:
 def find_peers(
     names: Sequence[str], model: PreTrainedModel, path: str
 ) -> tuple[dict[str, MakeCandidate], list[str]]:
-    """The peers that can run the model at `where`, and a line for each that cannot."""
+    """Return the peers that can run the model at `path`, and a line for each skipped one."""
     makes, skipped = {}, []
     for name in names:
         try:

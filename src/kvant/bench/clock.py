@@ -1,4 +1,4 @@
-"""How long calls take, by this machine or by events in the stream of a GPU, and how much memory."""
+"""Measure the time of calls, by the wall clock or by CUDA events, and their peak memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any, Protocol
 import torch
 
 TimedCall = Callable[[], Any]
-HOLD_CYCLES = 50_000_000  # cycles, 25 ms of a GPU: longer than Python takes for a turn of calls
+HOLD_CYCLES = 50_000_000  # 25 ms of a GPU: longer than Python takes to launch a turn of calls
 
 
 @dataclass(frozen=True)
 class Lap:
-    """What one call took."""
+    """The time of one call."""
 
-    host_seconds: float  # seconds until it returned
-    events: tuple[Any, Any] | None = None  # before and after it, in the stream of a GPU
+    host_seconds: float  # until the call returned
+    events: tuple[Any, Any] | None = None  # CUDA events before and after the call
 
     @property
     def seconds(self) -> float:
-        """Waits for the GPU: to be asked when all laps were run."""
+        """Seconds of the call; waits for the GPU, so read it after all laps have run."""
         if self.events is None:
             return self.host_seconds
         begin, end = self.events
@@ -37,19 +37,21 @@ class Lap:
 
 
 class Clock(Protocol):
+    """Times calls on a device."""
+
     def start_turn(self) -> None:
-        """Calls follow that need nothing of each other."""
+        """Prepare a turn of independent calls."""
 
     def synchronize(self) -> None:
-        """The call that follows begins when all before it is done."""
+        """Wait for all previous calls, so that the next call starts alone."""
 
     def time_call(self, call: TimedCall) -> Lap: ...
     def describe_laps(self, laps: Sequence[Lap]) -> dict[str, float]:
-        """What else it tells of laps."""
+        """Return further figures of the laps."""
 
 
 class WallClock:
-    """The clock of this machine, where a call is done when it returns."""
+    """The wall clock: a call is done when it returns."""
 
     def start_turn(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -64,10 +66,10 @@ class WallClock:
 
 
 class CudaClock:
-    """The stream of a GPU."""
+    """CUDA events: a call is done when the GPU has finished it."""
 
     def start_turn(self) -> None:
-        torch.cuda.synchronize()  # or the queue, of about a thousand launches, would fill up
+        torch.cuda.synchronize()  # the queue holds about a thousand launches
         torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
@@ -76,44 +78,46 @@ class CudaClock:
     def time_call(self, call: TimedCall) -> Lap:
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        asked = time.perf_counter()
+        start = time.perf_counter()
         begin.record()
         call()
         end.record()
-        return Lap(time.perf_counter() - asked, (begin, end))
+        return Lap(time.perf_counter() - start, (begin, end))
 
     def describe_laps(self, laps: Sequence[Lap]) -> dict[str, float]:
         return {"host_ms": statistics.median(lap.host_seconds for lap in laps) * 1e3}
 
 
 def run_in_process(function: Callable[..., int | None], *args: Any) -> int | None:
-    """A peak, in a new process: an allocator keeps what earlier work left."""
+    """Run a measurement of a peak in a new process, as an allocator keeps freed memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def measure_resident_peak(work: Callable[[], None]) -> int | None:
-    """Bytes that `work` needs beside what is resident; None where a system has no such mark."""
-    before = reset_resident_peak()
+    """Return the bytes that `work` needs beyond resident memory; None if unknown."""
+    resident_nbytes = reset_resident_peak()
     work()
-    return None if before is None else max(0, read_resident_nbytes("VmHWM") - before)
+    if resident_nbytes is None:
+        return None
+    return max(0, read_resident_nbytes("VmHWM") - resident_nbytes)
 
 
 def reset_resident_peak() -> int | None:
-    """Set the peak back to what is resident now; None where a system has no such mark."""
+    """Reset the peak to the resident memory, and return that; None if the system cannot."""
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # or decoding would find memory that filling has not given back
+    if trim is not None:  # decoding could otherwise reuse memory that was freed before
         trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     return read_resident_nbytes("VmRSS")
 
 
 def read_resident_nbytes(name: str) -> int:
-    """Bytes, as Linux tells them under that name."""
+    """Return a value of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024

@@ -1,10 +1,10 @@
-"""What decoding costs: a model that generates for real, or a bare race of caches at a context.
+"""Measure decoding: of a model that generates text, or of caches alone at a context.
 
-Without `--contexts` a model, the small one inside the package if none is named, continues a text
-with no cache, with caches of ours, and with peers: time to the first token, tokens a second, and
-what one more token costs against the length (speed.py). With `--contexts` a larger model with
-random rows decodes a few tokens at each context (cache_race.py). On a GPU a model that generates is
-timed by this machine's clock: each token is waited for.
+Without `--contexts` a model (default: the built-in one) continues a text with no cache, with
+kvant's caches and with peers: time to the first token, tokens per second, and the time of one more
+token against the length (speed.py). With `--contexts` a larger model with random rows decodes a few
+tokens at each context (cache_race.py). On a GPU, generation is timed by the wall clock, since each
+token is waited for.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from kvant.native import use_own_threads
 from kvant.spec import parse, split_specs
 
 LATENCY_LABEL = "milliseconds for one more (median)"
-TEXT_MODULE = "argparse"  # a long module of the standard library: its source is a text anybody has
+TEXT_MODULE = "argparse"  # a long module of the standard library, whose source is the text
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What is measured of a model; the defaults fit the one inside."""
+    """What to measure; the defaults fit the built-in model."""
 
     formats: str = "none,raw,step=1,raw,step=256,affine8,affine4"
     against: str = "transformers"
@@ -71,7 +71,7 @@ class DecodeSettings:
         parse_dtype(self.dtype)
         check_lengths(self.points, self.repeats)
         if self.tokens < 2:
-            raise ValueError(f"--tokens {self.tokens}: 2 or more have a speed")
+            raise ValueError(f"--tokens {self.tokens}: a speed needs 2 or more")
 
     @property
     def peers(self) -> list[str]:
@@ -87,13 +87,15 @@ class DecodeSettings:
 
 
 def read_text_tokens(model: Any, tokenizer: Any, count: int) -> list[int]:
-    """The first `count` tokens of a text, which the model has positions for."""
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Return the first `count` tokens of a text; raise if it or the context is shorter."""
+    max_positions = getattr(
+        model.config.get_text_config(decoder=True), "max_position_embeddings", None
+    )
     tokens: list[int] = tokenizer.encode(inspect.getsource(import_module(TEXT_MODULE)))
-    for limit, whose in ((most, "the context of the model"), (len(tokens), "the text")):
+    for limit, source in ((max_positions, "the context of the model"), (len(tokens), "the text")):
         if limit is not None and count > limit:
             raise ValueError(
-                f"{count} tokens, and {whose} has {limit}: shorten --lengths, --prompt"
+                f"{count} tokens, and {source} has {limit}: shorten --lengths, --prompt"
             )
     return tokens[:count]
 
@@ -106,16 +108,16 @@ def run_generation(
     *,
     quiet: bool,
 ) -> None:
-    """A model that generates: two tables, a picture and a JSON line."""
+    """Measure a model that generates: print two tables and a JSON line, and plot."""
     show_progress("loading the model")
     model, tokenizer = load(name, device=device.name, dtype=settings.dtype)
     text = read_text_tokens(model, tokenizer, settings.max_length)
     makes = make_candidates(model, split_specs(settings.formats))
-    theirs, skipped = find_peers(settings.peers, model, name or str(demo.PATH))
+    peers, skipped = find_peers(settings.peers, model, name or str(demo.PATH))
     show_progress("")
     for reason in skipped:
         print(f"skipped: {reason}", file=sys.stderr)
-    makes |= theirs
+    makes |= peers
     prompt = text[: settings.prompt]
     generated = measure_generations(makes, prompt, settings.tokens, settings.runs)
     if not quiet:
@@ -124,7 +126,7 @@ def run_generation(
     if not quiet:
         print_table("milliseconds for one more token, against the length", make_latency_rows(steps))
     facts = describe_model(name, model, settings)
-    facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
+    facts |= {"peers": {peer: version(peer) for peer in peers}, "skipped": skipped}
     if plot is not None:
         draw_curves(
             make_latency_curves(steps),
@@ -151,7 +153,7 @@ def describe_model(name: str | None, model: Any, settings: DecodeSettings) -> di
 def choose_options(
     options: Mapping[str, Any], excluded: Mapping[str, Any], clause: str
 ) -> dict[str, Any]:
-    """What was given of the options that count; one of the others is a mistake."""
+    """Return the options that were set; raise for one that needs another kind of run."""
     for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"--{name} is for a run {clause} --contexts")
@@ -160,51 +162,54 @@ def choose_options(
 
 def main(
     contexts: Annotated[
-        str | None, typer.Option(help="a model of a known shape, with so many random rows")
+        str | None, typer.Option(help="Rows in the caches of a model of a known shape")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="a folder or a name on the hub")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder, or name on the hub")] = None,
     formats: Annotated[
-        str | None, typer.Option(help="of the spec language, and none for no cache")
+        str | None, typer.Option(help="Specs to measure, or none for no cache")
     ] = None,
     against: Annotated[str | None, typer.Option(help="transformers,llama-cpp,mlx-lm")] = None,
-    lengths: Annotated[str | None, typer.Option(help="where one more token is timed")] = None,
-    prompt: Annotated[int | None, typer.Option(min=1, help="its tokens: 512")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="generated: 512")] = None,
-    runs: Annotated[int | None, typer.Option(min=1, help="generations of each: 3")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="tokens a figure: 15; 9")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Lengths to time one more token at")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt: 512")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to generate: 512")] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Generations per candidate: 3")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per figure: 15; with --contexts 9")
+    ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="with --contexts: 0.6b (Qwen3-0.6B's), 8b")
+        str | None, typer.Option(help="With --contexts: 0.6b (Qwen3-0.6B's), 8b")
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="with --contexts: those of the shape")
+        int | None, typer.Option(min=1, help="With --contexts: layers of the model")
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="with --contexts: dynamic; on a GPU static, and compiled"),
+        typer.Option(help="With --contexts: dynamic; default on a GPU: static, compiled"),
     ] = None,
     compiled: Annotated[
-        bool | None, typer.Option("--compile", help="with --contexts, on a GPU: ours, too")
+        bool | None, typer.Option("--compile", help="With --contexts, on a GPU: compile kvant, too")
     ] = None,
     pack: Annotated[
-        bool | None, typer.Option("--pack", help="with --contexts, on a CPU: ours, packed, too")
+        bool | None, typer.Option("--pack", help="With --contexts, on a CPU: also packed weights")
     ] = None,
     peaks: Annotated[
-        bool | None, typer.Option("--peaks/--no-peaks", help="with --contexts: a process each")
+        bool | None,
+        typer.Option("--peaks/--no-peaks", help="With --contexts: memory peaks, in new processes"),
     ] = None,
     apart: Annotated[
         bool | None,
-        typer.Option("--apart", help="with --contexts: kernels on threads of their own"),
+        typer.Option("--apart", help="With --contexts: run kernels on kvant's own threads"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the model; auto: as it was saved")] = None,
-    plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the model; auto: as saved")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the latency to F.png")] = None,
     json: Json = False,
 ) -> None:
-    """What decoding costs: a model without a cache, with ours, with peers; or bare caches."""
-    where = choose_device(device)
+    """Measure decoding: no cache, kvant's caches and peers; or caches alone."""
+    bench_device = choose_device(device)
     for spec in split_specs(formats) if formats is not None else ():
         if spec != NO_CACHE:
             parse(spec, 1)
@@ -212,19 +217,19 @@ def main(
     check_plot(plot)
     if threads is not None:
         torch.set_num_threads(threads)
-    both = {"formats": formats, "repeats": repeats}
-    generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
-    generating |= {"runs": runs, "dtype": dtype}
-    racing = {"shape": shape, "layers": layers, "baseline": baseline}
-    racing |= {"compiled": compiled, "pack": pack, "peaks": peaks, "apart": apart}
+    shared = {"formats": formats, "repeats": repeats}
+    generation = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
+    generation |= {"runs": runs, "dtype": dtype}
+    race = {"shape": shape, "layers": layers, "baseline": baseline}
+    race |= {"compiled": compiled, "pack": pack, "peaks": peaks, "apart": apart}
     if contexts is None:
-        given = choose_options(both | generating, racing, "with")
-        run_generation(model, DecodeSettings(**given), where, plot, quiet=json)
+        settings = choose_options(shared | generation, race, "with")
+        run_generation(model, DecodeSettings(**settings), bench_device, plot, quiet=json)
     else:
-        given = choose_options(
-            both | racing, generating | {"model": model, "plot": plot}, "without"
+        settings = choose_options(
+            shared | race, generation | {"model": model, "plot": plot}, "without"
         )
-        run_bare_race(contexts, where, quiet=json, **given)
+        run_bare_race(contexts, bench_device, quiet=json, **settings)
 
 
 def run_bare_race(
@@ -242,13 +247,13 @@ def run_bare_race(
     peaks: bool = True,
     apart: bool = False,
 ) -> None:
-    """The race: one table and a JSON line."""
+    """Run the race of caches; print one table and a JSON line."""
     if apart:
         use_own_threads()
-    points = parse_numbers("contexts", contexts)
-    base = baseline or device.baseline
-    task = cache_race.RaceTask(layers, repeats, shape, device, base, compiled, pack)
-    rows = cache_race.run_race(points, split_specs(formats), task, peaks=peaks)
+    context_lengths = parse_numbers("contexts", contexts)
+    baseline_name = baseline or device.baseline
+    task = cache_race.RaceTask(layers, repeats, shape, device, baseline_name, compiled, pack)
+    rows = cache_race.run_race(context_lengths, split_specs(formats), task, peaks=peaks)
     facts = {
         "model": f"{task.shape}, random",
         "layers": task.model_sizes["num_hidden_layers"],

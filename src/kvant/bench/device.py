@@ -1,7 +1,7 @@
-"""Where a benchmark runs: all that a GPU needs otherwise than a CPU, so that nobody else asks.
+"""Devices of a benchmark: everything that differs between a CPU and a GPU.
 
-A device tells its clock, what a plain pass over memory is there, what torch has to attend with, how
-much its cache holds of inputs that come again, and the highest memory while something works.
+A device provides its clock, a plain pass over memory, torch's attention methods, the size of its
+cache and a measurement of peak memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AttentionFunction = Callable[[Tensor, Tensor], Any]
 
 
 def make_torch_attention(q: Tensor, heads: int, length: int) -> dict[str, AttentionFunction]:
-    """For queries [B, heads * group, T, D], the newest of `length` rows."""
+    """Return torch's methods for queries [B, heads * group, T, D], the newest of `length` rows."""
     batch, all_heads, queries, dim = q.shape
     folded = q.view(batch, heads, -1, dim)
     mask = folded_mask = None
@@ -51,12 +51,12 @@ def make_torch_attention(q: Tensor, heads: int, length: int) -> dict[str, Attent
 def make_gpu_attention(
     q: Tensor, heads: int, length: int, compiler: Callable[..., Any] = torch.compile
 ) -> dict[str, AttentionFunction]:
-    """Those, and what torch has for GPUs alone; which of them run is not said."""
-    ways = make_torch_attention(q, heads, length)
-    gqa, flex = ways["torch gqa"], compiler(flex_attention, dynamic=False)
-    queries, blocks = q.shape[2], None
+    """Return torch's methods for GPUs; some may not run on this GPU."""
+    methods = make_torch_attention(q, heads, length)
+    gqa, flex = methods["torch gqa"], compiler(flex_attention, dynamic=False)
+    queries, block_mask = q.shape[2], None
     if queries > 1:
-        blocks = create_block_mask(
+        block_mask = create_block_mask(
             lambda b, h, row, column: column <= row + length - queries,
             *(None, None, queries, length),
             device=str(q.device),
@@ -66,59 +66,61 @@ def make_gpu_attention(
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return gqa(keys, values)
 
-    own = {
+    gpu_methods = {
         "torch flash": flash,
-        "torch flex": lambda k, v: flex(q, k, v, block_mask=blocks, enable_gqa=True),
+        "torch flex": lambda k, v: flex(q, k, v, block_mask=block_mask, enable_gqa=True),
     }
-    return ways | own
+    return methods | gpu_methods
 
 
 def filter_runnable(
     functions: Mapping[str, AttentionFunction], keys: Tensor, values: Tensor
 ) -> tuple[dict[str, AttentionFunction], list[str]]:
-    """Those that run, found by running them once, and a line for each that does not."""
-    found, skipped = {}, []
-    for name, way in functions.items():
+    """Run each method once; return those that run, and a line for each that does not."""
+    runnable, skipped = {}, []
+    for name, function in functions.items():
         try:
-            way(keys, values)
-            found[name] = way
-        except Exception as error:  # what compilers raise has no common kind
+            function(keys, values)
+            runnable[name] = function
+        except Exception as error:  # compilers raise errors of any class
             reason = next(iter(str(error).strip().splitlines()), "no reason is given")
             skipped.append(f"{name}: {type(error).__name__}, {reason}")
-    return found, skipped
+    return runnable, skipped
 
 
-DYNAMIC, STATIC = "dynamic", "static"  # caches of the host's
+DYNAMIC, STATIC = "dynamic", "static"  # caches of transformers
 
 
 class BenchDevice(Protocol):
+    """A device to measure on."""
+
     @property
     def name(self) -> str:
-        """As torch and `--device` call it."""
+        """Name for torch and `--device`."""
 
     @property
     def clock(self) -> Clock: ...
     @property
     def cache_nbytes(self) -> int:
-        """Bytes of inputs that it could find again in a cache; 0 where none are kept from it."""
+        """Bytes of cache that inputs must not be found in; 0 if one copy of inputs is enough."""
 
     @property
     def baseline(self) -> str:
-        """The host's cache, as it decodes fastest here."""
+        """The transformers cache that decodes fastest on this device."""
 
     def make_stream(self, nbytes: int) -> TimedCall:
-        """A plain pass over memory that moves so many bytes."""
+        """Return a plain pass over memory that moves `nbytes` bytes."""
 
     def list_torch_attention(
         self, q: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[dict[str, AttentionFunction], list[str]]:
-        """What torch has, and a line for each way that does not run."""
+        """Return torch's methods, and a line for each that does not run."""
 
     def measure_peak(self, work: Callable[[], None]) -> int | None:
-        """Bytes that `work` needs for a moment beside what is there."""
+        """Return the bytes that `work` needs at its peak, beyond those in use."""
 
     def describe(self) -> dict[str, Any]:
-        """What there is to say of it beside the processor."""
+        """Return what a report tells about the device, besides the processor."""
 
 
 class CpuDevice:
@@ -143,7 +145,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """The GPU that is current to torch."""
+    """The current GPU of torch."""
 
     name = "cuda"
     clock: Clock = CudaClock()
@@ -155,7 +157,7 @@ class CudaDevice:
 
     def make_stream(self, nbytes: int) -> TimedCall:
         source, target = torch.zeros(2, nbytes // 2, dtype=torch.uint8, device=self.name)
-        return partial(target.copy_, source)  # half is read and half is written
+        return partial(target.copy_, source)  # half of the bytes read, half written
 
     def list_torch_attention(
         self, q: Tensor, keys: Tensor, values: Tensor
@@ -172,12 +174,12 @@ class CudaDevice:
         return torch.cuda.max_memory_allocated() - before
 
     def describe(self) -> dict[str, Any]:
-        there = torch.cuda.get_device_properties(self.name)
+        properties = torch.cuda.get_device_properties(self.name)
         return {
-            "gpu": there.name,
-            "gpu_memory": there.total_memory,
-            "gpu_l2": there.L2_cache_size,
-            "multiprocessors": there.multi_processor_count,
+            "gpu": properties.name,
+            "gpu_memory": properties.total_memory,
+            "gpu_l2": properties.L2_cache_size,
+            "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "driver": _read_driver_version(),
         }
@@ -188,20 +190,20 @@ DEVICES: dict[str, BenchDevice] = {"cpu": CPU, "cuda": CudaDevice()}
 
 
 def choose_device(name: str | None) -> BenchDevice:
-    """What `--device` names, if it is there; unnamed, a GPU where there is one."""
+    """Return the device that `--device` names; the default is a GPU if there is one."""
     if name is not None and name.partition(":")[0] not in DEVICES:
         raise ValueError(f"--device {name}: known are {', '.join(DEVICES)}")
-    place = parse_device(name)
-    if place.index is not None:
-        torch.cuda.set_device(place)
-    return DEVICES[place.type]
+    torch_device = parse_device(name)
+    if torch_device.index is not None:
+        torch.cuda.set_device(torch_device)
+    return DEVICES[torch_device.type]
 
 
 def _read_driver_version() -> str | None:
-    """Its version, as its own tool tells it: torch does not know."""
+    """Return the driver's version from nvidia-smi; torch does not tell it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    words = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return next(iter(done.stdout.split()), None)
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    return next(iter(process.stdout.split()), None)

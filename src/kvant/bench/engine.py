@@ -1,13 +1,14 @@
-"""What serving many requests at once gives, beside what transformers does with them.
+"""Measure the throughput of many requests at once, for the engine and for transformers.
 
-A model of a known shape with random weights continues prompts of random tokens: stock `generate`
-one prompt after the other, stock `generate` of all in one padded batch, transformers' continuous
-batching, and `kvant.Engine`; one alone by `kvant.generate` and by the engine. All run at once and
-take a step in turn, so that a machine whose speed changes changes it for all of them. What is timed
-is the way from one forward to the next, once all prompts are read and everybody decodes: model,
-attention, sampling and schedule. Prompts are read in large pieces, or the first requests would end
-before the last ones begin. `tokens_s` counts the tokens of all sequences; `times_generate` is that
-over stock `generate` of one after the other, the median over the turns.
+A model of a known shape with random weights continues prompts of random tokens. The methods are
+stock `generate` one prompt after the other, stock `generate` of one padded batch, transformers'
+continuous batching and `kvant.Engine`; for one sequence also `kvant.generate`. All methods run at
+once and take one step each in turn, so that changes in the machine's speed affect all of them.
+
+The time from one forward to the next is measured once all prompts are prefilled and all sequences
+decode: model, attention, sampling and scheduling. Prompts are prefilled in large chunks, or the
+first requests would end before the last ones begin. `tokens_s` counts the tokens of all sequences;
+`times_generate` is relative to stock `generate` of one sequence, the median over the steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvant import openmp
-from kvant.bench.cache_race import MODEL_SHAPES, open_model
+from kvant.bench.cache_race import SHAPE_HELP, open_model
 from kvant.bench.device import CPU
 from kvant.bench.report import Json, print_report, run, show_progress
 from kvant.engine import Engine
@@ -41,15 +42,13 @@ STOCK_GENERATE, PADDED_BATCH, CONTINUOUS_BATCHING = (
     "padded batch",
     "continuous batching",
 )
-UNLIMITED_SECONDS = (
-    1e3  # seconds that a chunk may take: else requests end while others are still read
-)
-WARMUP_TURNS = 2  # turns that do not count
-CONTINUOUS_SEQUENCES = 8  # sequences of continuous batching, and of the engine beside it
+UNLIMITED_SECONDS = 1e3  # for a chunk: all prompts are prefilled before the first request ends
+WARMUP_TURNS = 2  # before the counted turns
+CONTINUOUS_SEQUENCES = 8  # of continuous batching, and of the engine in comparison
 
 
 class SilentTokenizer:
-    """A tokenizer that costs nothing: what is measured is not text."""
+    """A tokenizer that costs no time: text is not measured."""
 
     chat_template = None
 
@@ -59,20 +58,20 @@ class SilentTokenizer:
 
 @dataclass(frozen=True)
 class ServingMethod:
-    """One way to continue prompts."""
+    """A method to continue prompts."""
 
     name: str
     num_sequences: int
     run: Callable[[Any, list[list[int]]], object]
-    needs_own_weights: bool = False  # needs weights of its own
+    needs_own_weights: bool = False  # whether it changes the weights
 
 
 class SteppedMethod:
-    """One way, which stops before each forward of a token of everybody until it is its turn."""
+    """A method that pauses before each decode forward until its next turn."""
 
     def __init__(self, method: ServingMethod, model: Any, prompts: list[list[int]]) -> None:
         self.method = method
-        self.seconds: list[float] = []  # from one of these forwards to the next
+        self.seconds: list[float] = []  # from one decode forward to the next
         self.error: BaseException | None = None
         self.is_done = False
         self._step_start: float | None = None
@@ -82,12 +81,12 @@ class SteppedMethod:
         self._thread = Thread(target=self._run, args=[prompts[: method.num_sequences]], daemon=True)
 
     def start(self) -> None:
-        """Read the prompts."""
+        """Prefill the prompts, up to the first decode forward."""
         self._thread.start()
         self._has_stopped.acquire()
 
     def step(self) -> None:
-        """A step, or what is left where there is no other."""
+        """Run to the next decode forward, or to the end."""
         self._may_step.release()
         self._has_stopped.acquire()
         if self.error is not None:
@@ -103,119 +102,116 @@ class SteppedMethod:
         self._has_stopped.release()
 
     def _pause(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Called before a forward, in whatever thread runs it."""
+        """Pause before a decode forward, on the thread that runs it."""
         ids: Tensor = kwargs["input_ids"]
         if ids.numel() == self.method.num_sequences:
             if self._step_start is not None:
                 self.seconds.append(time.perf_counter() - self._step_start)
-            openmp.release_threads()  # of all ways, or each would slow the others down
+            openmp.release_threads()  # idle threads would slow the other methods down
             self._has_stopped.release()
             self._may_step.acquire()
             self._step_start = time.perf_counter()
 
 
 def copy_model(model: Any, *, own_weights: bool) -> Any:
-    """The same model, to which something else may be attached; with the same weights if it may."""
+    """Copy a model, so that another cache can be attached; share the weights if possible."""
     tensors = [] if own_weights else [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def list_methods(spec: str, tokens: int, sequences: int) -> list[ServingMethod]:
-    given: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-    given |= {"eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    options |= {"eos_token_id": None}
 
-    def stock(model: Any, prompts: list[list[int]]) -> None:
-        model.generate(torch.tensor(prompts), **given)
+    def run_generate(model: Any, prompts: list[list[int]]) -> None:
+        model.generate(torch.tensor(prompts), **options)
 
-    def continuous(model: Any, prompts: list[list[int]]) -> None:
-        asked = GenerationConfig(**given | {"eos_token_id": -1})  # never
-        model.generate_batch(prompts, generation_config=asked, warmup=False)
+    def run_continuous(model: Any, prompts: list[list[int]]) -> None:
+        config = GenerationConfig(**options | {"eos_token_id": -1})  # no end token
+        model.generate_batch(prompts, generation_config=config, warmup=False)
 
-    def engine(model: Any, prompts: list[list[int]], pack: bool = False) -> None:
+    def run_engine(model: Any, prompts: list[list[int]], pack: bool = False) -> None:
         sizes: Any = {"max_sequences": len(prompts), "chunk_seconds": UNLIMITED_SECONDS}
-        with Engine(model, SilentTokenizer(), spec, **sizes, pack=pack) as serving:
+        with Engine(model, SilentTokenizer(), spec, **sizes, pack=pack) as engine:
             streams = [
-                serving.submit(prompt, max_new_tokens=tokens, ignore_end=True) for prompt in prompts
+                engine.submit(prompt, max_new_tokens=tokens, ignore_end=True) for prompt in prompts
             ]
             for stream in streams:
                 stream.result()
 
-    def alone(model: Any, prompts: list[list[int]]) -> None:
-        options: Any = {"max_new_tokens": tokens, "ignore_end": True, "kv_cache": spec}
-        for _ in generate(model, SilentTokenizer(), prompts[0], **options):
+    def run_single(model: Any, prompts: list[list[int]]) -> None:
+        settings: Any = {"max_new_tokens": tokens, "ignore_end": True, "kv_cache": spec}
+        for _ in generate(model, SilentTokenizer(), prompts[0], **settings):
             pass
 
-    few = min(CONTINUOUS_SEQUENCES, sequences)
-    found = [
-        ServingMethod(STOCK_GENERATE, 1, stock),
-        ServingMethod(f"kvant.generate {spec}", 1, alone),
+    num_continuous = min(CONTINUOUS_SEQUENCES, sequences)
+    methods = [
+        ServingMethod(STOCK_GENERATE, 1, run_generate),
+        ServingMethod(f"kvant.generate {spec}", 1, run_single),
     ]
-    found += [ServingMethod(f"engine {spec}", n, engine) for n in sorted({1, few, sequences})]
-    packed = partial(engine, pack=True)
-    found += [
-        ServingMethod(f"engine {spec} packed", n, packed, True) for n in sorted({few, sequences})
-    ]
+    counts = sorted({num_continuous, sequences})
+    methods += [ServingMethod(f"engine {spec}", n, run_engine) for n in sorted({1, *counts})]
+    run_packed = partial(run_engine, pack=True)
+    methods += [ServingMethod(f"engine {spec} packed", n, run_packed, True) for n in counts]
     return [
-        *found,
-        ServingMethod(CONTINUOUS_BATCHING, few, continuous),
-        ServingMethod(PADDED_BATCH, sequences, stock),
+        *methods,
+        ServingMethod(CONTINUOUS_BATCHING, num_continuous, run_continuous),
+        ServingMethod(PADDED_BATCH, sequences, run_generate),
     ]
 
 
 def main(
-    sequences: Annotated[int, typer.Option(min=2, help="requests at once")] = 16,
-    context: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
-    tokens: Annotated[int, typer.Option(help="new ones of each request")] = 40,
-    kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
-    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    sequences: Annotated[int, typer.Option(min=2, help="Requests at once")] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt")] = 512,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate per request")] = 40,
+    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
+    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
     json: Json = False,
 ) -> None:
-    """What serving many requests at once gives, beside what transformers does with them."""
+    """Measure the throughput of many requests at once, against transformers."""
     if tokens < sequences + WARMUP_TURNS + 5:
         raise ValueError(
-            f"--tokens {tokens}: {sequences + WARMUP_TURNS + 5} or more, or the first of "
-            f"{sequences} "
-            "requests ends before the last one begins"
+            f"--tokens {tokens}: {sequences + WARMUP_TURNS + 5} or more are needed, or the first "
+            f"of {sequences} requests ends before the last one begins"
         )
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     model, sizes = open_model(shape, layers, threads)
-    get_support(model)  # the check would else meet the hooks that let the ways take turns
+    get_support(model)  # before hooks are registered, which the check would run
     generator = torch.Generator().manual_seed(0)
-    vocabulary = sizes["vocab_size"]
-    prompts = torch.randint(vocabulary, (sequences, context), generator=generator).tolist()
-    turns = [
-        SteppedMethod(way, copy_model(model, own_weights=way.needs_own_weights), prompts)
-        for way in list_methods(kv_cache, tokens, sequences)
+    vocab_size = sizes["vocab_size"]
+    prompts = torch.randint(vocab_size, (sequences, context), generator=generator).tolist()
+    stepped_methods = [
+        SteppedMethod(m, copy_model(model, own_weights=m.needs_own_weights), prompts)
+        for m in list_methods(kv_cache, tokens, sequences)
     ]
-    for one in turns:
-        show_progress(f"{one.method.name}, {one.method.num_sequences}: reading prompts")
-        one.start()
-    while not any(one.is_done for one in turns):
-        show_progress(f"step {len(turns[0].seconds)}")
-        for one in turns:
-            one.step()
-    whole = min(len(one.seconds) for one in turns)
-    for one in turns:
-        show_progress(f"{one.method.name}, {one.method.num_sequences}: ending")
-        while not one.is_done:
-            one.step()
+    for stepped in stepped_methods:
+        show_progress(f"{stepped.method.name}, {stepped.method.num_sequences}: prefill")
+        stepped.start()
+    while not any(stepped.is_done for stepped in stepped_methods):
+        show_progress(f"step {len(stepped_methods[0].seconds)}")
+        for stepped in stepped_methods:
+            stepped.step()
+    num_steps = min(len(stepped.seconds) for stepped in stepped_methods)
+    for stepped in stepped_methods:
+        show_progress(f"{stepped.method.name}, {stepped.method.num_sequences}: finishing")
+        while not stepped.is_done:
+            stepped.step()
     show_progress("")
-    stock = next(one.seconds for one in turns if one.method.name == STOCK_GENERATE)[
-        WARMUP_TURNS:whole
-    ]
+    steps = slice(WARMUP_TURNS, num_steps)
+    stock = next(m.seconds for m in stepped_methods if m.method.name == STOCK_GENERATE)[steps]
     rows = []
-    for one in turns:
-        n, seconds = one.method.num_sequences, one.seconds[WARMUP_TURNS:whole]
-        times = [n * theirs / ours for theirs, ours in zip(stock, seconds, strict=True)]
+    for stepped in stepped_methods:
+        n, seconds = stepped.method.num_sequences, stepped.seconds[steps]
+        ratios = [n * stock_s / own_s for stock_s, own_s in zip(stock, seconds, strict=True)]
         rows.append(
             {
-                "way": one.method.name,
+                "way": stepped.method.name,
                 "sequences": n,
                 "median_ms": 1e3 * statistics.median(seconds),
                 "tokens_s": n / statistics.median(seconds),
-                "times_generate": statistics.median(times),
+                "times_generate": statistics.median(ratios),
             }
         )
     facts = {

@@ -1,4 +1,4 @@
-"""`python -m kvant.bench.markdown FILE`: the tables of a benchmark's JSON, for a page of docs."""
+"""`python -m kvant.bench.markdown FILE`: print a benchmark's JSON as Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from kvant.bench.speed import make_latency_curves
 
 
 def format_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`rows`, which all have the names of the first."""
-    ruled = [rows[0].keys(), ["---"] * len(rows[0])]
-    return "\n".join(
-        map(_format_line, [*ruled, *([format_figure(v) for v in row.values()] for row in rows)])
-    )
+    """Format `rows`, which all have the keys of the first."""
+    header = [rows[0].keys(), ["---"] * len(rows[0])]
+    cells = [[format_figure(value) for value in row.values()] for row in rows]
+    return "\n".join(map(_format_line, [*header, *cells]))
 
 
 def _format_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(file: Annotated[Path, typer.Argument(help="what --json printed")]) -> None:
-    """Print tables in Markdown."""
-    told = json.loads(file.read_text(encoding="utf-8"))
-    print(format_markdown(told["rows"]))
-    if "latency" in told:
-        found = make_latency_curves(told["latency"])
-        print(
-            "\n"
-            + format_markdown(
-                [{"cache": n, **{str(k): v for k, v in c.items()}} for n, c in found.items()]
-            )
-        )
+def main(file: Annotated[Path, typer.Argument(help="Output of --json")]) -> None:
+    """Print the tables of a benchmark in Markdown."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    print(format_markdown(report["rows"]))
+    if "latency" in report:
+        curves = make_latency_curves(report["latency"])
+        rows = [
+            {"cache": name, **{str(length): ms for length, ms in curve.items()}}
+            for name, curve in curves.items()
+        ]
+        print("\n" + format_markdown(rows))
 
 
 if __name__ == "__main__":

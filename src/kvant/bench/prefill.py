@@ -1,8 +1,9 @@
-"""What reading a prompt costs: tokens a second by format, by mode and by chunk.
+"""Measure prefill: tokens per second by spec, prefill mode and chunk size.
 
-A model, the small one inside the package if none is named, reads the same text in chunks, into the
-host's own cache and into caches of ours, in turn; medians. `dense`: a chunk sees its own rows as
-they came; `stored`: as decoding would see them. `ratio` is over the host's cache with that chunk.
+A model (default: the built-in one) reads the same text in chunks, into transformers' DynamicCache
+and into kvant's caches in turn; figures are medians. With `dense` a chunk attends to its own rows
+uncompressed, with `stored` as decoding would. `ratio` is relative to the DynamicCache with the same
+chunk.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ PREFILL_MODES = ("dense", "stored")
 
 
 def time_prefill(make: MakeCandidate, tokens: list[int], chunk: int) -> tuple[float, int]:
-    """Seconds to read all tokens, and the bytes that they are remembered in."""
+    """Return the seconds to read all tokens, and the bytes of the cache."""
     candidate = make()
-    begin = time.perf_counter()
-    for first in range(0, len(tokens), chunk):
-        candidate.feed(tokens[first : first + chunk])
-    return time.perf_counter() - begin, candidate.nbytes
+    start = time.perf_counter()
+    for offset in range(0, len(tokens), chunk):
+        candidate.feed(tokens[offset : offset + chunk])
+    return time.perf_counter() - start, candidate.nbytes
 
 
 def measure_prefill(
     makes: dict[str, MakeCandidate], text: list[int], chunk: int, repeats: int
 ) -> list[Any]:
-    """A row for each way; the first turn finds nothing in the caches and does not count."""
+    """Return a row for each candidate; the first turn is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in makes}
     nbytes = {}
     for turn in range(repeats + 1):
         for name, make in makes.items():
             show_progress(f"chunks of {chunk}, {name}: {turn} of {repeats}")
-            taken, nbytes[name] = time_prefill(make, text, chunk)
+            elapsed, nbytes[name] = time_prefill(make, text, chunk)
             if turn:
-                seconds[name].append(taken)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+                seconds[name].append(elapsed)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     return [
         {
             "chunk": chunk,
@@ -64,42 +65,42 @@ def measure_prefill(
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="a folder or a name on the hub")] = None,
-    formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
-    prompt: Annotated[int, typer.Option(min=1, help="its tokens")] = 2000,
-    chunks: Annotated[str, typer.Option(help="tokens that go into a forward")] = "128,512,2000",
+    model: Annotated[str | None, typer.Option(help="Folder, or name on the hub")] = None,
+    formats: Annotated[str, typer.Option(help="Specs to measure")] = "raw,affine8,affine4",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt")] = 2000,
+    chunks: Annotated[str, typer.Option(help="Chunk sizes in tokens")] = "128,512,2000",
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="of the model; auto: as it was saved")] = AUTO_DTYPE,
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="prompts a figure")] = 5,
+    dtype: Annotated[str, typer.Option(help="Of the model; auto: as saved")] = AUTO_DTYPE,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts per figure")] = 5,
     json: Json = False,
 ) -> None:
-    """Reading a prompt, batch 1."""
-    where = choose_device(device)
-    points = parse_numbers("chunks", chunks)
-    if min(points) < 1:
-        raise ValueError(f"--chunks {chunks}: 1 token or more")
+    """Measure prefill of one prompt, batch 1."""
+    bench_device = choose_device(device)
+    chunk_sizes = parse_numbers("chunks", chunks)
+    if min(chunk_sizes) < 1:
+        raise ValueError(f"--chunks {chunks}: each must be 1 token or more")
     if threads is not None:
         torch.set_num_threads(threads)
     specs = [f"{spec},prefill={mode}" for spec in split_specs(formats) for mode in PREFILL_MODES]
     for spec in specs:
         parse(spec, 1)
     show_progress("loading the model")
-    loaded, tokenizer = load(model, device=where.name, dtype=dtype)
-    text = read_text_tokens(loaded, tokenizer, prompt)
-    makes = {BASELINE: make_dynamic(loaded), **make_candidates(loaded, specs)}
-    rows = [row for chunk in points for row in measure_prefill(makes, text, chunk, repeats)]
+    loaded_model, tokenizer = load(model, device=bench_device.name, dtype=dtype)
+    text = read_text_tokens(loaded_model, tokenizer, prompt)
+    makes = {BASELINE: make_dynamic(loaded_model), **make_candidates(loaded_model, specs)}
+    rows = [row for chunk in chunk_sizes for row in measure_prefill(makes, text, chunk, repeats)]
     show_progress("")
     facts = {
         "model": model or "the model inside",
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": str(loaded_model.dtype).removeprefix("torch."),
         "prompt": prompt,
         "repeats": repeats,
         "transformers": version("transformers"),
     }
-    print_report("prefill", rows, facts, quiet=json, device=where)
+    print_report("prefill", rows, facts, quiet=json, device=bench_device)
 
 
 if __name__ == "__main__":

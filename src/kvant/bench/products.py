@@ -1,9 +1,9 @@
-"""What a product of a few rows with the weight of a linear layer takes, in 16 bits on a CPU.
+"""Time the product of a few rows with a linear layer's 16-bit weight on a CPU.
 
-`torch` packs the weight in every call, `packed` once, with products by oneDNN, and `kernel` has
-them by our own. `stream` reads as many bytes as the weights have, and is what memory gives. Weights
-of a shape are as many as the caches do not hold, and taken in turn, as the layers of a model are.
-Where oneDNN packs no such weights, `packed` and `kernel` are left out, and the reason is printed.
+`torch` packs the weight in every call. `packed` packs it once and multiplies with oneDNN, `kernel`
+with kvant's kernel. `stream` reads as many bytes as the weights have: the limit that memory sets.
+Each shape has more weights than the CPU's caches hold, used in turn as a model's layers are. If
+oneDNN cannot pack the weights, `packed` and `kernel` are skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from kvant.bench.device import CPU
 from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
 from kvant.packed_matrix import PackedMatrix, SummationOrder, explain_refusal
 
-QWEN3_SHAPES = (
-    "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"  # of 0.6B: four kinds, and the head
-)
-MIN_WEIGHT_BYTES = 300_000_000  # of weights of a shape
+# Of Qwen3-0.6B: four kinds of layers, and the head.
+QWEN3_SHAPES = "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"
+MIN_WEIGHT_BYTES = 300_000_000  # of all weights of a shape: more than caches hold
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     words = text.split(",")
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", word) for word in words):
-        raise ValueError(f"--shapes {text}: outputs x inputs are needed, as in {QWEN3_SHAPES}")
+        raise ValueError(f"--shapes {text}: outputs x inputs are needed, such as {QWEN3_SHAPES}")
     return [(int(outs), int(width)) for outs, width in (word.split("x") for word in words)]
 
 
@@ -64,53 +63,53 @@ def measure_products(
     rows = []
     for count in counts:
         x = torch.randn(count, width).bfloat16()
-        ways: dict[str, Callable[[], Any]] = {"torch": partial(multiply_plain, x, plain)}
+        calls: dict[str, Callable[[], Any]] = {"torch": partial(multiply_plain, x, plain)}
         if packs_weights:
-            ways["packed"] = partial(multiply_by_onednn, x, packed)
-        ways["stream"] = stream
+            calls["packed"] = partial(multiply_by_onednn, x, packed)
+        calls["stream"] = stream
         if packs_weights and packed[0].find_kernel_k_block(x, None):
-            ways["kernel"] = partial(multiply_by_kernel, x, packed)
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
+            calls["kernel"] = partial(multiply_by_kernel, x, packed)
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(repeats + 1):
             show_progress(f"{outs} x {width}, {count} rows: {turn} of {repeats}")
-            for way, call in ways.items():
+            for name, call in calls.items():
                 lap = clock.time_call(call).seconds
                 if turn:
-                    seconds[way].append(lap)
-        medians = {way: statistics.median(laps) / len(plain) for way, laps in seconds.items()}
+                    seconds[name].append(lap)
+        medians = {name: statistics.median(laps) / len(plain) for name, laps in seconds.items()}
         rows += [
             {
                 "shape": f"{outs}x{width}",
                 "rows": count,
-                "way": way,
-                "us": medians[way] * 1e6,
-                "gb_s": nbytes / medians[way] / 1e9,
-                "of_stream": medians["stream"] / medians[way],
-                "times": medians["packed"] / medians[way] if packs_weights else None,
+                "way": name,
+                "us": medians[name] * 1e6,
+                "gb_s": nbytes / medians[name] / 1e9,
+                "of_stream": medians["stream"] / medians[name],
+                "times": medians["packed"] / medians[name] if packs_weights else None,
             }
-            for way in ways
+            for name in calls
         ]
     return rows
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help="outputs x inputs")] = QWEN3_SHAPES,
-    rows: Annotated[str, typer.Option(help="rows that are multiplied at once")] = "1,4,16",
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="turns of a figure")] = 9,
+    shapes: Annotated[str, typer.Option(help="Shapes of weights, outputs x inputs")] = QWEN3_SHAPES,
+    rows: Annotated[str, typer.Option(help="Numbers of rows per product")] = "1,4,16",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns per figure")] = 9,
     json: Json = False,
 ) -> None:
-    """Products of few rows with packed weights."""
-    wanted, counts = parse_shapes(shapes), parse_numbers("rows", rows)
+    """Time products of few rows with packed weights."""
+    weight_shapes, counts = parse_shapes(shapes), parse_numbers("rows", rows)
     if min(counts) < 1:
-        raise ValueError(f"--rows {rows}: 1 row or more")
+        raise ValueError(f"--rows {rows}: each number must be 1 or more")
     if threads is not None:
         torch.set_num_threads(threads)
     reason = explain_refusal(torch.bfloat16)
     with torch.no_grad():
-        found = [
+        figures = [
             row
-            for shape in wanted
+            for shape in weight_shapes
             for row in measure_products(*shape, counts, repeats, packs_weights=reason is None)
         ]
     show_progress("")
@@ -118,7 +117,7 @@ def main(
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     facts = {"dtype": "bfloat16", "repeats": repeats, "skipped": skipped}
-    print_report("products", found, facts, quiet=json)
+    print_report("products", figures, facts, quiet=json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a benchmark speaks: a table for people, then one JSON line for programs, and a picture."""
+"""Report benchmarks: a table for people, a JSON line for programs, and a plot."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from kvant.devices import describe_processor
 from kvant.exit_codes import run_app
 from kvant.tables import PIPE_WIDTH
 
-NUM_COLOURS = 10  # that matplotlib draws curves in, before it begins again
+NUM_COLOURS = 10  # of matplotlib's colour cycle
 LINE_STYLES = ("-", "--", ":")
-# Where a legend hides nothing of a picture.
+# To the right of the plot, where it hides nothing.
 LEGEND_OPTIONS: Mapping[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1, 1),
     "fontsize": "small",
 }
-Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only the JSON line")]
 
 
 def run(main: Callable[..., None]) -> None:
-    """Run a benchmark as a command of its own."""
+    """Run a benchmark as a command."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
     run_app(app)
 
 
 def describe_machine(device: BenchDevice = CPU) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return the hardware and software that the figures depend on."""
     return {
         "processor": describe_processor(),
         "cores": os.cpu_count(),
@@ -55,43 +55,43 @@ def describe_machine(device: BenchDevice = CPU) -> dict[str, Any]:
 
 
 def show_progress(text: str) -> None:
-    """Say on a terminal what is done now, in one line; "" wipes it."""
+    """Show one line of progress on a terminal; an empty text clears it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def check_files(**files: Path | None) -> None:
-    """What is written at the end has a place to be written to: that is known before."""
+    """Raise before a measurement if the folder of an output file does not exist."""
     for name, file in files.items():
         if file is not None and not file.parent.is_dir():
             raise ValueError(f"--{name} {file}: there is no folder {file.parent}")
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """What a user typed with commas between."""
+    """Parse whole numbers separated by commas."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
-        raise ValueError(f"--{option} {text}: whole numbers with commas between are needed")
+        raise ValueError(f"--{option} {text}: whole numbers separated by commas are needed")
     return [int(word) for word in words]
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print `rows`, which all have the names of the first."""
+    """Print `rows`, which all have the keys of the first."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for name in rows[0]:
-        made.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for row in rows:
-        made.add_row(*(format_figure(value) for value in row.values()))
-    console.print(made)
+        table.add_row(*(format_figure(value) for value in row.values()))
+    console.print(table)
 
 
 def print_json(
     title: str, facts: Mapping[str, Any], device: BenchDevice = CPU, *, quiet: bool = False
 ) -> None:
-    """Print everything as one JSON line; not below a table on a terminal, where nobody reads it."""
+    """Print everything as one JSON line; skip it below a table on a terminal."""
     if quiet or not sys.stdout.isatty():
         print(json.dumps({"bench": title, "machine": describe_machine(device), **facts}))
 
@@ -104,21 +104,21 @@ def print_report(
     quiet: bool,
     device: BenchDevice = CPU,
 ) -> None:
-    """A benchmark of one table, which is left out for programs."""
+    """Print the table, unless quiet, and the JSON line."""
     if not quiet:
         print_table(title, rows)
     print_json(title, {**facts, "rows": rows}, device, quiet=quiet)
 
 
 def format_figure(value: Any) -> str:
-    """One figure."""
+    """Format one figure."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"  # ratios near 1 need the digits
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"  # ratios near 1 need 2 digits
 
 
 def check_plot(file: Path | None) -> None:
-    """Said before anything is measured."""
+    """Raise before a measurement if a plot is requested and matplotlib is missing."""
     if file is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or 'kvant[plot]'")
 
@@ -126,16 +126,15 @@ def check_plot(file: Path | None) -> None:
 def draw_curves(
     curves: Mapping[str, Mapping[int, float]], title: str, file: Path, label: str
 ) -> None:
-    """Both axes in powers: a candidate that doubles with the length is a straight line upward."""
+    """Plot curves on two logarithmic axes, where linear growth is a straight line."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
-        dashes = LINE_STYLES[
-            number // NUM_COLOURS % len(LINE_STYLES)
-        ]  # the same colour again, but another line
+        # The colours repeat, with another line style.
+        dashes = LINE_STYLES[number // NUM_COLOURS % len(LINE_STYLES)]
         axes.plot(*zip(*curve.items(), strict=True), dashes, marker="o", markersize=4, label=name)
     axes.set(xscale="log", yscale="log", title=title)
-    axes.set(xlabel="tokens there", ylabel=label)
+    axes.set(xlabel="tokens in the cache", ylabel=label)
     lengths = sorted({length for curve in curves.values() for length in curve})
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()

@@ -1,10 +1,10 @@
-"""What routing gives where many replicas serve: a simulation, in integers, of a trace of chats.
+"""Simulate, in integers, how routing to many replicas affects prefix reuse and latency.
 
-Its shape is that of an hour of a public chat (12,031 requests, FAST'25, Mooncake's conversations):
-all begin with the same 512 tokens; first prompts, what a turn adds, replies and pauses are
-log-normal, by the logarithms there; 31% of first turns have a second one, and more later ones.
-A replica reads prompts one after the other and keeps what it can; a store, if there is one, has all
-of it. Every policy is given the same requests.
+The trace has the distributions of one hour of a public chat (12,031 requests, FAST'25, Mooncake's
+conversations). All chats begin with the same 512 tokens. First prompts, the tokens that a turn
+adds, replies and pauses are log-normal; 31% of first turns have a second one, later turns more. A
+replica prefills prompts one after the other and caches what fits; a store, if there is one, holds
+all prefixes. Every policy serves the same requests.
 """
 
 from __future__ import annotations
@@ -24,31 +24,21 @@ from kvant.bench.report import Json, parse_numbers, print_report, run, show_prog
 from kvant.serve.routing import KEY_DEPTHS, PrefixRouter
 from kvant.sizes import format_size, parse_size
 
-PAGE_TOKENS = 64  # tokens
-COMMON_TOKENS = 512  # tokens with which all begin
-MAX_PROMPT_TOKENS = 131_072  # tokens of a prompt: there a chat ends
+PAGE_TOKENS = 64
+COMMON_TOKENS = 512  # at the beginning of all chats
+MAX_PROMPT_TOKENS = 131_072  # a longer chat ends
 MAX_REPLY_TOKENS = 4096
-FIRST_PROMPT_LOGNORMAL, TURN_LOGNORMAL, REPLY_LOGNORMAL, PAUSE_LOGNORMAL = (
-    (8.51, 1.26),
-    (6.97, 1.71),
-    (5.34, 1.36),
-    (4.88, 0.98),
-)
-CONTINUE_PROBABILITIES = (
-    0.31,
-    0.42,
-    0.51,
-    0.59,
-    0.59,
-    0.68,
-    0.77,
-)  # after the first turn, the second, …
-MEAN_TURNS = 1.63  # of a chat, by these
-MICROSECONDS = 1_000_000  # microseconds
+# Mean and standard deviation of the logarithm: of tokens, and of seconds for pauses.
+FIRST_PROMPT_LOGNORMAL, TURN_LOGNORMAL = (8.51, 1.26), (6.97, 1.71)
+REPLY_LOGNORMAL, PAUSE_LOGNORMAL = (5.34, 1.36), (4.88, 0.98)
+# After the first turn, the second, and so on.
+CONTINUE_PROBABILITIES = (0.31, 0.42, 0.51, 0.59, 0.59, 0.68, 0.77)
+MEAN_TURNS = 1.63  # of a chat, with these probabilities
+MICROSECONDS = 1_000_000  # per second
 
 
 class ChatTrace(NamedTuple):
-    """Requests in the order in which they come."""
+    """Requests in order of arrival, one column per field."""
 
     times: list[int]  # microseconds
     chats: list[int]
@@ -57,83 +47,81 @@ class ChatTrace(NamedTuple):
 
 
 def make_trace(num_requests: int, rate: float, seed: int) -> ChatTrace:
-    """So many requests at about this rate."""
-    draw = np.random.default_rng(seed)
-    chat = np.arange(num_requests)
-    at = draw.uniform(0, num_requests * MEAN_TURNS / rate, num_requests)
-    prompt = np.clip(
-        draw.lognormal(*FIRST_PROMPT_LOGNORMAL, num_requests), COMMON_TOKENS + 1, MAX_PROMPT_TOKENS
+    """Draw a trace of `num_requests` at about this rate."""
+    rng = np.random.default_rng(seed)
+    chats = np.arange(num_requests)
+    times = rng.uniform(0, num_requests * MEAN_TURNS / rate, num_requests)
+    prompts = np.clip(
+        rng.lognormal(*FIRST_PROMPT_LOGNORMAL, num_requests), COMMON_TOKENS + 1, MAX_PROMPT_TOKENS
     )
-    rows = list[tuple[Any, Any, Any]]()
-    while len(chat):
-        rows.append((at, chat, prompt))
-        on = (
-            draw.random(len(chat))
-            < CONTINUE_PROBABILITIES[min(len(rows), len(CONTINUE_PROBABILITIES)) - 1]
-        )
-        at = at[on] + draw.lognormal(*PAUSE_LOGNORMAL, on.sum())
-        prompt = prompt[on] + draw.lognormal(*TURN_LOGNORMAL, on.sum())
-        chat, fits = chat[on], prompt <= MAX_PROMPT_TOKENS
-        at, chat, prompt = at[fits], chat[fits], prompt[fits]
-    at, chat, prompt = (np.concatenate(column) for column in zip(*rows, strict=True))
-    order = np.argsort(at, kind="stable")[:num_requests]
-    replies = np.clip(draw.lognormal(*REPLY_LOGNORMAL, num_requests), 1, MAX_REPLY_TOKENS)
+    turns = list[tuple[Any, Any, Any]]()
+    while len(chats):
+        turns.append((times, chats, prompts))
+        probability = CONTINUE_PROBABILITIES[min(len(turns), len(CONTINUE_PROBABILITIES)) - 1]
+        continues = rng.random(len(chats)) < probability
+        times = times[continues] + rng.lognormal(*PAUSE_LOGNORMAL, continues.sum())
+        prompts = prompts[continues] + rng.lognormal(*TURN_LOGNORMAL, continues.sum())
+        chats, fits = chats[continues], prompts <= MAX_PROMPT_TOKENS
+        times, chats, prompts = times[fits], chats[fits], prompts[fits]
+    times, chats, prompts = (np.concatenate(column) for column in zip(*turns, strict=True))
+    order = np.argsort(times, kind="stable")[:num_requests]
+    replies = np.clip(rng.lognormal(*REPLY_LOGNORMAL, num_requests), 1, MAX_REPLY_TOKENS)
     return ChatTrace(
-        (at[order] * MICROSECONDS).astype(int).tolist(),
-        chat[order].tolist(),
-        prompt[order].astype(int).tolist(),
+        (times[order] * MICROSECONDS).astype(int).tolist(),
+        chats[order].tolist(),
+        prompts[order].astype(int).tolist(),
         replies.astype(int).tolist(),
     )
 
 
 @dataclass(frozen=True)
 class ReplicaHardware:
-    """What a replica is able to do."""
+    """Speed and memory of a replica."""
 
-    reads: int  # tokens of prompts a second
-    writes: int  # tokens of replies a second, of all that it serves together
+    reads: int  # prompt tokens per second
+    writes: int  # reply tokens per second, of all requests together
     bytes_a_token: int
-    max_bytes: int  # of prefixes that it keeps
-    store_bytes: int  # a second from the store; 0: there is none
+    max_bytes: int  # of cached prefixes
+    store_bytes: int  # per second from the store; 0: no store
 
     @property
     def restores_faster(self) -> bool:
-        """Is a token sooner restored than computed?"""
+        """Whether restoring a token is faster than computing it."""
         return self.store_bytes > self.reads * self.bytes_a_token
 
 
 class SimulatedReplica:
-    """Integers of one server: what it keeps, and until when it is busy."""
+    """A replica's cached chats, and the time when it is idle again."""
 
     def __init__(self, machine: ReplicaHardware) -> None:
         self.num_requests = 0
-        self.busy_until = 0  # until this microsecond
+        self.busy_until = 0  # microseconds
         self._machine = machine
-        self._cached_chats = OrderedDict[int, int]()  # tokens of chats, the newest last
+        self._cached_chats = OrderedDict[int, int]()  # chat: tokens, least recently used first
         self._num_free_tokens = machine.max_bytes // machine.bytes_a_token
 
     def count_cached_tokens(self, chat: int) -> int:
-        """Tokens with which it need not begin anew."""
+        """Return the tokens of a chat's prefix in the cache."""
         common = COMMON_TOKENS if self.num_requests else 0
         return max(common, self._cached_chats.get(chat, 0))
 
     def serve(
         self, now: int, num_computed: int, num_restored: int, num_replied: int
     ) -> tuple[int, int]:
-        """When its first token comes, and its last one."""
-        one = self._machine
+        """Return the times of the first and the last reply token."""
+        machine = self._machine
         self.num_requests += 1
         ready = now + (
-            num_restored * one.bytes_a_token * MICROSECONDS // one.store_bytes
+            num_restored * machine.bytes_a_token * MICROSECONDS // machine.store_bytes
             if num_restored
             else 0
         )
-        first = max(ready, self.busy_until) + num_computed * MICROSECONDS // one.reads
-        self.busy_until = first + num_replied * MICROSECONDS // one.writes
-        return first, self.busy_until
+        first_token = max(ready, self.busy_until) + num_computed * MICROSECONDS // machine.reads
+        self.busy_until = first_token + num_replied * MICROSECONDS // machine.writes
+        return first_token, self.busy_until
 
     def cache_chat(self, chat: int, num_tokens: int) -> None:
-        """The chat that was used last is the last one to go."""
+        """Cache a chat as the most recently used; evict the least recently used ones."""
         self._num_free_tokens -= num_tokens - self._cached_chats.pop(chat, 0)
         self._cached_chats[chat] = num_tokens
         while self._num_free_tokens < 0:
@@ -141,7 +129,7 @@ class SimulatedReplica:
 
 
 class RoutingPolicy(Protocol):
-    """To which replica a request goes."""
+    """Chooses the replica of a request."""
 
     def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int: ...
 
@@ -149,7 +137,7 @@ class RoutingPolicy(Protocol):
 
 
 class PagePolicy:
-    """Where its pages are, as `kvant serve` does it."""
+    """Route by cached pages, as `kvant serve` does."""
 
     def __init__(self, replicas: int, generator: random.Random) -> None:
         self._router = PrefixRouter[int]()
@@ -167,7 +155,7 @@ class PagePolicy:
 
 
 class RoundRobinPolicy:
-    """One after the other."""
+    """Route to one replica after the other."""
 
     def __init__(self, replicas: int, generator: random.Random) -> None:
         self._last, self._replicas = -1, replicas
@@ -181,7 +169,7 @@ class RoundRobinPolicy:
 
 
 class RandomPolicy:
-    """Any of them."""
+    """Route at random."""
 
     def __init__(self, replicas: int, generator: random.Random) -> None:
         self._generator, self._replicas = generator, replicas
@@ -194,14 +182,14 @@ class RandomPolicy:
 
 
 class TwoChoicesPolicy:
-    """Of two the one with fewer requests under way, as Ray Serve does it by default."""
+    """Route to the less loaded of two random replicas, as Ray Serve does by default."""
 
     def __init__(self, replicas: int, generator: random.Random) -> None:
         self._generator, self._num_ongoing = generator, [0] * replicas
 
     def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
-        two = [self._generator.randrange(len(self._num_ongoing)) for _ in range(2)]
-        replica = min(two, key=self._num_ongoing.__getitem__)
+        candidates = [self._generator.randrange(len(self._num_ongoing)) for _ in range(2)]
+        replica = min(candidates, key=self._num_ongoing.__getitem__)
         self._num_ongoing[replica] += 1
         return replica
 
@@ -218,10 +206,11 @@ POLICIES: dict[str, Callable[[int, random.Random], RoutingPolicy]] = {
 
 
 def make_routing_keys(chat: int, num_pages: int) -> list[bytes]:
-    """As the router has them: of the pages with which all begin, or of the chat's own."""
-    own = (chat + 1).to_bytes(8, "little")
+    """Return the router's keys: of the common pages, or of the chat's own."""
+    chat_key = (chat + 1).to_bytes(8, "little")
     return [
-        (own if depth * PAGE_TOKENS > COMMON_TOKENS else bytes(8)) + depth.to_bytes(8, "little")
+        (chat_key if depth * PAGE_TOKENS > COMMON_TOKENS else bytes(8))
+        + depth.to_bytes(8, "little")
         for depth in KEY_DEPTHS
         if depth <= num_pages
     ]
@@ -230,31 +219,33 @@ def make_routing_keys(chat: int, num_pages: int) -> list[bytes]:
 def simulate_policy(
     name: str, chat_trace: ChatTrace, num_replicas: int, machine: ReplicaHardware, seed: int
 ) -> dict[str, Any]:
-    """What one policy makes of the requests."""
+    """Serve the trace under one policy; return its row of the table."""
     policy = POLICIES[name](num_replicas, random.Random(seed))
     servers = [SimulatedReplica(machine) for _ in range(num_replicas)]
-    stored = dict[int, int]()  # tokens by chat
-    ends = list[tuple[int, int]]()
+    stored = dict[int, int]()  # chat: tokens in the store
+    running = list[tuple[int, int]]()  # heap of (time of the last token, replica)
     tokens = {"kept": 0, "restored": 0, "computed": 0}
     waits = np.zeros(len(chat_trace.times), np.int64)
-    for number, (now, chat, prompt, reply) in enumerate(zip(*chat_trace, strict=True)):
-        while ends and ends[0][0] <= now:
-            policy.finish_request(heapq.heappop(ends)[1])
-        pages = prompt // PAGE_TOKENS
-        replica = policy.choose_replica(make_routing_keys(chat, pages), pages)
+    for number, (arrival, chat, num_prompt, num_reply) in enumerate(zip(*chat_trace, strict=True)):
+        while running and running[0][0] <= arrival:
+            policy.finish_request(heapq.heappop(running)[1])
+        num_pages = num_prompt // PAGE_TOKENS
+        replica = policy.choose_replica(make_routing_keys(chat, num_pages), num_pages)
         server = servers[replica]
-        most = (prompt - 1) // PAGE_TOKENS * PAGE_TOKENS  # one token is read at least
-        kept = min(most, server.count_cached_tokens(chat))
-        known = max(kept, min(most, stored.get(chat, 0))) if machine.restores_faster else kept
-        first, end = server.serve(now, prompt - known, known - kept, reply)
-        whole = (prompt + reply) // PAGE_TOKENS * PAGE_TOKENS
-        server.cache_chat(chat, whole)
-        stored[chat] = whole
-        waits[number] = first - now
-        heapq.heappush(ends, (end, replica))
-        tokens["kept"] += kept
-        tokens["restored"] += known - kept
-        tokens["computed"] += prompt - known
+        max_cached = (num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS  # one token is always computed
+        num_cached = min(max_cached, server.count_cached_tokens(chat))
+        num_stored = min(max_cached, stored.get(chat, 0)) if machine.restores_faster else 0
+        num_restored = max(0, num_stored - num_cached)
+        num_computed = num_prompt - num_cached - num_restored
+        first_token, last_token = server.serve(arrival, num_computed, num_restored, num_reply)
+        num_total = (num_prompt + num_reply) // PAGE_TOKENS * PAGE_TOKENS
+        server.cache_chat(chat, num_total)
+        stored[chat] = num_total
+        waits[number] = first_token - arrival
+        heapq.heappush(running, (last_token, replica))
+        tokens["kept"] += num_cached
+        tokens["restored"] += num_restored
+        tokens["computed"] += num_computed
         if number % 10_000 == 0:
             show_progress(
                 f"{name}, {num_replicas} replicas: {number:,} of {len(chat_trace.times):,} requests"
@@ -271,13 +262,13 @@ def make_row(
     chat_trace: ChatTrace,
     machine: ReplicaHardware,
 ) -> dict[str, Any]:
-    """A row of the table."""
+    """Return the policy's row of the table."""
     total = sum(tokens.values())
     busiest = max(server.num_requests for server in servers) * len(servers) / len(waits)
-    written = sum(chat_trace.replies)
-    work = tokens["computed"] / machine.reads + written / machine.writes
+    num_replied = sum(chat_trace.replies)
+    work = tokens["computed"] / machine.reads + num_replied / machine.writes
     seconds = chat_trace.times[-1] / MICROSECONDS
-    median, late = (float(np.percentile(waits, q)) / MICROSECONDS for q in (50, 99))
+    median, p99 = (float(np.percentile(waits, q)) / MICROSECONDS for q in (50, 99))
     return {
         "replicas": len(servers),
         "policy": name,
@@ -285,30 +276,34 @@ def make_row(
         "busiest": busiest,
         "busy_percent": 100 * work / seconds / len(servers),
         "first_s": median,
-        "first_s_p99": late,
+        "first_s_p99": p99,
         "store_gb_s": tokens["restored"] * machine.bytes_a_token / 1e9 / seconds,
     }
 
 
 def main(
-    replicas: Annotated[str, typer.Option(help="Numbers of replicas, each simulated.")] = "100",
-    requests: Annotated[int, typer.Option(min=1, help="Of the largest number.")] = 1_000_000,
-    rate: Annotated[float, typer.Option(help="Requests a second and replica.")] = 1.2,
-    reads: Annotated[int, typer.Option(min=1, help="Tokens of prompts a second.")] = 20_000,
-    writes: Annotated[int, typer.Option(min=1, help="Tokens of replies a second.")] = 4_000,
-    bytes_a_token: Annotated[int, typer.Option(min=1, help="Of a cache: `kvant plan`.")] = 78_336,
-    max_bytes: Annotated[str, typer.Option(help="Of prefixes that a replica keeps.")] = "120GB",
-    store: Annotated[str, typer.Option(help="Bytes a second from it; 0: none.")] = "10GB",
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas to simulate")] = "100",
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests at the largest number of replicas")
+    ] = 1_000_000,
+    rate: Annotated[float, typer.Option(help="Requests per second and replica")] = 1.2,
+    reads: Annotated[int, typer.Option(min=1, help="Prompt tokens per second")] = 20_000,
+    writes: Annotated[int, typer.Option(min=1, help="Reply tokens per second")] = 4_000,
+    bytes_a_token: Annotated[
+        int, typer.Option(min=1, help="Cache bytes per token, see `kvant plan`")
+    ] = 78_336,
+    max_bytes: Annotated[str, typer.Option(help="Cached prefixes per replica")] = "120GB",
+    store: Annotated[str, typer.Option(help="Bytes per second from a store; 0: none")] = "10GB",
     seed: int = 0,
     json: Json = False,
 ) -> None:
-    """Simulate how requests go to replicas: what they find there, and who waits."""
+    """Simulate how routing to replicas affects prefix reuse and waiting times."""
     counts = parse_numbers("replicas", replicas)
     machine = ReplicaHardware(
         reads, writes, bytes_a_token, parse_size(max_bytes), parse_size(store)
     )
     if min(counts) < 1 or rate <= 0:
-        raise ValueError("--replicas and --rate: more than 0 are needed")
+        raise ValueError("--replicas and --rate: both must be more than 0")
     if machine.max_bytes < MAX_PROMPT_TOKENS * bytes_a_token:
         raise ValueError(
             f"--max-bytes {max_bytes}: one prompt of {MAX_PROMPT_TOKENS:,} tokens takes "
@@ -316,8 +311,8 @@ def main(
         )
     rows = []
     for count in counts:
-        asked = make_trace(max(1, requests * count // max(counts)), rate * count, seed)
-        rows += [simulate_policy(name, asked, count, machine, seed) for name in POLICIES]
+        trace = make_trace(max(1, requests * count // max(counts)), rate * count, seed)
+        rows += [simulate_policy(name, trace, count, machine, seed) for name in POLICIES]
     facts = {
         "requests": requests,
         "rate": rate,

@@ -1,11 +1,11 @@
-"""What a server gives its clients: tokens a second, and what they wait for.
+"""Measure a server from its clients' side: tokens per second and waiting times.
 
-Clients ask at the same time for continuations of prompts that nobody else has, and read streams. A
-server of ours is begun with a model of a known shape and random weights, and asked over HTTP; in
-turn the same engine is asked itself. `times` is the tokens a second of a way over those of the
-engine, the median over the rounds. With `--url` servers that are there already are asked as well,
-each in turn, by words in place of token ids. With `--trim-every` the server is also asked while
-freed memory is given back to the system as often, as a server does after large bodies.
+Clients concurrently request continuations of prompts of their own, and read streams. A kvant server
+with a model of a known shape and random weights answers over HTTP. In turn the same engine is
+called directly. `times` is the speed of a method relative to the engine's, the median over the
+rounds. With `--url`, servers that already run take turns too, with words instead of token ids. With
+`--trim-every` the server is also measured while freed memory is returned to the system at that
+interval, as a server does after large bodies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import typer
 
 from kvant import malloc
-from kvant.bench.cache_race import MODEL_SHAPES, open_model
+from kvant.bench.cache_race import SHAPE_HELP, open_model
 from kvant.bench.device import CPU
 from kvant.bench.engine import SilentTokenizer
 from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
@@ -40,7 +40,7 @@ Prompt = list[int] | str
 
 @dataclass
 class ClientTimes:
-    """What one client saw."""
+    """The times of one client's request."""
 
     num_tokens: int = 0
     first_token: float = 0.0
@@ -49,81 +49,87 @@ class ClientTimes:
 
 @dataclass
 class ClientMethod:
-    """A way to ask for a continuation of a prompt."""
+    """A method to request the continuation of a prompt."""
 
     name: str
-    stream: Callable[[Prompt, int], Iterator[object]]  # something for every token
+    stream: Callable[[Prompt, int], Iterator[object]]  # one item per token
     uses_text: bool = False
-    beside: Callable[[], AbstractContextManager[None]] = nullcontext  # what goes on meanwhile
-    speeds: dict[int, list[float]] = field(default_factory=dict)  # tokens a second, by clients
+    background: Callable[[], AbstractContextManager[None]] = nullcontext  # runs meanwhile
+    speeds: dict[int, list[float]] = field(default_factory=dict)  # clients: tokens per second
     client_times: dict[int, list[ClientTimes]] = field(default_factory=dict)
 
     def run_clients(self, prompts: Sequence[Prompt], tokens: int) -> None:
-        """All of them at once."""
-        begin = time.perf_counter()
-        with self.beside(), ThreadPoolExecutor(len(prompts)) as clients:
-            found = list(clients.map(partial(self._run_client, tokens), prompts))
-        took = time.perf_counter() - begin
-        self.speeds.setdefault(len(prompts), []).append(sum(x.num_tokens for x in found) / took)
-        self.client_times.setdefault(len(prompts), []).extend(found)
+        """Run all clients at once, and record their times."""
+        start = time.perf_counter()
+        with self.background(), ThreadPoolExecutor(len(prompts)) as clients:
+            times = list(clients.map(partial(self._run_client, tokens), prompts))
+        seconds = time.perf_counter() - start
+        self.speeds.setdefault(len(prompts), []).append(sum(t.num_tokens for t in times) / seconds)
+        self.client_times.setdefault(len(prompts), []).extend(times)
 
     def _run_client(self, tokens: int, prompt: Prompt) -> ClientTimes:
-        found, last = ClientTimes(), time.perf_counter()
+        times, last = ClientTimes(), time.perf_counter()
         for _ in self.stream(prompt, tokens):
             now = time.perf_counter()
-            if found.num_tokens:
-                found.between_tokens.append(now - last)
+            if times.num_tokens:
+                times.between_tokens.append(now - last)
             else:
-                found.first_token = now - last
-            found.num_tokens, last = found.num_tokens + 1, now
-        return found
+                times.first_token = now - last
+            times.num_tokens, last = times.num_tokens + 1, now
+        return times
 
 
 def stream_completion(
     url: str, prompt: Prompt, tokens: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream that have a choice."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=600)
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **options}
+    """Stream the chunks of a completion that have a choice."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=600)
+    request_body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        **options,
+    }
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json_text.dumps(asked), headers)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise OSError(f"{url}: {answer.status} {answer.read(500).decode(errors='replace')}")
-        for line in answer:
-            told = json_text.loads(line[6:]) if line.startswith(b"data: {") else {}
-            if told.get("choices"):
-                yield told
+        connection.request("POST", "/v1/completions", json_text.dumps(request_body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise OSError(f"{url}: {response.status} {response.read(500).decode(errors='replace')}")
+        for line in response:
+            chunk = json_text.loads(line[6:]) if line.startswith(b"data: {") else {}
+            if chunk.get("choices"):
+                yield chunk
     finally:
         connection.close()
 
 
 def find_model(url: str) -> str:
-    """The first model of a server."""
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=60)
+    """Return the name of a server's first model."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=60)
     try:
         connection.request("GET", "/v1/models")
-        told = json_text.loads(connection.getresponse().read())
-        return str(told["data"][0]["id"])
+        models = json_text.loads(connection.getresponse().read())
+        return str(models["data"][0]["id"])
     except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-        raise OSError(f"--url {url}: no model is told there: {error}") from None
+        raise OSError(f"--url {url}: the server lists no model: {error}") from None
     finally:
         connection.close()
 
 
 @contextmanager
 def run_server(engine: Engine) -> Iterator[str]:
-    """A server of ours in a thread; its URL."""
+    """Run a kvant server in a thread; yield its URL."""
     malloc.keep_freed_memory()
     service = Service(engine, "bench", ApiKeys())
-    server, begun = make_server(create_app(service), "127.0.0.1", 0, 1), threading.Event()
-    server.on_started = lambda port: begun.set()
+    server, started = make_server(create_app(service), "127.0.0.1", 0, 1), threading.Event()
+    server.on_started = lambda port: started.set()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    begun.wait()
+    started.wait()
     try:
         yield f"http://127.0.0.1:{server.port}"
     finally:
@@ -132,12 +138,12 @@ def run_server(engine: Engine) -> Iterator[str]:
 
 
 @contextmanager
-def trimming(seconds: float) -> Iterator[None]:
-    """Give freed memory back to the system again and again, with a pause of `seconds`."""
-    end = threading.Event()
+def trim_periodically(seconds: float) -> Iterator[None]:
+    """Return freed memory to the system at an interval of `seconds`."""
+    stopped = threading.Event()
 
     def trim() -> None:
-        while not end.wait(seconds):
+        while not stopped.wait(seconds):
             malloc.trim_heap()
 
     thread = threading.Thread(target=trim, daemon=True)
@@ -145,85 +151,92 @@ def trimming(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        end.set()
+        stopped.set()
         thread.join()
 
 
 def summarize_methods(methods: Sequence[ClientMethod], base: ClientMethod) -> list[dict[str, Any]]:
-    """A row for each way and number of clients."""
+    """Return a row for each method and number of clients."""
     rows: list[dict[str, Any]] = []
     for clients in base.speeds:
-        for way in methods:
-            times = [
-                one / other
-                for one, other in zip(way.speeds[clients], base.speeds[clients], strict=True)
+        for method in methods:
+            ratios = [
+                speed / base_speed
+                for speed, base_speed in zip(
+                    method.speeds[clients], base.speeds[clients], strict=True
+                )
             ]
-            waits = way.client_times[clients]
+            client_times = method.client_times[clients]
             rows.append(
                 {
-                    "way": way.name,
+                    "way": method.name,
                     "clients": clients,
-                    "tokens_s": statistics.median(way.speeds[clients]),
-                    "first_ms": 1e3 * statistics.median(one.first_token for one in waits),
+                    "tokens_s": statistics.median(method.speeds[clients]),
+                    "first_ms": 1e3 * statistics.median(t.first_token for t in client_times),
                     "between_ms": 1e3
-                    * statistics.median(x for one in waits for x in one.between_tokens),
-                    "times": statistics.median(times),
+                    * statistics.median(x for t in client_times for x in t.between_tokens),
+                    "times": statistics.median(ratios),
                 }
             )
     return rows
 
 
 def main(
-    clients: Annotated[str, typer.Option(help="that ask at the same time")] = "1,4,16",
-    context: Annotated[int, typer.Option(min=1, help="tokens, or words, of a prompt")] = 128,
-    tokens: Annotated[int, typer.Option(min=2, help="of a reply")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="of all ways in turn")] = 3,
-    url: Annotated[list[str] | None, typer.Option(help="of another server; several")] = None,
+    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients")] = "1,4,16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens or words of a prompt")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a reply")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all methods in turn")] = 3,
+    url: Annotated[list[str] | None, typer.Option(help="Further servers to measure")] = None,
     trim_every: Annotated[
-        float | None, typer.Option(min=0.001, help="seconds, to measure what trims cost")
+        float | None, typer.Option(min=0.001, help="Seconds between trims, to measure their cost")
     ] = None,
-    kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
-    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
+    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
     json: Json = False,
 ) -> None:
-    """Tokens a second and waits of clients of a server, beside the engine itself."""
-    many = parse_numbers("--clients", clients)
-    others = [(one, find_model(one)) for one in url or ()]
+    """Measure the speed and the waiting times of a server's clients, against the engine."""
+    client_counts = parse_numbers("--clients", clients)
+    servers = [(server_url, find_model(server_url)) for server_url in url or ()]
     model, sizes = open_model(shape, layers, threads)
-    dice = random.Random(0)
+    rng = random.Random(0)
 
-    def prompt(way: ClientMethod) -> Prompt:
-        if way.uses_text:
-            return " ".join(dice.choice(WORDS) for _ in range(context))
-        return [dice.randrange(sizes["vocab_size"]) for _ in range(context)]
+    def prompt(method: ClientMethod) -> Prompt:
+        if method.uses_text:
+            return " ".join(rng.choice(WORDS) for _ in range(context))
+        return [rng.randrange(sizes["vocab_size"]) for _ in range(context)]
 
-    def directly(ids: Prompt, count: int) -> Iterator[object]:
+    def stream_engine(ids: Prompt, count: int) -> Iterator[object]:
         return engine.submit(ids, max_new_tokens=count, ignore_end=True)
 
     with (
-        Engine(model, SilentTokenizer(), kv_cache, max_sequences=max(many)) as engine,
-        run_server(engine) as ours,
+        Engine(model, SilentTokenizer(), kv_cache, max_sequences=max(client_counts)) as engine,
+        run_server(engine) as our_url,
     ):
-        to_the_end = {"ignore_eos": True}
-        own = partial(stream_completion, ours, options=to_the_end)
-        ways = [ClientMethod("engine", directly), ClientMethod("server", own)]
+        options = {"ignore_eos": True}
+        stream_ours = partial(stream_completion, our_url, options=options)
+        methods = [ClientMethod("engine", stream_engine), ClientMethod("server", stream_ours)]
         if trim_every is not None:
-            ways.append(ClientMethod("server, trims", own, beside=partial(trimming, trim_every)))
-        ways += [
-            ClientMethod(one, partial(stream_completion, one, options={"model": x}), True)
-            for one, x in others
+            trims = partial(trim_periodically, trim_every)
+            methods.append(ClientMethod("server, trims", stream_ours, background=trims))
+        methods += [
+            ClientMethod(
+                server_url,
+                partial(stream_completion, server_url, options={"model": model_name}),
+                True,
+            )
+            for server_url, model_name in servers
         ]
-        for way in ways:  # what is done once
-            way.run_clients([prompt(way)], 2)
-            way.speeds.clear()
-            way.client_times.clear()
+        for method in methods:  # warm-up
+            method.run_clients([prompt(method)], 2)
+            method.speeds.clear()
+            method.client_times.clear()
         for number in range(rounds):
-            for count in many:
-                for way in ways:
-                    show_progress(f"round {number + 1} of {rounds}: {way.name}, {count} clients")
-                    way.run_clients([prompt(way) for _ in range(count)], tokens)
+            for count in client_counts:
+                for method in methods:
+                    show_progress(f"round {number + 1} of {rounds}: {method.name}, {count} clients")
+                    method.run_clients([prompt(method) for _ in range(count)], tokens)
     show_progress("")
     facts = {
         "model": f"{shape}, random",
@@ -232,7 +245,7 @@ def main(
         "context": context,
         "tokens": tokens,
     }
-    print_report("serve", summarize_methods(ways, ways[0]), facts, quiet=json, device=CPU)
+    print_report("serve", summarize_methods(methods, methods[0]), facts, quiet=json, device=CPU)
 
 
 if __name__ == "__main__":

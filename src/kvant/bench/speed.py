@@ -1,16 +1,15 @@
-"""How fast candidates continue a text: in whole generations, and for one more token at a length.
+"""Measure how fast candidates continue a text: whole generations, and single tokens at a length.
 
-`streams` tells the time to the first token and tokens a second. Whole generations, a token each in
-turn, so that what else the machine does hits all; several times over, medians. Every candidate
-makes the same number of tokens and stops at none. All tokens count: those that grow the memory or
-seal a page too. `vs_NAME` is tokens a second over those of NAME.
+`measure_generations` reports the time to the first token and tokens per second. All candidates
+generate the same number of tokens, one token each in turn, so that other load on the machine
+affects all of them. Figures are medians of several runs and count all tokens, also those that grow
+the cache or seal a page. `vs_NAME` is the speed relative to NAME.
 
-`latencies` tells what one more token costs, against the length of what is there. Every candidate is
-brought to a length with the tokens of a text, then the next tokens of the text are read one at a
-time, by all candidates in turn: medians of those last `repeats` tokens up to the length. Nothing is
-rewound between them: memory that grew for a token would be there already for the next, and growing
-is part of what is measured. One token in 64 also seals a page: a median does not show that, tokens
-a second do.
+`measure_latencies` reports the time of one more token at several lengths. Each candidate is filled
+to a length with the tokens of a text. Then the next `repeats` tokens are fed one at a time, each
+candidate in turn, and their median is taken. Nothing is rewound in between: growth of the cache is
+part of the figure. One token in 64 also seals a page, which a median does not show, but tokens per
+second do.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ BASELINES = (NO_CACHE, TRANSFORMERS)
 
 
 class CandidateGeneration:
-    """A candidate on its way, and what it took so far."""
+    """One generation of a candidate, and its times."""
 
     def __init__(self, candidate: SequenceCacheCandidate, prompt: Sequence[int]) -> None:
         self.candidate = candidate
-        self.decode_seconds = 0.0  # seconds after the first token
-        begin = time.perf_counter()
+        self.decode_seconds = 0.0  # of the tokens after the first
+        start = time.perf_counter()
         self._token = candidate.feed(prompt)
-        self.first_token_seconds = time.perf_counter() - begin
+        self.first_token_seconds = time.perf_counter() - start
 
     def step(self) -> None:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         self._token = self.candidate.feed([self._token])
-        self.decode_seconds += time.perf_counter() - begin
+        self.decode_seconds += time.perf_counter() - start
 
 
 @dataclass
 class GenerationRuns:
-    """What each generation of one candidate took; its memory lacks the last token then."""
+    """The times of all generations of a candidate; the last token is not in the cache."""
 
     num_tokens: int
     first_token_seconds: list[float] = field(default_factory=list)
@@ -72,72 +71,73 @@ class GenerationRuns:
 def measure_generations(
     makes: Mapping[str, MakeCandidate], prompt: Sequence[int], tokens: int, num_runs: int
 ) -> list[dict[str, Any]]:
-    """A row for each candidate."""
-    run_generations(makes, prompt, 2)  # what a first forward does once for all is not timed
-    found = {name: GenerationRuns(tokens) for name in makes}
+    """Return a row for each candidate."""
+    run_generations(makes, prompt, 2)  # warm-up
+    runs = {name: GenerationRuns(tokens) for name in makes}
     for turn in range(num_runs):
         show_progress(f"generation {turn + 1} of {num_runs}")
-        for name, done in run_generations(makes, prompt, tokens).items():
-            found[name].add(done)
+        for name, generation in run_generations(makes, prompt, tokens).items():
+            runs[name].add(generation)
     show_progress("")
     return [
-        {"cache": name} | run.summarize() | compute_ratios(run, found)
-        for name, run in found.items()
+        {"cache": name} | run.summarize() | compute_ratios(run, runs) for name, run in runs.items()
     ]
 
 
 def run_generations(
     makes: Mapping[str, MakeCandidate], prompt: Sequence[int], tokens: int
 ) -> dict[str, CandidateGeneration]:
-    """One generation of each candidate."""
-    going = {name: CandidateGeneration(make(), prompt) for name, make in makes.items()}
+    """Run one generation of each candidate, a token each in turn."""
+    generations = {name: CandidateGeneration(make(), prompt) for name, make in makes.items()}
     for _ in range(tokens - 1):
-        for one in going.values():
-            one.step()
-    return going
+        for generation in generations.values():
+            generation.step()
+    return generations
 
 
 def compute_ratios(
     run: GenerationRuns, runs_by_name: Mapping[str, GenerationRuns]
 ) -> dict[str, float]:
-    known = (name for name in BASELINES if name in runs_by_name)
+    baselines = (name for name in BASELINES if name in runs_by_name)
     return {
-        f"vs_{name}": run.tokens_per_second / runs_by_name[name].tokens_per_second for name in known
+        f"vs_{name}": run.tokens_per_second / runs_by_name[name].tokens_per_second
+        for name in baselines
     }
 
 
-WARMUP_TOKENS = 2  # tokens that each candidate reads at a length before it is timed
+WARMUP_TOKENS = 2  # per candidate and length, before the timed tokens
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def check_lengths(lengths: Sequence[int], repeats: int) -> None:
-    """Between two lengths there must be as many tokens as are read one at a time."""
-    need = WARMUP_TOKENS + repeats
-    for before, length in zip([0, *lengths], lengths, strict=False):
-        if length <= before + need:
+    """Raise if two lengths are too close for the tokens that are fed one at a time."""
+    num_single = WARMUP_TOKENS + repeats
+    for previous, length in zip([0, *lengths], lengths, strict=False):
+        if length <= previous + num_single:
             raise ValueError(
-                f"--lengths: {length} after {before}, and {need} tokens are read one at a time: "
-                "give longer lengths, each more than that above the one before, or fewer --repeats"
+                f"--lengths: {length} after {previous}, and {num_single} tokens are read one at a "
+                "time: give lengths that are further apart, or fewer --repeats"
             )
 
 
 def measure_latencies(
     makes: Mapping[str, MakeCandidate], text: Sequence[int], lengths: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """A row for each length and candidate."""
+    """Return a row for each length and candidate."""
     candidates = {name: make() for name, make in makes.items()}
     rows: list[dict[str, Any]] = []
-    done = 0
+    previous = 0
     for length in lengths:
         show_progress(f"latency at {length} tokens")
-        begin = length - WARMUP_TOKENS - repeats
+        start = length - WARMUP_TOKENS - repeats
         for candidate in candidates.values():
-            candidate.feed(text[done:begin])
-        seconds = time_tokens_in_turn(candidates, text[begin:length])
+            candidate.feed(text[previous:start])
+        seconds = time_tokens_in_turn(candidates, text[start:length])
         rows += [
-            {"length": length, "cache": name} | summarize_seconds(s) for name, s in seconds.items()
+            {"length": length, "cache": name} | summarize_seconds(times)
+            for name, times in seconds.items()
         ]
-        done = length
+        previous = length
     show_progress("")
     return rows
 
@@ -145,14 +145,14 @@ def measure_latencies(
 def time_tokens_in_turn(
     candidates: Mapping[str, SequenceCacheCandidate], tokens: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Seconds for each token after the first few, by candidate."""
+    """Return the seconds of each token after the warm-up, by candidate."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for token in tokens:
         for name, candidate in candidates.items():
-            begin = time.perf_counter()
+            start = time.perf_counter()
             candidate.feed([token])
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: found[WARMUP_TOKENS:] for name, found in seconds.items()}
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[WARMUP_TOKENS:] for name, times in seconds.items()}
 
 
 def summarize_seconds(seconds: Sequence[float]) -> dict[str, float]:
@@ -160,15 +160,15 @@ def summarize_seconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def make_latency_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Candidate to length to median milliseconds."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the median milliseconds by candidate and length."""
+    curves: dict[str, dict[int, float]] = {}
     for row in rows:
-        found.setdefault(row["cache"], {})[row["length"]] = row["median_ms"]
-    return found
+        curves.setdefault(row["cache"], {})[row["length"]] = row["median_ms"]
+    return curves
 
 
 def make_latency_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A table with a column for each length, and a curve; all curves have one scale, from 0 on."""
+    """Return a table with a column per length and a bar curve; all curves share a scale."""
     top = max(row["median_ms"] for row in rows)
     return [
         {"cache": name, **{str(n): ms for n, ms in curve.items()}, "curve": format_bars(curve, top)}

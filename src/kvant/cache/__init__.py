@@ -1,4 +1,4 @@
-"""The cache of a model: integers once a forward, tensors in layers, pages in pools."""
+"""The KV cache of a model: page tables per layer group, tensors per layer, slots in pools."""
 
 from kvant.attention import explain
 from kvant.cache.cache import Cache, merge

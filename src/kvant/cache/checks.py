@@ -1,8 +1,8 @@
-"""Rows at the door of an attention layer: what does not fit is refused before anything changes."""
+"""Validation of the arguments of `append`, before anything changes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvant.recipes import LayerSpec
 
 
 class RowGeometry(Protocol):
-    """What the rows before these were like."""
+    """The shape and dtype that the stored rows of a layer have."""
 
     def matches(self, rows: Fields) -> bool: ...
 
@@ -30,12 +30,13 @@ def check_order(order: str) -> None:
 def prepare_rows(
     spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order, geometry: RowGeometry | None
 ) -> tuple[Fields, bool]:
-    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError.
+    """Return the tensors of an append as {side: [B, H, T, D]}, or raise ValueError.
 
-    Are they like the rows before? Then they need no second look.
+    Also return whether they match `geometry`, the one of earlier rows; then no further check is
+    needed.
     """
     if (values is None) != (spec.value_dim is not None):
-        raise ValueError("values come with the keys, unless the spec's value_dim finds them there")
+        raise ValueError("values are needed, unless the spec has a value_dim: then only keys are")
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
     if order == "BHTD" and geometry is not None and geometry.matches(rows):
         if keys.requires_grad or (values is not None and values.requires_grad):
@@ -57,7 +58,7 @@ def prepare_rows(
 
 
 def _convert_row_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Without a graph, in the dtype of the spec; a call that changes nothing still takes time."""
+    """Detach `tensor` and convert it to the dtype of the spec; skip calls without effect."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor if dtype in (None, tensor.dtype) else tensor.to(dtype)
@@ -81,38 +82,80 @@ def is_row_dtype(dtype: torch.dtype) -> bool:
 
 
 def parse_padding(start: Sequence[int] | Tensor, batch: int) -> tuple[int, ...]:
-    """Columns of padding of each sequence, as they are told with the first rows."""
+    """Return the columns of left padding of each sequence, from the `start` of an append."""
     columns = torch.as_tensor(start)
     if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
         raise ValueError(f"start {start}: one whole number a sequence is needed")
-    given = tuple(columns.tolist())
-    if len(given) != batch or min(given, default=0) < 0:
-        raise ValueError(f"start {given}: one number >= 0 for each of {batch}")
-    return given
+    padding = tuple(columns.tolist())
+    if len(padding) != batch or min(padding, default=0) < 0:
+        raise ValueError(
+            f"start {padding}: one number >= 0 for each of {batch} sequences is needed"
+        )
+    return padding
 
 
 def check_same_forward(plan: AppendPlan, batch: int, count: int, start: Any) -> None:
-    """Refuse rows that are not of the forward under way."""
-    before = plan.old_table
-    if before.batch != batch or plan.num_new != count:
+    """Refuse rows that do not match those of the open forward."""
+    old_table = plan.old_table
+    if old_table.batch != batch or plan.num_new != count:
         raise ValueError(
             f"rows of {batch} sequences and {count} tokens, where another layer of this forward "
-            f"got {before.batch} and {plan.num_new}"
+            f"got {old_table.batch} and {plan.num_new}"
         )
-    given, began = (
-        parse_padding(start, batch),
-        tuple(before.reduce_to_sequences(before.padding).tolist()),
-    )
-    if given != began:
-        raise ValueError(f"start {given} for sequences that began at {began}")
+    padding = parse_padding(start, batch)
+    old_padding = tuple(old_table.reduce_to_sequences(old_table.padding).tolist())
+    if padding != old_padding:
+        raise ValueError(
+            f"start {padding} for sequences with padding {old_padding}: the first rows set it, so "
+            "leave `start` out"
+        )
+
+
+def check_append_fits(
+    page_table: PageTable,
+    plans: Iterable[AppendPlan],
+    batch: int,
+    count: int,
+    tables_per_sequence: int,
+    *,
+    is_first: bool,
+) -> None:
+    """Refuse rows that do not fit `page_table`, the `plans` of the open forward, or a capacity.
+
+    The first rows of a cache set the padding, which then has to be that of the other plans.
+    """
+    if page_table.batch != batch:
+        raise ValueError(
+            f"rows of {batch} sequences for a cache of {page_table.batch}: the first append sets "
+            "the batch; change it by repeat, select or kvant.merge"
+        )
+    if page_table.tables_per_sequence != tables_per_sequence:
+        raise ValueError(
+            f"rows of {tables_per_sequence} key heads for a layer of "
+            f"{page_table.tables_per_sequence}"
+        )
+    padding = page_table.reduce_to_sequences(page_table.padding).tolist()
+    for plan in plans:
+        other = plan.old_table
+        other_padding = other.reduce_to_sequences(other.padding).tolist()
+        if other.batch != batch or (is_first and other_padding != padding):
+            raise ValueError(
+                f"rows of {batch} sequences with padding {padding}, but another layer of this "
+                f"forward got {other.batch} with padding {other_padding}"
+            )
+    capacity, longest = page_table.layer_group.capacity, int(page_table.seq_lens.max(initial=0))
+    if capacity is not None and longest + count > capacity:
+        raise CapacityError(
+            f"{longest + count} tokens for a capacity of {capacity}: rewind, reset, or give the "
+            f"spec capacity={longest + count} or none"
+        )
 
 
 def check_no_page_due(page_table: PageTable) -> None:
-    """Refuse one more row of each sequence if a page falls due with it."""
+    """Refuse a token that completes a page which its own row would seal."""
     due = page_table.layer_group.paging.count_due_pages_each(np.maximum(page_table.lengths + 1, 0))
-    if (late := np.flatnonzero(due * page_table.layer_group.page > page_table.seq_lens)).size:
+    if (indices := np.flatnonzero(due * page_table.layer_group.page > page_table.seq_lens)).size:
         raise CapacityError(
-            f"no room for a row behind {int(page_table.seq_lens[late[0]])} tokens: its page falls "
-            "due with "
-            "it; append it"
+            f"expect() at {int(page_table.seq_lens[indices[0]])} tokens: this token completes a "
+            "page, which must be sealed; use append()"
         )

@@ -22,7 +22,7 @@ from kvant.spec import describe_spec
 
 
 def explain_cache(cache: Cache) -> str:
-    """Describe how each layer is stored and by what it is read, alike layers in one line."""
+    """Describe the format and the attention backend of each layer; merge equal lines."""
     texts = [_describe(recipe, cache.layers.get(i)) for i, recipe in enumerate(cache.spec.layers)]
     lines, first = [], 0
     for text, run in groupby(texts):
@@ -38,23 +38,23 @@ def _describe(recipe: Recipe, layer: Any) -> str:
 
 
 def _describe_attention(recipe: LayerSpec, layer: PagedLayer) -> str:
-    stored = describe_spec(CacheSpec((recipe,)))
+    layer_format = describe_spec(CacheSpec((recipe,)))
     if layer.storage is None:
-        return f"{stored}; empty, so what reads it is not known yet"
-    found = explain(layer.view())
-    refused = "".join(f"; {name}: {reason}" for name, reason in found.refusals)
-    return f"{stored}; {found.backend} reads it{refused}"
+        return f"{layer_format}; empty, so its backend is not known yet"
+    explanation = explain(layer.view())
+    refusals = "".join(f"; {name}: {reason}" for name, reason in explanation.refusals)
+    return f"{layer_format}; {explanation.backend} reads it{refusals}"
 
 
 def _describe_group(recipe: GroupSpec, layer: Any) -> str:
     parts = (f"{name}: {_describe(part, layer[name])}" for name, part in recipe.parts)
-    return " beside ".join(parts)
+    return " and ".join(parts)
 
 
 DESCRIBE: dict[type, Callable[[Any, Any], str]] = {
     LayerSpec: _describe_attention,
     GroupSpec: _describe_group,
-    RecurrentSpec: lambda recipe, layer: "a state, which the model reads itself",
+    RecurrentSpec: lambda recipe, layer: "a recurrent state, read by the model",
     SharedSpec: lambda recipe, layer: f"reads the rows of layer {recipe.layer}",
-    EmptySpec: lambda recipe, layer: "remembers nothing",
+    EmptySpec: lambda recipe, layer: "no cache",
 }

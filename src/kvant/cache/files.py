@@ -1,7 +1,7 @@
-"""A cache in a file: safetensors, canonical rows, the spec in the header, a checksum over it all.
+"""Cache files: safetensors with canonical rows, the spec in the header, and a checksum.
 
-A file is written beside its name and moved there when it is complete. One that is not ours, is of
-another version, or differs by a byte is refused before any of it is loaded. No pickle.
+A file is written under a temporary name and renamed once it is complete. Foreign files, other
+versions, and files with a changed byte are refused before any tensor is loaded. No pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,25 +31,20 @@ from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import from_json, to_json
 from kvant.spec.headers import reject_duplicate_keys
 
-METADATA_KEY = (
-    "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
-)
+METADATA_KEY = "kvant-cache"  # the only metadata entry: JSON, so that equal caches give equal bytes
 FORMAT_VERSION = 2
-BLANK_CHECKSUM = "0" * 64  # stands for the checksum while the checksum is taken
-CHECKSUM_MARK = rb"\"checksum\": \""  # as it stands in JSON inside JSON
-MAX_HEADER_BYTES = 100 << 20  # what safetensors itself accepts
-MAX_INTEGER = 1 << 53  # what any JSON reader keeps; tensors count further than that
-MAX_OPEN_PAGE_BYTES = (
-    1 << 28
-)  # bytes of open pages that loading may take, however few rows they hold
-MAX_OPEN_PAGE_FACTOR = (
-    1 << 12
-)  # or so many times the bytes of the rows: one row in each page of so many
+BLANK_CHECKSUM = "0" * 64  # in place of the checksum while it is computed
+CHECKSUM_MARK = rb"\"checksum\": \""  # as escaped in JSON inside JSON
+MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
+MAX_INTEGER = 1 << 53  # exact in every JSON reader; no tensor is longer
+# The limit of all open pages of a file is the larger of these two.
+MAX_OPEN_PAGE_BYTES = 1 << 28  # however few rows they hold
+MAX_OPEN_PAGE_FACTOR = 1 << 12  # times the bytes of their rows
 READ_CHUNK_BYTES = 1 << 22
 
 
 class Storable(Protocol):
-    """What can be saved: a `Cache`, or a host's that has one."""
+    """A `Cache`, or an object that contains one and can be saved like it."""
 
     @property
     def spec(self) -> CacheSpec: ...
@@ -59,32 +54,33 @@ class Storable(Protocol):
 class FileTensor(NamedTuple):
     """One tensor of a file, as its header describes it."""
 
-    dtype: str  # in the words of safetensors: F16, U8
+    dtype: str  # as safetensors names it: F16, U8
     shape: tuple[int, ...]
     nbytes: int
 
 
 @dataclass(frozen=True)
 class CacheFileHeader:
-    """What a file says of itself before any of its tensors are read."""
+    """The header of a file, readable without its tensors."""
 
     spec: CacheSpec
     numbers: Mapping[str, int]
     about: Mapping[str, Any]
     tensors: Mapping[str, FileTensor]
-    padded_lengths: tuple[
-        int, ...
-    ]  # tokens of each sequence, its padding included, if rows are stored
+    padded_lengths: tuple[int, ...]  # tokens per sequence, padding included; (): no rows stored
     version: int = FORMAT_VERSION
 
     def count_key_heads(self, name: str) -> int:
-        """Of the layer that a tensor of rows [rows, H, D] is of: they may lie apart."""
+        """Return the number of key heads of a layer; `name` is one of its tensors of rows.
+
+        A layer with a table per head stores the heads as separate sequences.
+        """
         return self.tensors[name].shape[1] * _get_tables_per_sequence(self.numbers, name)
 
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What a file holds: a cache, and whatever its writer said about it."""
+    """The contents of a file: a cache, and the `about` that was passed to `save`."""
 
     spec: CacheSpec
     snapshot: Snapshot
@@ -97,9 +93,9 @@ def save(
     *,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a cache to a file; an older file of that name stays until the new one is whole.
+    """Write a cache to a file; an older file of that name is replaced once the new one is complete.
 
-    `about` is any JSON, for `read` to give back.
+    `about` is a JSON object that `read` returns.
 
     >>> cache = kvant.cache_for(model, "affine4")
     >>> ids = model.generate(**inputs, cache=cache, max_new_tokens=4)
@@ -110,24 +106,24 @@ def save(
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
-    held = cache.shared_snapshot()
+    snapshot = cache.shared_snapshot()
     header = {
         "version": FORMAT_VERSION,
         "checksum": BLANK_CHECKSUM,
         "spec": json.loads(to_json(cache.spec)),
-        "numbers": dict(held.numbers),
+        "numbers": dict(snapshot.numbers),
     }
     if about:
         header["about"] = dict(about)
-    tensors = {name: tensor.contiguous() for name, tensor in held.tensors.items()}
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    tensors = {name: tensor.contiguous() for name, tensor in snapshot.tensors.items()}
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with name_path(target):
-            _write_file(tensors, beside, header)
-            beside.replace(target)
+            _write_file(tensors, temporary, header)
+            temporary.replace(target)
     finally:
-        with suppress(OSError):  # a read-only disk refuses this, too
-            beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this as well
+            temporary.unlink(missing_ok=True)
 
 
 def load(
@@ -136,7 +132,7 @@ def load(
     device: str | torch.device = "cpu",
     tiles: Tiles | None = None,
 ) -> Cache:
-    """The cache in a file, in memory of its own."""
+    """Return the cache in a file, in memory of its own."""
     saved = read(path, device=device)
     with convert_errors(path):
         cache = Cache(None, saved.spec, tiles=tiles)
@@ -146,7 +142,7 @@ def load(
 
 @contextmanager
 def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What does not fit within is the file's fault, and said of it."""
+    """Raise errors of the block as CacheFileError of this file."""
     try:
         yield
     except (CacheError, MemoryError, RuntimeError, ValueError) as error:
@@ -154,61 +150,63 @@ def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> SavedCache:
-    """What is in a file, for a cache of the same spec to `restore`."""
+    """Return the contents of a file, for `restore` of a cache of the same spec."""
     source = Path(path)
-    head = read_header(source)
-    _check_page_nbytes(source, head)
+    header = read_header(source)
+    _check_page_nbytes(source, header)
     try:
         with safe_open(source, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, MemoryError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
-    return SavedCache(head.spec, Snapshot(tensors, head.numbers), head.about)
+    return SavedCache(header.spec, Snapshot(tensors, header.numbers), header.about)
 
 
 def read_header(path: str | os.PathLike[str]) -> CacheFileHeader:
-    """What a file says, once its checksum was verified; neither rows nor pages are loaded."""
+    """Return the header of a file after verifying its checksum; loads no rows or pages."""
     source = Path(path)
     entries = _read_verified_metadata(source)
     try:
         about = entries.get("about", {})
         if not isinstance(about, dict):
-            raise ValueError("what is said about it is no object")
+            raise ValueError("`about` is not a JSON object")
         spec = from_json(json.dumps(entries["spec"]))
-        stored, numbers = _read_tensor_index(source), _check_integers(entries["numbers"])
+        tensors, numbers = _read_tensor_index(source), _check_integers(entries["numbers"])
         return CacheFileHeader(
-            spec, numbers, about, stored, _read_padded_lengths(source, stored, numbers)
+            spec, numbers, about, tensors, _read_padded_lengths(source, tensors, numbers)
         )
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
 
 
 def _read_tensor_index(path: Path) -> dict[str, FileTensor]:
-    """How each tensor lies in the file; safetensors has checked that these numbers agree."""
+    """Return dtype, shape and size of each tensor; safetensors has validated them."""
     with safe_open(path, framework="pt"), path.open("rb") as file:
         entries = _parse_json(_read_header_bytes(path, file))
     del entries["__metadata__"]
-    stored = {}
-    for name, told in entries.items():
-        first, stop = told["data_offsets"]
-        if max(told["shape"], default=0) > MAX_INTEGER:  # of no bytes: another dimension is 0
-            raise ValueError(f"{name} is {told['shape']}: {MAX_INTEGER} at most")
-        stored[name] = FileTensor(told["dtype"], tuple(told["shape"]), stop - first)
-    return stored
+    tensors = {}
+    for name, entry in entries.items():
+        first, stop = entry["data_offsets"]
+        if max(entry["shape"], default=0) > MAX_INTEGER:  # takes no bytes if another is 0
+            raise ValueError(f"{name} is {entry['shape']}: {MAX_INTEGER} at most")
+        tensors[name] = FileTensor(entry["dtype"], tuple(entry["shape"]), stop - first)
+    return tensors
 
 
 def _get_tables_per_sequence(numbers: Mapping[str, int], name: str) -> int:
-    """Tables of a sequence, in the layer of a tensor; whether it is so, `restore` finds."""
+    """Return the number of tables per sequence for a tensor; `restore` validates it."""
     return max(1, numbers.get(f"{name.rpartition('/')[0]}/{TABLES_KEY}", 1))
 
 
 def _read_padded_lengths(
     path: Path, tensors: Mapping[str, FileTensor], header_numbers: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """How far the first layer is whose integers are some; whether they agree, `restore` finds."""
-    for name, told in tensors.items():
-        whole = told.dtype == "I64" and len(told.shape) == 2 and told.shape[1] > PADDING
-        if whole and name.rpartition("/")[2] == NUMBERS_KEY:
+    """Return the lengths in the first layer that stores any; `restore` compares the others."""
+    for name, tensor in tensors.items():
+        is_integer_matrix = (
+            tensor.dtype == "I64" and len(tensor.shape) == 2 and tensor.shape[1] > PADDING
+        )
+        if is_integer_matrix and name.rpartition("/")[2] == NUMBERS_KEY:
             with safe_open(path, framework="pt") as file:
                 numbers = file.get_tensor(name)
             ends = (numbers[:, LENGTH] + numbers[:, PADDING]).tolist()
@@ -217,11 +215,12 @@ def _read_padded_lengths(
 
 
 def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
-    """Refuse pages far larger than their rows: the last one of each sequence may hold a single one.
+    """Refuse open pages that need far more memory than their rows take in the file.
 
-    Whether shapes agree, `restore` finds.
+    The limit is generous, because the last page of a sequence may hold a single row.
+    `restore` compares the shapes.
     """
-    held = room = page = 0
+    row_nbytes = page_nbytes = page_size = 0
     for name, recipe in iterate_leaves(header.spec):
         if not isinstance(recipe, LayerSpec):
             continue
@@ -229,58 +228,60 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
         for side in recipe.sides:
             rows = header.tensors.get(f"{name}/{side}.open")
             if batch and rows and rows.nbytes:
-                page, held = max(page, recipe.page), held + rows.nbytes
-                begun = min(rows.shape[:1] + batch.shape[:1])
-                room += begun * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))
-    limit = max(MAX_OPEN_PAGE_BYTES, MAX_OPEN_PAGE_FACTOR * held)
-    if room > limit:
+                page_size, row_nbytes = max(page_size, recipe.page), row_nbytes + rows.nbytes
+                num_pages = min(rows.shape[:1] + batch.shape[:1])
+                page_nbytes += (
+                    num_pages * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))
+                )
+    limit = max(MAX_OPEN_PAGE_BYTES, MAX_OPEN_PAGE_FACTOR * row_nbytes)
+    if page_nbytes > limit:
         raise CacheFileError(
-            f"{path}: page={page}: its pages take {room} bytes for rows of {held}, {limit} at "
-            "most: save the cache with a smaller page"
+            f"{path}: page={page_size}: its pages take {page_nbytes} bytes for {row_nbytes} bytes "
+            f"of rows, {limit} at most: save the cache with a smaller page"
         )
 
 
 def _write_file(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:
     path.touch(exist_ok=False)
-    mode = path.stat().st_mode  # the writer replaces the file by one that only its owner may read
+    mode = path.stat().st_mode  # save_file makes the file private to its owner
     try:
         save_file(tensors, path, metadata={METADATA_KEY: json.dumps(header)})
         path.chmod(mode)
-    except SafetensorError as error:  # its message alone has the number of the error
+    except SafetensorError as error:  # only its message contains the errno
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise OSError(f"not written: {error}") from error
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
     with path.open("r+b") as file:
-        raw = _read_header_bytes(path, file)
-        at = raw.index(CHECKSUM_MARK) + len(CHECKSUM_MARK)
+        header_bytes = _read_header_bytes(path, file)
+        offset = header_bytes.index(CHECKSUM_MARK) + len(CHECKSUM_MARK)
         file.seek(0)
-        digest = _compute_checksum(file, 8 + at)
-        file.seek(8 + at)
+        digest = _compute_checksum(file, 8 + offset)
+        file.seek(8 + offset)
         file.write(digest.encode())
         file.flush()
         os.fsync(file.fileno())
 
 
 def _read_verified_metadata(path: Path) -> dict[str, Any]:
-    """The header's own entries, if the whole file is what was written."""
+    """Return the metadata of kvant, after verifying the checksum of the file."""
     with path.open("rb") as file:
-        raw = _read_header_bytes(path, file)
-        header = _parse_metadata(path, raw)
-        at = raw.find(CHECKSUM_MARK) + len(CHECKSUM_MARK)
-        stored = raw[at : at + len(BLANK_CHECKSUM)].decode("ascii", "replace")
+        header_bytes = _read_header_bytes(path, file)
+        header = _parse_metadata(path, header_bytes)
+        offset = header_bytes.find(CHECKSUM_MARK) + len(CHECKSUM_MARK)
+        stored = header_bytes[offset : offset + len(BLANK_CHECKSUM)].decode("ascii", "replace")
         file.seek(0)
-        if header.get("checksum") != stored or _compute_checksum(file, 8 + at) != stored:
-            raise CacheFileError(f"{path}: damaged: its checksum does not match its content")
+        if header.get("checksum") != stored or _compute_checksum(file, 8 + offset) != stored:
+            raise CacheFileError(f"{path}: corrupt: its checksum does not match its content")
     return header
 
 
-def _read_header_bytes(path: Path, file: Any) -> bytes:
+def _read_header_bytes(path: Path, file: BinaryIO) -> bytes:
     size = int.from_bytes(file.read(8), "little")
-    raw: bytes = file.read(size) if size <= MAX_HEADER_BYTES else b""
-    if len(raw) != size or not raw.startswith(b"{"):
-        raise CacheFileError(f"{path}: not a kvant cache, or cut short in its header")
-    return raw
+    header_bytes: bytes = file.read(size) if size <= MAX_HEADER_BYTES else b""
+    if len(header_bytes) != size or not header_bytes.startswith(b"{"):
+        raise CacheFileError(f"{path}: not a kvant cache, or truncated in its header")
+    return header_bytes
 
 
 def _parse_metadata(path: Path, raw: bytes) -> dict[str, Any]:
@@ -292,36 +293,33 @@ def _parse_metadata(path: Path, raw: bytes) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise CacheFileError(
-            f"{path}: not a kvant cache: its header is no JSON: {error}"
+            f"{path}: not a kvant cache: its header is not JSON: {error}"
         ) from error
     if not isinstance(header, dict) or header.get("version") != FORMAT_VERSION:
         version = header.get("version") if isinstance(header, dict) else None
         raise CacheFileError(
-            f"{path}: version {version!r} of the format, {FORMAT_VERSION} is needed: such a file "
-            "is not "
-            "converted, so read its tokens again and save that cache"
+            f"{path}: version {version!r} of the format, {FORMAT_VERSION} is needed: there is no "
+            "conversion, so process its tokens again and save the new cache"
         )
     return header
 
 
 def _parse_json(text: str | bytes) -> Any:
-    """JSON whose keys differ: of two that do not, readers would each believe another one."""
+    """Parse JSON and refuse duplicate keys, because readers differ in which one they use."""
     return json.loads(text, object_pairs_hook=reject_duplicate_keys)
 
 
-def _compute_checksum(file: Any, checksum_offset: int) -> str:
-    """SHA-256 of a file whose checksum, at `at`, counts as blank."""
+def _compute_checksum(file: BinaryIO, checksum_offset: int) -> str:
+    """Return the SHA-256 of a file, with the checksum at `checksum_offset` as blank."""
     sha = hashlib.sha256()
-    place = 0
+    position = 0
     while chunk := file.read(READ_CHUNK_BYTES):
-        low, high = (
-            max(checksum_offset - place, 0),
-            min(checksum_offset + len(BLANK_CHECKSUM) - place, len(chunk)),
-        )
+        low = max(checksum_offset - position, 0)
+        high = min(checksum_offset + len(BLANK_CHECKSUM) - position, len(chunk))
         if low < high:
             chunk = chunk[:low] + BLANK_CHECKSUM[: high - low].encode() + chunk[high:]
         sha.update(chunk)
-        place += len(chunk)
+        position += len(chunk)
     return sha.hexdigest()
 
 

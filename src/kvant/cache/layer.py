@@ -1,6 +1,6 @@
-"""One attention layer of a cache: it writes rows where an extent says, and shows pages.
+"""One attention layer of a cache: it stores rows in pages and returns views of them.
 
-It has no integers of its own: the ledger makes those of a forward, once for all layers of a kind.
+It has no integers of its own: the state tracker plans an append once for all layers of a group.
 Rows are stored in the frame of their codec.
 """
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvant.attention.reference import has_visible_rows
 from kvant.attention.store_rows import count_sealed_pages, make_empty_rows, store_rows
-from kvant.cache.advance import MAX_DRAFT_COLUMNS, bound_slots
+from kvant.cache.advance import MAX_DRAFT_COLUMNS
 from kvant.cache.checks import check_order, prepare_rows
+from kvant.cache.pool_sizing import bound_slots
 from kvant.cache.pruning import RetainedRows, select_retained_rows, write_retained_rows
 from kvant.cache.readable_rows import ReadableRows
 from kvant.cache.state import PruningQueries
@@ -31,26 +32,26 @@ PREFILL_MODES = (None, "dense", "stored")
 
 
 def make_layer_group(spec: LayerSpec, leaf: int | None = None) -> LayerGroup:
-    """What this layer has in common with others whose integers are the same.
+    """Return the group of a layer: the parameters that layers with one page table share.
 
-    A layer whose heads share what they keep of a prompt has a kind of its own.
+    A layer with a page table per head has a group of its own.
     """
-    retention, own = spec.retention, leaf if has_per_head_tables(spec) else None
+    retention, per_head_layer = spec.retention, leaf if has_per_head_tables(spec) else None
     numbers = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
-    return LayerGroup(spec.paging, *numbers, spec.prune, own)
+    return LayerGroup(spec.paging, *numbers, spec.prune, per_head_layer)
 
 
 def has_per_head_tables(spec: LayerSpec) -> bool:
-    """Has each key head pages of its own? They do where heads keep different numbers of rows."""
+    """Return whether each key head has pages of its own: heads retain different rows."""
     return spec.prune is not None and spec.prune.adaptive
 
 
 def pages_nbytes(
     geometry: Geometry, spec: LayerSpec, layer_group: LayerGroup, lengths: Sequence[int]
 ) -> int:
-    """Bytes that sequences have taken once they are so long."""
-    opened, sealed = bound_slots(layer_group, lengths)
-    return int(opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec))
+    """Return the bytes of the pages of sequences of these lengths."""
+    max_open, max_sealed = bound_slots(layer_group, lengths)
+    return int(max_open * geometry.open_nbytes(spec) + max_sealed * geometry.sealed_nbytes(spec))
 
 
 class PagedLayer:
@@ -75,83 +76,82 @@ class PagedLayer:
 
     @property
     def storage(self) -> Storage | None:
-        """None before the first rows."""
+        """The tensors; None before the first rows."""
         return self.tracker.state.storages.get(self.leaf)
 
     @property
     def page_table(self) -> PageTable | None:
-        """Where this layer is: what a forward under way brought it counts."""
+        """The table of this layer, with the rows of an open forward included."""
         return self.tracker.get_page_table(self.group, self.leaf)
 
     @property
     def length(self) -> int:
-        """Tokens seen, by the longest sequence, its padding included."""
-        return 0 if (extent := self.page_table) is None else extent.num_columns
+        """Tokens of the longest sequence, padding included."""
+        return 0 if (page_table := self.page_table) is None else page_table.num_columns
 
     @property
     def batch(self) -> int:
-        """Sequences; 0 before the first rows."""
-        return 0 if (extent := self.page_table) is None else extent.batch
+        """The number of sequences; 0 before the first rows."""
+        return 0 if (page_table := self.page_table) is None else page_table.batch
 
     @property
     def num_rows(self) -> int:
-        """How many rows `read()` returns; the slack behind a window is memory, not content."""
-        return (
-            0 if (extent := self.page_table) is None else len(ReadableRows.from_page_table(extent))
-        )
+        """Number of rows that `read()` returns: without the slack rows before a window."""
+        page_table = self.page_table
+        return 0 if page_table is None else len(ReadableRows.from_page_table(page_table))
 
     held = num_rows  # the public name
 
     @property
     def max_held(self) -> int | None:
-        """What `held` never passes; None where only memory is the limit."""
+        """Upper bound of `held`; None: unbounded."""
         return self.spec.max_held
 
     @property
     def capacity(self) -> int | None:
-        """The length that no append passes; None where only memory is the limit."""
+        """The maximum length; None: unbounded."""
         return self.spec.capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that this cache holds, and of those that nobody does."""
+        """Bytes of the pages that this cache holds, and of the free pages of its pools."""
         storage, pools = self.storage, self.tracker.pools[self.group]
         if storage is None:
             return 0
-        opened, sealed = self.tracker.count_slots(self.group)
-        opened -= (
-            pools.open.size - storage.used_slots[0]
-        )  # for which another layer has memory so far
-        sealed -= pools.sealed.size - storage.used_slots[1]
-        return opened * storage.open_nbytes + sealed * storage.sealed_nbytes
+        num_open, num_sealed = self.tracker.count_slots(self.group)
+        # Slots that only other layers of the group have memory for so far do not count.
+        num_open -= pools.open.size - storage.used_slots[0]
+        num_sealed -= pools.sealed.size - storage.used_slots[1]
+        return num_open * storage.open_nbytes + num_sealed * storage.sealed_nbytes
 
     @property
     def nbytes_used(self) -> int:
-        """Bytes of rows that are there."""
-        extent, storage = self.page_table, self.storage
-        if extent is None or storage is None:
+        """Bytes of stored rows."""
+        page_table, storage = self.page_table, self.storage
+        if page_table is None or storage is None:
             return 0
-        which, number = extent.list_open_pages()
-        rows = np.minimum(
-            extent.seq_lens[which] - number * extent.layer_group.page, extent.layer_group.page
+        tables, page_numbers = page_table.list_open_pages()
+        num_rows = np.minimum(
+            page_table.seq_lens[tables] - page_numbers * page_table.layer_group.page,
+            page_table.layer_group.page,
         )
-        sealed = len(extent.list_sealed_pages()[0])
-        row = storage.open_nbytes // self.spec.page
-        return int(rows.sum()) * row + sealed * storage.sealed_nbytes
+        num_sealed = len(page_table.list_sealed_pages()[0])
+        row_nbytes = storage.open_nbytes // self.spec.page
+        return int(num_rows.sum()) * row_nbytes + num_sealed * storage.sealed_nbytes
 
     def nbytes_after(self, coming: int, recipe: LayerSpec) -> int:
-        """The most bytes that are allocated once so many more tokens were seen, by a recipe.
+        """Return the maximum of bytes after `coming` more tokens, stored by `recipe`.
 
-        They may come at once or one by one; what a forward needs beyond that while it runs is not
-        counted. Before the first rows nobody knows how large they are: 0.
+        The tokens may come in chunks or one at a time. Temporary memory of a forward is not
+        counted. The result is 0 before the first rows, because their size is unknown.
         """
-        storage, extent = self.storage, self.page_table
-        if storage is None or extent is None:
+        storage, page_table = self.storage, self.page_table
+        if storage is None or page_table is None:
             return 0
         if recipe == self.spec:
-            opened, sealed = self.tracker.bound_slots_after(self.group, extent, coming)
-            return opened * storage.open_nbytes + sealed * storage.sealed_nbytes
-        geometry, lengths = storage.geometry.with_dtype(recipe.dtype), extent.lengths + coming
+            max_open, max_sealed = self.tracker.bound_slots_after(self.group, page_table, coming)
+            return max_open * storage.open_nbytes + max_sealed * storage.sealed_nbytes
+        geometry, lengths = storage.geometry.with_dtype(recipe.dtype), page_table.lengths + coming
         return pages_nbytes(geometry, recipe, make_layer_group(recipe), lengths.clip(0).tolist())
 
     def nbytes_after_append(
@@ -163,21 +163,22 @@ class PagedLayer:
         order: Order = "BHTD",
         prefill: Prefill | None = None,
     ) -> int:
-        """Bytes allocated once the same was appended."""
+        """Return the bytes allocated after an append of the same arguments."""
         rows, _ = prepare_rows(self.spec, keys, values, order, None)
         batch, count = rows["keys"].shape[:3:2]
         rows, heads = self._split_heads(rows)
         geometry = Geometry.from_rows(rows)
         self._check_geometry(rows)
         dense = count > 1 and self._sees_prompt_dense(prefill)
-        with self.tracker.lock:  # others may grow the same pools
-            opened, sealed = self.tracker.predict_growth(
+        with self.tracker.lock:  # other threads may grow the same pools
+            num_open, num_sealed = self.tracker.predict_growth(
                 self.group, batch, count, start, new_rows_dense=dense, tables_per_sequence=heads
             )
-            held = self.tracker.count_slots(self.group)
-        opened, sealed = opened + held[0], sealed + held[1]
+            present = self.tracker.count_slots(self.group)
+        num_open += present[0]
+        num_sealed += present[1]
         spec = self.spec
-        return opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec)
+        return num_open * geometry.open_nbytes(spec) + num_sealed * geometry.sealed_nbytes(spec)
 
     def append(
         self,
@@ -188,127 +189,128 @@ class PagedLayer:
         order: Order = "BHTD",
         prefill: Prefill | None = None,
     ) -> View:
-        """Add the rows of T new tokens to every sequence; what attention may read for them.
+        """Append the rows of T tokens to every sequence; return the view for attention.
 
-        `start` says, with the first rows, how many columns of left padding each sequence has:
-        those are not stored. The view stays valid until the next append, as long as the cache is
-        kept. Rows whose forward never reached the other layers are taken back first.
+        `start` gives the columns of left padding of each sequence, with its first rows; padding is
+        not stored. The view is valid until the next append, while the cache is alive. An incomplete
+        forward is rolled back first.
         """
         refuse_transforms("append")
-        ledger = self.tracker
-        storage = ledger.state.storages.get(self.leaf)
-        known = None if storage is None or self.has_per_head_tables else storage.geometry
-        rows, familiar = prepare_rows(self.spec, keys, values, order, known)
+        tracker = self.tracker
+        storage = tracker.state.storages.get(self.leaf)
+        geometry = None if storage is None or self.has_per_head_tables else storage.geometry
+        rows, is_checked = prepare_rows(self.spec, keys, values, order, geometry)
         batch, count = rows["keys"].shape[:3:2]
         rows, heads = self._split_heads(rows)
-        with ledger.lock:
-            ledger.begin_append(self.leaf, count)
-            storage = ledger.state.storages.get(self.leaf)  # a prune may have moved it
-            if not familiar:
+        with tracker.lock:
+            tracker.begin_append(self.leaf, count)
+            storage = tracker.state.storages.get(self.leaf)  # a prune may have replaced it
+            if not is_checked:
                 self._check_geometry(rows)
             dense = count > 1 and self._sees_prompt_dense(prefill)
-            change = ledger.plan_append(
+            plan = tracker.plan_append(
                 self.group, batch, count, start, new_rows_dense=dense, tables_per_sequence=heads
             )
-            if change.pool_sizes is not None:
-                storage = self._get_storage(rows, change.pool_sizes)
+            if plan.pool_sizes is not None:
+                storage = self._get_storage(rows, plan.pool_sizes)
             assert storage is not None
             if self.has_frame:
                 rows = {
                     n: codec.frame.transform_rows(rows[n]) for n, codec in self.spec.sides.items()
                 }
-            store_rows(change, rows, storage.sides, self.stats)
-            own = rows if change.reads_new_rows else None
-            pages = self._make_view(
-                storage, change.read_table, own, change.reads_new_rows and change.new_rows_dense
+            store_rows(plan, rows, storage.sides, self.stats)
+            new_rows = rows if plan.reads_new_rows else None
+            view = self._make_view(
+                storage, plan.read_table, new_rows, plan.reads_new_rows and plan.new_rows_dense
             )
-            if dense:  # a prompt reads all
-                pages = pages._replace(selection=None)
+            if dense:  # prompts read all pages
+                view = view._replace(selection=None)
             if self.needs_queries(count):
-                pages = pages._replace(
+                view = view._replace(
                     query_listener=partial(
-                        self._record_queries, change.new_table.num_columns, pages.heads
+                        self._record_queries, plan.new_table.num_columns, view.heads
                     )
                 )
             self.stats.appends += 1
-            ledger.commit_layer(self.leaf)
-        return pages
+            tracker.commit_layer(self.leaf)
+        return view
 
     def needs_queries(self, count: int) -> bool:
-        """Is a prune to know what so many tokens ask?"""
+        """Return whether the queries of a forward of `count` tokens are needed for pruning."""
         if self.pruning is None or not (score := self.pruning.score).num_queries:
             return False
         return score.prunes_during_decode or self.tracker.is_prompt(count)
 
     def _record_queries(self, num_columns: int, num_heads: int, q: Tensor, scale: float) -> None:
-        """Note what the newest tokens ask, the last of so many columns; layers that share rows ask
-        for themselves, and are not heard."""
+        """Record the newest queries of a forward that ends at column `num_columns`.
+
+        Only the first call of a forward counts: layers that share these rows call it later.
+        """
         assert self.pruning is not None
-        seen, most = (
-            self.tracker.forward_queries,
-            self.pruning.score.num_queries + MAX_DRAFT_COLUMNS,
-        )
-        if self.leaf not in seen or seen[self.leaf].num_columns != num_columns:
-            batch, every, _, dim = q.shape
-            newest = q.detach()[:, :, -most:].reshape(batch, num_heads, every // num_heads, -1, dim)
-            seen[self.leaf] = PruningQueries(newest.clone(), num_columns, scale, most)
+        recorded = self.tracker.forward_queries
+        max_queries = self.pruning.score.num_queries + MAX_DRAFT_COLUMNS
+        if self.leaf not in recorded or recorded[self.leaf].num_columns != num_columns:
+            batch, num_query_heads, _, dim = q.shape
+            newest = q.detach()[:, :, -max_queries:].reshape(
+                batch, num_heads, num_query_heads // num_heads, -1, dim
+            )
+            recorded[self.leaf] = PruningQueries(newest.clone(), num_columns, scale, max_queries)
 
     def select_retained_rows(self, sequence_mask: Bools) -> RetainedRows:
-        """The rows of these sequences that stay."""
-        extent, storage = self.tracker.get_committed_table(self.group), self.storage
-        assert extent is not None and storage is not None
-        asked = self.tracker.state.pruning_queries.get(self.leaf)
+        """Return the rows of these sequences that a prune retains."""
+        page_table, storage = self.tracker.get_committed_table(self.group), self.storage
+        assert page_table is not None and storage is not None
+        queries = self.tracker.state.pruning_queries.get(self.leaf)
         return select_retained_rows(
-            self.spec, self._make_view(storage, extent), asked, sequence_mask
+            self.spec, self._make_view(storage, page_table), queries, sequence_mask
         )
 
     def write_retained_rows(self, retained: RetainedRows, page_table: PageTable) -> None:
-        """Write the rows that stay where they are to lie."""
+        """Write the retained rows into the pages of `page_table`."""
         assert self.storage is not None
         self.grow_storage()
         write_retained_rows(retained, self._make_view(self.storage, page_table), self.stats)
 
     def grow_storage(self) -> None:
-        """Have memory for all slots that there are."""
+        """Allocate memory for all slots of the pools."""
         assert self.storage is not None
         pools = self.tracker.pools[self.group]
         self.storage.ensure_slots(pools.open.size, pools.sealed.size)
 
     def seal_due_pages(self, plan: AppendPlan) -> None:
-        """Copy and seal what falls due before such a row comes."""
+        """Apply the copies and seals of a plan whose rows are still to be written."""
         assert self.storage is not None
         store_rows(plan, make_empty_rows(plan, self.storage.sides), self.storage.sides, self.stats)
 
     def record_sealed_pages(self, plan: AppendPlan, backend: str) -> None:
-        """What a change seals was sealed by somebody else, from rows in open pages."""
+        """Count the pages of a plan that an external kernel has sealed from open pages."""
         if len(plan.seals):
             assert self.storage is not None
             sides = self.storage.sides
             count_sealed_pages(plan, make_empty_rows(plan, sides), sides, self.stats, backend)
 
     def make_view(self, plan: AppendPlan) -> View:
-        """What the query of a token sees that is expected."""
+        """Return the view of the token of `Cache.expect`."""
         assert self.storage is not None
         return self._make_view(self.storage, plan.read_table)
 
     def view(self, queries: int = 1) -> View:
-        """What the newest tokens see by the rule, without an append.
+        """Return the view of the `queries` newest tokens, without an append.
 
-        A view for many of them needs rows that are dense no more: the one that `append` returned
-        has them.
+        Several queries may need dense rows that are gone; the view that `append` returned has them.
         """
-        extent, storage = self.page_table, self.storage
-        if extent is None or storage is None:
+        page_table, storage = self.page_table, self.storage
+        if page_table is None or storage is None:
             raise ValueError("an empty layer has no shapes yet: append first")
         if not 0 < queries <= self.length:
             raise ValueError(f"a view for {queries} of {self.length} tokens: 1 to {self.length}")
-        pages = self._make_view(storage, extent)
-        if not has_visible_rows(pages, queries, pages.mask):
+        view = self._make_view(storage, page_table)
+        if not has_visible_rows(view, queries, view.mask):
             raise ValueError(
-                f"a view for {queries} tokens: rows that the oldest of them saw are sealed or gone;"
-                " ask for fewer, or use the view that append returned"
+                f"a view for {queries} tokens: dense rows that the oldest of them needs are sealed "
+                "or released; use fewer, or the view that append returned"
             )
-        return pages
+        return view
 
     def read(
         self,
@@ -318,65 +320,68 @@ class PagedLayer:
         order: Order = "BHTD",
         committed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Copies of the dense keys and values in position order, as the newest token sees them.
+        """Return dense copies of keys and values by position, as the newest token reads them.
 
-        Without a range: all rows held, sinks first (`positions` tells which); a range counts
-        columns: sequences end side by side, and what is padding reads as zeros. `committed`:
-        without the forward under way.
+        Without a range: all rows, sinks first (`positions` gives their positions). A range counts
+        columns: sequences are aligned at the newest token, and padding reads as zeros. `committed`
+        excludes an open forward.
         """
         check_order(order)
-        extent, storage = self.page_table, self.storage
+        page_table, storage = self.page_table, self.storage
         if committed:
-            extent = self.tracker.get_committed_table(self.group)
-        if storage is None or extent is None:  # no rows, and no shapes yet
+            page_table = self.tracker.get_committed_table(self.group)
+        if storage is None or page_table is None:  # no rows, so no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
-        held, pages = ReadableRows.from_page_table(extent), self._make_view(storage, extent)
+        readable = ReadableRows.from_page_table(page_table)
+        view = self._make_view(storage, page_table)
         whole = start == 0 and stop is None
-        framed = held.read_all(pages) if whole else held.read_range(pages, start, stop)
+        framed = readable.read_all(view) if whole else readable.read_range(view, start, stop)
         rows = {n: self.spec.sides[n].frame.restore_outputs(tensor) for n, tensor in framed.items()}
         keys = rows["keys"]
-        found = rows.get("values", keys[..., : self.spec.value_dim])
+        values = rows.get("values", keys[..., : self.spec.value_dim])
         swap = order == "BTHD"
-        return (keys.transpose(1, 2), found.transpose(1, 2)) if swap else (keys, found)
+        return (keys.transpose(1, 2), values.transpose(1, 2)) if swap else (keys, values)
 
     def positions(self) -> Tensor:
-        """The position of each row that `read()` returns, [B, n]; -1 is padding or a repeat."""
-        extent = self.page_table
+        """Return the position of each row of `read()`, [B, n]; -1: padding, or a repeated row."""
+        page_table = self.page_table
         return (
             torch.empty(0, 0, dtype=torch.int64)
-            if extent is None
-            else ReadableRows.from_page_table(extent).compute_positions()
+            if page_table is None
+            else ReadableRows.from_page_table(page_table).compute_positions()
         )
 
     def move(self, device: torch.device) -> None:
-        """Lie in the memory of another device, while the other layers stay where they are."""
+        """Move the tensors of this layer to another device; other layers stay."""
         storage = self.storage
         if storage is not None:
             with self.tracker.lock:
-                moved = storage.copy_to_device(device, self.tiles)
-                self.tracker.state.storages[self.leaf] = moved
+                storage_copy = storage.copy_to_device(device, self.tiles)
+                self.tracker.state.storages[self.leaf] = storage_copy
 
     def make_sibling(self, tracker: StateTracker) -> PagedLayer:
-        """The same layer of a cache that shares pages with this one."""
+        """Return this layer for a cache over the same pools."""
         return PagedLayer(self.spec, tracker, self.group, self.leaf, self.tiles)
 
     def _sees_prompt_dense(self, prefill: Prefill | None) -> bool:
-        """Do rows of a chunk see each other as they came?"""
+        """Return whether a chunk reads its own rows dense."""
         if prefill not in PREFILL_MODES:
             raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
         rule = "stored" if self.tracker.in_speculation else prefill or self.spec.prefill
         return rule == "dense"
 
     def _split_heads(self, rows: Fields) -> tuple[Fields, int]:
-        """Rows as they are stored, and the tables of a sequence: where its key heads lie apart,
-        each is stored as the only one of a sequence, [B * H, 1, T, D]."""
+        """Return the rows to store, and the number of tables per sequence.
+
+        With a table per head, each head is stored as a sequence of one head: [B * H, 1, T, D].
+        """
         if not self.has_per_head_tables:
             return rows, 1
         heads = rows["keys"].shape[1]
-        return {name: one.flatten(0, 1).unsqueeze(1) for name, one in rows.items()}, heads
+        return {name: tensor.flatten(0, 1).unsqueeze(1) for name, tensor in rows.items()}, heads
 
     def _get_storage(self, rows: Fields, pool_sizes: tuple[int, int]) -> Storage:
-        """The storage, with room for all slots; a layer without tokens takes any shape."""
+        """Return the storage with all slots allocated; an empty layer accepts new shapes."""
         storage = self.storage
         if storage is None or not storage.geometry.matches(rows):
             storage = Storage(self.spec, Geometry.from_rows(rows), self.tiles)

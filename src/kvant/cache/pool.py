@@ -1,7 +1,7 @@
-"""Slots with reference counts: integers only. What is in a slot is nobody's business here.
+"""Slot allocation with reference counts: integers only, no tensors.
 
-Caches that share pages share a pool. A slot is free, or counted once for each place that holds it;
-`check` proves it by asking all holders.
+Caches that share pages share a pool. A slot is free, or counted once per reference. `check`
+compares the counts with the slots that all holders list.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ from kvant.page_table import Bools, Ints
 
 
 class SlotHolder(Protocol):
-    """Whoever holds slots; no two have the same number."""
+    """An owner of slots; serial numbers are unique."""
 
     @property
     def serial(self) -> int: ...
 
     def list_slots(self, pool: Pool) -> Ints:
-        """The slots of this pool that it holds, each as often as it does."""
+        """Return the slots of `pool` that it holds, repeated per reference."""
 
 
 class Pool:
-    """The slots of one kind of pages; a slot number serves all layers of the kind."""
+    """The slots of the open, or of the sealed, pages of a layer group.
+
+    One slot number serves all layers of the group.
+    """
 
     def __init__(self, step: int = 1) -> None:
         self.step = step  # slots by which it grows
         self.ref_counts = np.zeros(0, np.int64)
-        self.slot_versions = np.zeros(0, np.int64)  # how often each slot was taken
-        self.holders: dict[int, ref[SlotHolder]] = {}  # by number; they leave it from any thread
-        self.orphaned_slots: deque[tuple[int, Ints]] = (
-            deque()
-        )  # slots of holders that are gone, yet to be dropped
-        self.counts_interrupted = False  # was a change of counts interrupted?
-        self.counted_holders: set[int] = set()  # the holders whose slots are counted
-        self._first_unused = 0  # from this slot on, nobody ever took any
-        self._free_slots: list[int] = []  # those before it that nobody holds, the next one last
+        self.slot_versions = np.zeros(0, np.int64)  # how often each slot was allocated
+        # By serial. Finalizers remove entries, in any thread.
+        self.holders: dict[int, ref[SlotHolder]] = {}
+        # Serials of deleted holders, with the slots whose references are still to be dropped.
+        self.orphaned_slots: deque[tuple[int, Ints]] = deque()
+        self.counts_interrupted = False  # an interrupt may have left counts incomplete
+        self.counted_holders: set[int] = set()  # serials of the holders that counts include
+        self._first_unused = 0  # slots from here on were never allocated
+        self._free_slots: list[int] = []  # freed slots; the last one is reused first
 
     @property
     def size(self) -> int:
-        """Slots that there are, free or held."""
+        """The number of slots, free or held."""
         return len(self.ref_counts)
 
     @property
@@ -51,108 +54,112 @@ class Pool:
         return len(self._free_slots) + self.size - self._first_unused
 
     def copy(self) -> Pool:
-        """The same counts, which nobody holds."""
-        twin = Pool(self.step)
-        twin.grow(self.size)
-        twin.ref_counts[: self._first_unused] = self.ref_counts[: self._first_unused]
-        twin.slot_versions[: self._first_unused] = self.slot_versions[: self._first_unused]
-        twin._first_unused, twin._free_slots = self._first_unused, list(self._free_slots)
-        return twin
+        """Return a pool with the same counts and no holders."""
+        copy = Pool(self.step)
+        copy.grow(self.size)
+        copy.ref_counts[: self._first_unused] = self.ref_counts[: self._first_unused]
+        copy.slot_versions[: self._first_unused] = self.slot_versions[: self._first_unused]
+        copy._first_unused, copy._free_slots = self._first_unused, list(self._free_slots)
+        return copy
 
     def add_holder(self, holder: SlotHolder) -> None:
-        """From now on, this one is asked for its slots."""
+        """Register a holder of slots."""
         self.holders[holder.serial] = ref(holder)
         self.counted_holders.add(holder.serial)
 
     def list_live_holders(self) -> list[SlotHolder]:
-        """All holders: none of them goes while this list is kept."""
-        return [one for there in list(self.holders.values()) if (one := there()) is not None]
+        """Return all live holders; the list keeps them alive."""
+        return [
+            holder
+            for reference in list(self.holders.values())
+            if (holder := reference()) is not None
+        ]
 
     @property
     def has_lost_holder(self) -> bool:
-        """Did a holder go without leaving its slots? Its end was interrupted."""
-        there = {one.serial for one in self.list_live_holders()} | {
+        """Whether a holder was deleted, but an interrupted finalizer did not record its slots."""
+        known_serials = {holder.serial for holder in self.list_live_holders()} | {
             serial for serial, _ in list(self.orphaned_slots)
         }
-        return not self.counted_holders <= there
+        return not self.counted_holders <= known_serials
 
     def grow(self, size: int) -> None:
-        """Let there be so many slots."""
-        more = -(-size // self.step) * self.step - self.size
-        if more > 0:
-            size = self.size + more
-            counts, takes = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        """Grow to at least `size` slots."""
+        growth = -(-size // self.step) * self.step - self.size
+        if growth > 0:
+            size = self.size + growth
+            counts, versions = np.zeros(size, np.int64), np.zeros(size, np.int64)
             counts[: self._first_unused] = self.ref_counts[: self._first_unused]
-            takes[: self._first_unused] = self.slot_versions[: self._first_unused]
-            self.ref_counts, self.slot_versions = counts, takes
+            versions[: self._first_unused] = self.slot_versions[: self._first_unused]
+            self.ref_counts, self.slot_versions = counts, versions
 
     def predict_size(self, count: int) -> int:
-        """The slots that there are once so many are taken."""
+        """Return the size of the pool after an allocation of `count` slots."""
         self.collect_orphans()
         stop = self._first_unused + max(0, count - len(self._free_slots))
         return max(self.size, -(-stop // self.step) * self.step)
 
     def allocate(self, count: int) -> Ints:
-        """Free slots, held once from now on; the pool grows where there are too few."""
+        """Allocate `count` slots with one reference each; the pool grows if too few are free."""
         self.collect_orphans()
-        again = min(count, len(self._free_slots))
-        stop = self._first_unused + count - again
+        num_reused = min(count, len(self._free_slots))
+        stop = self._first_unused + count - num_reused
         if stop > self.size:
             self.grow(stop)
         slots = np.arange(stop - count, stop)
-        slots[:again] = self._free_slots[: -again - 1 : -1]
-        del self._free_slots[len(self._free_slots) - again :]
+        slots[:num_reused] = self._free_slots[: -num_reused - 1 : -1]
+        del self._free_slots[len(self._free_slots) - num_reused :]
         self._first_unused = stop
         self.ref_counts[slots] = 1
         self.slot_versions[slots] += 1
         return slots
 
     def add_references(self, slots: Ints) -> None:
-        """Count these once more, each as often as it comes."""
+        """Add one reference per entry of `slots`."""
         np.add.at(self.ref_counts, slots, 1)
 
     def drop_references(self, slots: Ints) -> None:
-        """Count these once less; those that nobody holds are free."""
+        """Drop one reference per entry of `slots`; slots without references are free."""
         np.subtract.at(self.ref_counts, slots, 1)
-        gone = np.unique(slots[self.ref_counts[slots] == 0])
-        self._free_slots.extend(gone[::-1].tolist())
+        freed = np.unique(slots[self.ref_counts[slots] == 0])
+        self._free_slots.extend(freed[::-1].tolist())
 
     def collect_orphans(self) -> None:
-        """Drop what holders left that are gone."""
+        """Drop the references of deleted holders."""
         while self.orphaned_slots:
             serial, slots = self.orphaned_slots.popleft()
-            if serial in self.counted_holders:  # else they were counted anew without it
+            if serial in self.counted_holders:  # else a recount has excluded it
                 self.counted_holders.remove(serial)
                 self.drop_references(slots)
 
     def mask_shared(self, slots: Ints) -> Bools:
-        """Which of these does somebody else hold, too? They must not be written to."""
+        """Return which of `slots` have another holder, so that they must not be written."""
         return self.ref_counts[slots] > 1
 
     def recount(self) -> list[SlotHolder]:
-        """Count anew what holders hold, after an interrupt; who they are."""
-        living = self.list_live_holders()  # who goes from here on leaves its slots
-        self.ref_counts = self._count_references(living)
-        self.counted_holders = {one.serial for one in living}
-        for serial in self.holders.keys() - self.counted_holders:  # whose end was interrupted
+        """Recompute the counts from all holders, after an interrupt; return the holders."""
+        holders = self.list_live_holders()  # if deleted later, they add to `orphaned_slots`
+        self.ref_counts = self._count_references(holders)
+        self.counted_holders = {holder.serial for holder in holders}
+        for serial in self.holders.keys() - self.counted_holders:  # their finalizer was interrupted
             self.holders.pop(serial, None)
         self._free_slots = np.flatnonzero(self.ref_counts[: self._first_unused] == 0)[::-1].tolist()
         self.counts_interrupted = False
-        return living
+        return holders
 
     def check(self) -> None:
-        """Every slot is free, or counted as often as it is held."""
-        living = self.list_live_holders()  # kept until all is compared
-        left = dict(list(self.orphaned_slots))
-        gone = self.counted_holders - {one.serial for one in living}
-        if not gone <= left.keys():  # an end was interrupted
-            living, gone = self.recount(), set()
-        held = self._count_references(living)
-        for serial in gone:
-            np.add.at(held, left[serial], 1)
-        wrong = np.flatnonzero(held != self.ref_counts)
+        """Verify that every slot is free, or counted once per reference."""
+        holders = self.list_live_holders()  # alive until all is compared
+        orphaned = dict(list(self.orphaned_slots))
+        deleted = self.counted_holders - {holder.serial for holder in holders}
+        if not deleted <= orphaned.keys():  # a finalizer was interrupted
+            holders, deleted = self.recount(), set()
+        references = self._count_references(holders)
+        for serial in deleted:
+            np.add.at(references, orphaned[serial], 1)
+        wrong = np.flatnonzero(references != self.ref_counts)
         assert not len(wrong), (
-            f"slots {wrong.tolist()} are held {held[wrong].tolist()} times, "
+            f"slots {wrong.tolist()} are held {references[wrong].tolist()} times, "
             f"counted {self.ref_counts[wrong].tolist()}"
         )
         free = sorted(self._free_slots)

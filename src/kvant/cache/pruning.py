@@ -1,7 +1,11 @@
-"""Rows that go for good: which of them each key head keeps, and the pages that these make.
+"""Pruning after a prompt: choose the rows that each key head retains, and pack them into new pages.
 
-What is kept is packed, in its order, before the newest token: K of L rows lie at positions L - K to
-L - 1, as if all before them had left a window. So lengths stay what they are, and so do masks.
+Of L rows, a head retains K. They move, in order, to positions L - K to L - 1; earlier positions
+have no rows, as outside a window. So the length stays L, and positional masks apply unchanged:
+
+    position    0                       L - K             L
+    before      | a b c d e f g h i j k l m n o p q r s t u |
+    after       | (no rows)             | b e h k q r s t u |
 """
 
 from __future__ import annotations
@@ -36,75 +40,78 @@ from kvant.page_table import (
 from kvant.recipes import LayerSpec
 
 Floats = NDArray[np.float64]
-NUM_PROTECTED_ROWS = 32  # rows that stay, whatever a score says
-PAGE_COLUMNS = [FIRST_SEALED, STOP_SEALED, FIRST_OPEN]  # of the numbers of an extent
-MAX_DECODE_EXCESS = (
-    128  # rows beyond what may be kept, while tokens are decoded, before they are pruned
-)
-MIN_HEAD_SHARE = 0.2  # of what a head keeps on average, it keeps this much where heads share
+NUM_PROTECTED_ROWS = 32  # newest rows that are always retained
+PAGE_COLUMNS = [FIRST_SEALED, STOP_SEALED, FIRST_OPEN]  # of `PageTable.numbers`
+MAX_DECODE_EXCESS = 128  # rows over budget that trigger a prune during decoding
+MIN_HEAD_SHARE = 0.2  # of the budget per head: the least that a head retains if `adaptive`
 
 
 def mask_over_budget(pruning: Pruning, page_table: PageTable, slack: int = 0) -> Bools:
-    """Which sequences hold more rows than they may keep, by more than `slack` a head?"""
-    found: Bools = count_spare_rows(pruning, page_table) + slack < 0
-    return found
+    """Return which sequences exceed their budget by more than `slack` rows per head."""
+    over_budget: Bools = count_spare_rows(pruning, page_table) + slack < 0
+    return over_budget
 
 
 def count_spare_rows(pruning: Pruning, page_table: PageTable) -> Floats:
-    """How many rows more each sequence may hold, in the mean of its heads; below zero: fewer."""
-    held = (
+    """Return the number of rows that each sequence may still store, averaged over its heads.
+
+    The result is negative for sequences over budget.
+    """
+    num_rows = (
         (page_table.seq_lens - page_table.pruned_before)
         .reshape(-1, page_table.tables_per_sequence)
         .mean(1)
     )
     lengths = page_table.reduce_to_sequences(page_table.seq_lens).tolist()
-    found: Floats = np.array([count_allowed_rows(pruning, length) for length in lengths]) - held
-    return found
+    spare: Floats = np.array([count_allowed_rows(pruning, length) for length in lengths]) - num_rows
+    return spare
 
 
 def count_allowed_rows(pruning: Pruning, length: int) -> int:
-    """Rows that a head keeps of so many tokens."""
+    """Return the number of rows that a head retains of `length` tokens."""
     return min(length, max(pruning.compute_budget(length), NUM_PROTECTED_ROWS))
 
 
 class RetainedRows(NamedTuple):
-    """The rows of a layer that stay: key head by key head of some sequences, in their order."""
+    """The retained rows of a layer, ordered by sequence, then by head, then by position."""
 
-    sequence_mask: Bools  # the sequences
+    sequence_mask: Bools  # the pruned sequences
     rows: Fields  # framed, [rows of all heads, D]
-    counts: Ints  # rows of each head
-    num_removed: int  # rows of all heads that do not stay
+    counts: Ints  # per head
+    num_removed: int  # over all heads
 
 
 def select_retained_rows(
     spec: LayerSpec, view: View, pruning_queries: PruningQueries | None, sequence_mask: Bools
 ) -> RetainedRows:
-    """The rows of a layer that stay in these sequences."""
+    """Select the rows of a layer to retain in the sequences of `sequence_mask`."""
     assert spec.prune is not None
-    extent, heads, sequences = view.page_table, view.heads, np.flatnonzero(sequence_mask)
-    there = _mask_present_rows(extent)[extent.expand_to_tables(sequences)].repeat(
+    page_table, heads, sequences = view.page_table, view.heads, np.flatnonzero(sequence_mask)
+    has_row = _mask_present_rows(page_table)[page_table.expand_to_tables(sequences)].repeat(
         view.keys.heads, 0
     )
-    first = int(there.any(0).argmax())
-    held, last = torch.from_numpy(there[:, first:]), extent.num_columns
-    index = torch.from_numpy(sequences)
-    rows = {n: read_columns(view, n, first, last)[index].flatten(0, 1) for n in spec.sides}
+    first = int(has_row.any(0).argmax())
+    valid, last = torch.from_numpy(has_row[:, first:]), page_table.num_columns
+    sequence_index = torch.from_numpy(sequences)
+    rows = {n: read_columns(view, n, first, last)[sequence_index].flatten(0, 1) for n in spec.sides}
     scores = _compute_scores(
-        spec, rows, held, _select_queries(pruning_queries, sequences, first, last), heads
+        spec, rows, valid, _select_queries(pruning_queries, sequences, first, last), heads
     )
-    newest = held.long().flip(1).cumsum(1).flip(1)  # 1 is the newest row
-    scores = scores.masked_fill(newest <= NUM_PROTECTED_ROWS, float("inf")).masked_fill(
-        ~held, float("-inf")
+    rank = valid.long().flip(1).cumsum(1).flip(1)  # 1: the newest row
+    scores = scores.masked_fill(rank <= NUM_PROTECTED_ROWS, float("inf")).masked_fill(
+        ~valid, float("-inf")
     )
-    lengths = extent.reduce_to_sequences(extent.seq_lens)[sequence_mask].tolist()
-    keep = [count_allowed_rows(spec.prune, length) for length in lengths]
-    stay = _mask_best_rows(scores, keep, heads, spec.prune.adaptive) & held
-    kept = {n: one[stay.to(one.device)] for n, one in rows.items()}
-    return RetainedRows(sequence_mask, kept, stay.sum(1).numpy(), int((held & ~stay).sum()))
+    lengths = page_table.reduce_to_sequences(page_table.seq_lens)[sequence_mask].tolist()
+    budgets = [count_allowed_rows(spec.prune, length) for length in lengths]
+    retained_mask = _mask_best_rows(scores, budgets, heads, spec.prune.adaptive) & valid
+    retained = {n: tensor[retained_mask.to(tensor.device)] for n, tensor in rows.items()}
+    return RetainedRows(
+        sequence_mask, retained, retained_mask.sum(1).numpy(), int((valid & ~retained_mask).sum())
+    )
 
 
 def compute_page_numbers(layer_group: LayerGroup, lengths: Ints, first_visible: Ints) -> Ints:
-    """The pages of sequences of these lengths, with rows from these positions on: [n, PAGES]."""
+    """Return the values of PAGE_COLUMNS for tables whose rows start at `first_visible`, [n, 3]."""
     first = first_visible // layer_group.page
     stop = np.maximum(first, layer_group.paging.count_due_pages_each(lengths))
     return np.stack([first, stop, np.maximum(layer_group.find_first_open(lengths), first)], 1)
@@ -113,96 +120,101 @@ def compute_page_numbers(layer_group: LayerGroup, lengths: Ints, first_visible: 
 def count_retained_nbytes(
     geometry: Geometry, spec: LayerSpec, layer_group: LayerGroup, length: int, num_tables: int
 ) -> int:
-    """Bytes of the pages that so many tables keep of prompts of one length."""
+    """Return the bytes of the pages of `num_tables` tables after a prune at `length` tokens."""
     assert spec.prune is not None
-    begins = length - count_allowed_rows(spec.prune, length)
-    [[first, stop, opened]] = compute_page_numbers(
-        layer_group, *(np.array([n]) for n in (length, begins))
+    first_visible = length - count_allowed_rows(spec.prune, length)
+    [[first, stop, first_open]] = compute_page_numbers(
+        layer_group, *(np.array([n]) for n in (length, first_visible))
     ).tolist()
     step = Pools.make(layer_group).open.step
-    counts = (-(-length // layer_group.page) - opened) * num_tables, (stop - first) * num_tables
-    pages, sealed = (-(-count // step) * step for count in counts)
-    nbytes: int = pages * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec)
+    counts = (-(-length // layer_group.page) - first_open) * num_tables, (stop - first) * num_tables
+    num_open, num_sealed = (-(-count // step) * step for count in counts)
+    nbytes: int = num_open * geometry.open_nbytes(spec) + num_sealed * geometry.sealed_nbytes(spec)
     return nbytes
 
 
 def pack_table(
     page_table: PageTable, retained: RetainedRows, pools: Pools
 ) -> tuple[PageTable, tuple[Ints, Ints]]:
-    """Where the rows that stay are to lie, and the slots that were taken for them."""
+    """Return the table of the packed rows, and the slots allocated for it."""
     tables = page_table.expand_to_tables(np.flatnonzero(retained.sequence_mask))
-    counts = retained.counts.reshape(len(tables), -1)[:, 0]  # heads of one table keep as many
+    counts = retained.counts.reshape(len(tables), -1)[:, 0]  # equal for the heads of one table
     numbers, lengths = page_table.numbers.copy(), page_table.seq_lens[tables]
-    numbers[tables, FIRST_VISIBLE] = begins = lengths - counts
+    numbers[tables, FIRST_VISIBLE] = first_visible = lengths - counts
     numbers[tables, PRUNED_AT] = lengths
     numbers[tables[:, None], PAGE_COLUMNS] = compute_page_numbers(
-        page_table.layer_group, lengths, begins
+        page_table.layer_group, lengths, first_visible
     )
-    mine = allocate_table(page_table.layer_group, numbers[tables], pools)
-    sealed, opened = (
-        _replace_table_rows(page_table.sealed_table, mine.sealed_table, tables),
-        _replace_table_rows(page_table.open_table, mine.open_table, tables),
+    packed = allocate_table(page_table.layer_group, numbers[tables], pools)
+    sealed_table = _replace_table_rows(page_table.sealed_table, packed.sealed_table, tables)
+    open_table = _replace_table_rows(page_table.open_table, packed.open_table, tables)
+    new_table = PageTable(
+        page_table.layer_group, numbers, sealed_table, open_table, page_table.tables_per_sequence
     )
-    after = PageTable(
-        page_table.layer_group, numbers, sealed, opened, page_table.tables_per_sequence
-    )
-    return after, (mine.list_open_slots(), mine.list_sealed_slots())
+    return new_table, (packed.list_open_slots(), packed.list_sealed_slots())
 
 
 def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -> None:
-    """Write the rows that stay into the slots of their pages."""
-    extent, page = view.page_table, view.page_table.layer_group.page
-    tables = extent.expand_to_tables(np.flatnonzero(retained.sequence_mask))
-    begins, lengths = extent.first_visible[tables], extent.seq_lens[tables]
-    first = begins // page
-    width = int((-(-lengths // page) - first).max(initial=1)) * page
-    place = np.arange(width) + (first * page)[:, None]
-    there = (place >= begins[:, None]) & (place < lengths[:, None])
-    to = torch.from_numpy(there.repeat(view.keys.heads, 0))
-    number_of = np.full(extent.num_tables, -1)
-    number_of[tables] = np.arange(len(tables))
+    """Write the retained rows into the slots of their new pages."""
+    page_table, page = view.page_table, view.page_table.layer_group.page
+    tables = page_table.expand_to_tables(np.flatnonzero(retained.sequence_mask))
+    first_visible, lengths = page_table.first_visible[tables], page_table.seq_lens[tables]
+    first_page = first_visible // page
+    width = int((-(-lengths // page) - first_page).max(initial=1)) * page
+    position = np.arange(width) + (first_page * page)[:, None]
+    has_row = (position >= first_visible[:, None]) & (position < lengths[:, None])
+    row_mask = torch.from_numpy(has_row.repeat(view.keys.heads, 0))
+    row_by_table = np.full(page_table.num_tables, -1)
+    row_by_table[tables] = np.arange(len(tables))
     for name, rows in retained.rows.items():
         stored = view.keys if name == "keys" else view.values
-        laid = rows.new_zeros(*to.shape, rows.shape[1])
-        laid[to.to(rows.device)] = rows
-        pages = laid.view(len(tables), stored.heads, -1, page, rows.shape[1])
+        padded = rows.new_zeros(*row_mask.shape, rows.shape[1])
+        padded[row_mask.to(rows.device)] = rows
+        pages = padded.view(len(tables), stored.heads, -1, page, rows.shape[1])
 
-        def gather_pages(which: Ints, number: Ints, pages: Tensor = pages) -> Tensor:
-            """These pages, [n, H, P, D]."""
-            table = number_of[which]
-            return pages[torch.from_numpy(table), :, torch.from_numpy(number - first[table])]
+        def gather_pages(
+            tables_of_pages: Ints, page_numbers: Ints, pages: Tensor = pages
+        ) -> Tensor:
+            """Return the dense rows of pages, [n, H, P, D]."""
+            table = row_by_table[tables_of_pages]
+            return pages[
+                torch.from_numpy(table), :, torch.from_numpy(page_numbers - first_page[table])
+            ]
 
-        which, number = _filter_pages(extent.list_open_pages(), number_of)
-        opened = torch.from_numpy(extent.open_table[which, number]).to(rows.device)
-        stored.open[opened] = gather_pages(which, number)
-        which, number = _filter_pages(extent.list_sealed_pages(), number_of)
-        slots = extent.sealed_table[which, number]
+        tables_of_pages, page_numbers = _filter_pages(page_table.list_open_pages(), row_by_table)
+        open_slots = torch.from_numpy(page_table.open_table[tables_of_pages, page_numbers]).to(
+            rows.device
+        )
+        stored.open[open_slots] = gather_pages(tables_of_pages, page_numbers)
+        tables_of_pages, page_numbers = _filter_pages(page_table.list_sealed_pages(), row_by_table)
+        slots = page_table.sealed_table[tables_of_pages, page_numbers]
         for start in range(0, len(slots), MAX_PAGES_PER_SEAL):
-            some = slice(start, start + MAX_PAGES_PER_SEAL)
-            sealing = gather_pages(which[some], number[some])
-            seal_pages(stored, name, sealing, slots[some], number[some] * page, 0, stats)
+            batch = slice(start, start + MAX_PAGES_PER_SEAL)
+            sealing = gather_pages(tables_of_pages[batch], page_numbers[batch])
+            seal_pages(stored, name, sealing, slots[batch], page_numbers[batch] * page, 0, stats)
 
 
 def _filter_pages(page_list: tuple[Ints, Ints], row_by_table: Ints) -> tuple[Ints, Ints]:
-    mine = row_by_table[page_list[0]] >= 0
-    return page_list[0][mine], page_list[1][mine]
+    """Return only the pages of tables that `row_by_table` maps to an index, not to -1."""
+    mask = row_by_table[page_list[0]] >= 0
+    return page_list[0][mask], page_list[1][mask]
 
 
 def _mask_present_rows(page_table: PageTable) -> Bools:
-    """The columns at which each table has a row."""
+    """Return a mask [tables, columns] of the rows that are present."""
     position = (
         np.arange(page_table.num_columns) - (page_table.num_columns - page_table.lengths)[:, None]
     )
-    found: Bools = (position >= 0) & (position >= page_table.pruned_before[:, None])
-    return found
+    present: Bools = (position >= 0) & (position >= page_table.pruned_before[:, None])
+    return present
 
 
 def _select_queries(
     queries: PruningQueries | None, sequences: Ints, first_column: int, last_column: int
 ) -> PruningQueries | None:
-    """What these sequences asked, its columns counted from `first`."""
-    found = None if queries is None else queries.truncate(last_column)
-    return None if found is None else found.select(sequences, first_column)
+    """Return the queries of these sequences, with columns counted from `first_column`."""
+    committed = None if queries is None else queries.truncate(last_column)
+    return None if committed is None else committed.select(sequences, first_column)
 
 
 def _compute_scores(
@@ -210,50 +222,58 @@ def _compute_scores(
 ) -> Tensor:
     assert spec.prune is not None
     score = spec.prune.score
-    plain = {
-        n: spec.sides[n].frame.restore_outputs(one.unsqueeze(1)).squeeze(1)
-        for n, one in rows.items()
+    unframed = {
+        n: spec.sides[n].frame.restore_outputs(tensor.unsqueeze(1)).squeeze(1)
+        for n, tensor in rows.items()
     }
-    keys, values = plain["keys"].float(), plain["values"].float()
-    given = ScoreInput(keys, values, valid.to(keys.device), None, None, 1.0, heads)
+    keys, values = unframed["keys"].float(), unframed["values"].float()
+    score_input = ScoreInput(keys, values, valid.to(keys.device), None, None, 1.0, heads)
     if score.num_queries:
         if pruning_queries is None:
             raise CacheError(
-                f"{score.name} chooses rows by what the newest tokens of a prompt ask, and nobody "
-                "saw that: kvant.attach the model, or take keydiff, which needs keys alone"
+                f"{score.name} needs the newest queries of the prompt, which were not recorded: "
+                "kvant.attach the model, or use keydiff, which needs keys only"
             )
         queries = pruning_queries.queries[:, :, :, -score.num_queries :].flatten(0, 1).to(keys)
-        at = torch.arange(
+        columns = torch.arange(
             pruning_queries.num_columns - queries.shape[2],
             pruning_queries.num_columns,
             device=keys.device,
         )
-        at = at.expand(len(keys), -1)
-        seen = (at >= 0) & given.valid.gather(1, at.clamp(min=0))
-        at = at.masked_fill(~seen, -1)
-        given = given._replace(queries=queries, query_rows=at, scale=pruning_queries.scale)
-    return score.score_rows(given).cpu()
+        columns = columns.expand(len(keys), -1)
+        has_row = (columns >= 0) & score_input.valid.gather(1, columns.clamp(min=0))
+        columns = columns.masked_fill(~has_row, -1)
+        score_input = score_input._replace(
+            queries=queries, query_rows=columns, scale=pruning_queries.scale
+        )
+    return score.score_rows(score_input).cpu()
 
 
 def _mask_best_rows(scores: Tensor, budgets: Sequence[int], heads: int, adaptive: bool) -> Tensor:
-    """[N, n] booleans: the best of each head, or of all heads of a sequence."""
+    """Return a mask [N, n] of the rows with the best scores.
+
+    Each head retains its budget. If `adaptive`, it retains only a minimum; the heads of a sequence
+    then compete for the rest of their common budget.
+    """
     mask = torch.zeros(scores.shape, dtype=torch.bool)
     for i, count in enumerate(budgets):
-        mine = scores[i * heads : (i + 1) * heads]
+        head_scores = scores[i * heads : (i + 1) * heads]
         count = min(count, scores.shape[1])
-        part = mask[i * heads : (i + 1) * heads]
-        safe = (
+        head_mask = mask[i * heads : (i + 1) * heads]
+        per_head = (
             max(min(NUM_PROTECTED_ROWS, count), int(MIN_HEAD_SHARE * count)) if adaptive else count
         )
-        part.scatter_(1, mine.topk(safe, dim=1).indices, True)
-        if adaptive and (rest := (count - safe) * heads):
-            others = mine.masked_fill(part, float("-inf"))
-            part.view(-1)[others.flatten().topk(min(rest, others.numel())).indices] = True
+        head_mask.scatter_(1, head_scores.topk(per_head, dim=1).indices, True)
+        if adaptive and (shared := (count - per_head) * heads):
+            other_scores = head_scores.masked_fill(head_mask, float("-inf"))
+            head_mask.view(-1)[
+                other_scores.flatten().topk(min(shared, other_scores.numel())).indices
+            ] = True
     return mask
 
 
 def _replace_table_rows(table: Ints, new_rows: Ints, indices: Ints) -> Ints:
-    """A table of pages with other rows for some."""
+    """Return a page table with the rows `indices` replaced by `new_rows`."""
     wide = np.zeros((len(table), max(table.shape[1], new_rows.shape[1])), np.int64)
     wide[:, : table.shape[1]] = table
     wide[indices] = 0

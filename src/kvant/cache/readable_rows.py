@@ -1,4 +1,4 @@
-"""Dense rows for everybody but attention: copies, side by side at the newest token."""
+"""Dense copies of rows for other readers than attention, aligned at the newest token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvant.page_table import PageTable
 
 @dataclass(frozen=True)
 class ReadableRows:
-    """What a layer reads as: sinks that stand alone, then columns [first, length).
+    """The rows that `read()` returns: sinks, then columns [first_column, length).
 
-    A column counts from the first token of the longest sequence, its padding included.
+    Sinks are positions 0 to `num_sinks` - 1 of each sequence; columns of shorter sequences may hold
+    them as well. A column counts from the first token of the longest sequence, padding included.
     """
 
     page_table: PageTable
@@ -27,46 +28,49 @@ class ReadableRows:
 
     @classmethod
     def from_page_table(cls, page_table: PageTable) -> ReadableRows:
-        kind, length = page_table.layer_group, page_table.num_columns
-        aside = length - page_table.lengths
-        least = int(aside.min(initial=length))
-        window = length if kind.window is None else kind.window
-        given = int((page_table.first_row + aside).min(initial=length))
-        first = max(0, length - window, given if given > least else 0)
-        if first <= least:
+        """Find the columns within the window that any sequence still has, and the sinks."""
+        group, length = page_table.layer_group, page_table.num_columns
+        first_columns = length - page_table.lengths
+        first_token = int(first_columns.min(initial=length))
+        window = length if group.window is None else group.window
+        first_row = int((page_table.first_row + first_columns).min(initial=length))
+        first = max(0, length - window, first_row if first_row > first_token else 0)
+        if first <= first_token:
             return cls(page_table, 0, min(first, length))
-        sinks = min(kind.sinks, length - least)
-        return cls(page_table, sinks, min(max(first, least + sinks), length))
+        sinks = min(group.sinks, length - first_token)
+        return cls(page_table, sinks, min(max(first, first_token + sinks), length))
 
     def __len__(self) -> int:
         return self.num_sinks + self.page_table.num_columns - self.first_column
 
     def compute_positions(self) -> Tensor:
-        """The position of every row, [B, n]; -1 where it is padding, pruned or a repeat.
+        """Return the position of every row, [B, n]; -1: padding, pruned, or a sink listed before.
 
-        [B, H, n] where rows were pruned: each head has others, which count from the newest back.
+        The shape is [B, H, n] if rows were pruned, because heads retain different rows.
         """
-        extent = self.page_table
+        page_table = self.page_table
         body = (
-            np.arange(self.first_column, extent.num_columns)
-            + (extent.lengths - extent.num_columns)[:, None]
+            np.arange(self.first_column, page_table.num_columns)
+            + (page_table.lengths - page_table.num_columns)[:, None]
         )
         body = np.where(
-            (body >= self.num_sinks) & (body >= extent.pruned_before[:, None]), body, -1
+            (body >= self.num_sinks) & (body >= page_table.pruned_before[:, None]), body, -1
         )
-        alone = np.broadcast_to(np.arange(self.num_sinks), (extent.num_tables, self.num_sinks))
-        alone = np.where(alone < extent.seq_lens[:, None], alone, -1)
-        found = np.concatenate([alone, body], 1)
-        if not extent.pruned_at.any():
-            return torch.from_numpy(extent.reduce_to_sequences(found))
-        return torch.from_numpy(found).view(extent.batch, extent.tables_per_sequence, -1)
+        sinks = np.broadcast_to(np.arange(self.num_sinks), (page_table.num_tables, self.num_sinks))
+        sinks = np.where(sinks < page_table.seq_lens[:, None], sinks, -1)
+        positions = np.concatenate([sinks, body], 1)
+        if not page_table.pruned_at.any():
+            return torch.from_numpy(page_table.reduce_to_sequences(positions))
+        return torch.from_numpy(positions).view(
+            page_table.batch, page_table.tables_per_sequence, -1
+        )
 
     def read_all(self, view: View) -> Fields:
-        """All of them, framed."""
+        """Return all rows, framed."""
         return _read_sides(view, self.num_sinks, self.first_column, self.page_table.num_columns)
 
     def read_range(self, view: View, start: int, stop: int | None) -> Fields:
-        """Framed rows of columns [start, stop), or an error that says what is held."""
+        """Return framed rows of columns [start, stop), or raise if some are not held."""
         length = self.page_table.num_columns
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
@@ -79,7 +83,7 @@ class ReadableRows:
 
 
 def read_columns(view: View, name: Any, start: int, stop: int) -> Tensor:
-    """Framed rows of columns [start, stop) of one side, as the newest query sees them."""
+    """Return framed rows of columns [start, stop) of one side, as the newest query reads them."""
     return _read_side(view, name, 0, start, stop)
 
 
@@ -106,6 +110,6 @@ def _read_side(view: View, name: Any, num_sinks: int, start: int, stop: int) -> 
 
 
 def _read_group(group: LengthGroup, name: Any, num_sinks: int, start: int, stop: int) -> Tensor:
-    aside = group.view.page_table.num_columns - group.length
-    rows = read_visible_rows(group, name, start - aside, stop - aside)
+    first_column = group.view.page_table.num_columns - group.length
+    rows = read_visible_rows(group, name, start - first_column, stop - first_column)
     return torch.cat([read_visible_rows(group, name, 0, num_sinks), rows], 2) if num_sinks else rows

@@ -1,7 +1,7 @@
-"""The rows of an attention layer under another recipe, and which recipe that is.
+"""Recoding of attention layers: the recipes that result, and the copy of rows to new storages.
 
-What is no attention stays as it is, and so does whatever follows from the model: values inside the
-keys, and the dtype that rows are stored in unless another is asked for.
+Recurrent layers are unchanged. So is what the model determines: `value_dim`, if values are part of
+the keys, and the dtype of rows unless the new spec sets one.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from kvant.page_table import (
 )
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, iterate_attention
 
-LayerRule = Callable[[LayerSpec, LayerSpec], LayerSpec]  # (present, asked) -> the one after
+LayerRule = Callable[[LayerSpec, LayerSpec], LayerSpec]  # (current, requested) -> result
 
 
 def list_attention_layers(spec: CacheSpec) -> list[int]:
-    """The layers that a recode concerns."""
+    """Return the numbers of the layers that a recode changes."""
     return [index for index, recipe in enumerate(spec.layers) if any(iterate_attention(recipe))]
 
 
 def replace_formats(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
-    """Every attention layer as it is asked for, or an error."""
+    """Return `current` with all attention layers as requested, or raise SpecError."""
     return _combine_specs(current, requested, _check_layer_change)
 
 
 def constrain_spec(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
-    """What one recipe for all layers comes to: as a rule, a narrower window that is there stays.
+    """Return `current` changed by a single recipe for all layers, within the limits of the model.
 
-    Where no window is asked for, each layer keeps its own retention, and its prune. Where layers
-    differ in a window, those narrower than the widest have that from the model, and keep it too.
+    Without a requested window, layers keep their retention and their prune. If windows differ, any
+    but the widest is taken to come from the model: a recode may narrow it, but not widen it.
     """
     widest = max(
         (layer.effective_window for layer in iterate_attention(*current.layers)), default=0.0
@@ -72,7 +72,7 @@ def _check_layer_change(old: LayerSpec, new: LayerSpec) -> LayerSpec:
     if old.value_dim != new.value_dim:
         raise SpecError(
             f"value_dim={new.value_dim} for rows that were stored with value_dim={old.value_dim}: "
-            "a recode keeps the rows, so it has to stay"
+            "a recode keeps the rows, so it cannot change"
         )
     return replace(new, dtype=new.dtype or old.dtype)
 
@@ -91,67 +91,65 @@ def _combine_recipes(old: Recipe, new: Recipe, rule: LayerRule) -> Any:
     if isinstance(old, LayerSpec) and isinstance(new, LayerSpec):
         return rule(old, new)
     if isinstance(old, GroupSpec) and isinstance(new, LayerSpec):
-        new = GroupSpec(tuple((n, new if any(iterate_attention(p)) else p) for n, p in old.parts))
+        new = GroupSpec(
+            tuple((n, new if any(iterate_attention(part)) else part) for n, part in old.parts)
+        )
     if type(old) is not type(new):
-        raise SpecError(f"{new} for a layer of {old}: a recode keeps the kind of a layer")
+        raise SpecError(f"{new} for a layer of {old}: a recode cannot change the kind of a layer")
     if not (isinstance(old, GroupSpec) and isinstance(new, GroupSpec)):
         return old
-    told = dict(new.parts)
-    if told.keys() != dict(old.parts).keys():
-        raise SpecError(f"parts {sorted(told)} for a layer of {sorted(dict(old.parts))}")
+    new_parts = dict(new.parts)
+    if new_parts.keys() != dict(old.parts).keys():
+        raise SpecError(f"parts {sorted(new_parts)} for a layer of {sorted(dict(old.parts))}")
     return GroupSpec(
-        tuple((name, _combine_recipes(part, told[name], rule)) for name, part in old.parts)
+        tuple((name, _combine_recipes(part, new_parts[name], rule)) for name, part in old.parts)
     )
 
 
 def check_recodable(page_table: PageTable, layer_group: LayerGroup) -> None:
-    """Refuse to bring back what was let go, and more tokens than a capacity has room for."""
+    """Refuse a recode that needs released rows, or exceeds the new capacity."""
     if page_table.layer_group.per_head_layer != layer_group.per_head_layer:
         raise SpecError(
-            "key heads lie apart where they share what they keep (prune=...:adaptive), and "
-            "together elsewhere: reset the cache, and read the prompt by the other spec"
+            "prune=...:adaptive stores key heads separately, which a recode cannot change: reset "
+            "the cache, and prefill the prompt with the new spec"
         )
     if page_table.pruned_at.any() and layer_group.pruning is None:
         raise SpecError(
-            "all rows, where some were pruned: what is gone does not come back; ask for a spec "
-            "with a prune, or reset first"
+            "a spec without a prune, but rows were pruned and cannot be restored: use a spec with "
+            "a prune, or reset first"
         )
     longest = int(page_table.seq_lens.max(initial=0))
     if layer_group.capacity is not None and longest > layer_group.capacity:
         raise CapacityError(
             f"{longest} tokens for a capacity of {layer_group.capacity}: rewind first, or give "
-            "the spec "
-            f"capacity={longest} or none"
+            f"the spec capacity={longest} or none"
         )
-    held, asked = (
-        _find_first_promised(page_table),
-        np.maximum(_find_first_seen(layer_group, page_table.seq_lens), page_table.pruned_before),
+    first_held = _find_first_promised(page_table)
+    first_needed = np.maximum(
+        _find_first_seen(layer_group, page_table.seq_lens), page_table.pruned_before
     )
-    worst = int((held - asked).argmax())
-    if held[worst] > asked[worst]:
-        length, there = (
-            int(page_table.seq_lens[worst]),
-            int(page_table.seq_lens[worst] - held[worst]),
-        )
-        said = "all rows" if layer_group.window is None else f"window={layer_group.window}"
+    worst = int((first_held - first_needed).argmax())
+    if first_held[worst] > first_needed[worst]:
+        length = int(page_table.seq_lens[worst])
+        num_held = int(page_table.seq_lens[worst] - first_held[worst])
+        request = "all rows" if layer_group.window is None else f"window={layer_group.window}"
         raise SpecError(
-            f"{said} of {length} tokens, but the last {there} are held: what a window let go does "
-            f"not come back; ask for at most window={there}, or reset first"
+            f"{request} of {length} tokens, but only the last {num_held} are held, and released "
+            f"rows cannot be restored: use at most window={num_held}, or reset first"
         )
     if (
         layer_group.sinks > page_table.layer_group.sinks
-        and (page_table.layer_group.sinks < np.minimum(held, page_table.seq_lens)).any()
+        and (page_table.layer_group.sinks < np.minimum(first_held, page_table.seq_lens)).any()
     ):
         raise SpecError(
-            f"sinks={layer_group.sinks}, but of the first rows {page_table.layer_group.sinks} are "
-            "held: what a window "
-            f"let go does not come back; ask for at most sinks={page_table.layer_group.sinks}, or "
-            "reset first"
+            f"sinks={layer_group.sinks}, but only the first {page_table.layer_group.sinks} rows "
+            "are held, and released rows cannot be restored: use at most "
+            f"sinks={page_table.layer_group.sinks}, or reset first"
         )
 
 
 def find_first_rows(page_table: PageTable) -> Ints:
-    """The first positions that there are rows of."""
+    """Return, for each sequence, the first position with a row."""
     first: Ints = np.minimum(
         _extend_to_sinks(page_table, page_table.first_row), page_table.seq_lens
     )
@@ -161,7 +159,7 @@ def find_first_rows(page_table: PageTable) -> Ints:
 def allocate_recoded(
     page_table: PageTable, first_visible: Ints, layer_group: LayerGroup, pools: Pools
 ) -> PageTable:
-    """Where the same sequences lie in pages of another kind, from their first rows on."""
+    """Return the table of the same sequences in pages of another group, from `first_visible` on."""
     numbers = page_table.numbers.copy()
     first = np.maximum(
         layer_group.find_first_sealed(page_table.lengths), first_visible // layer_group.page
@@ -181,17 +179,17 @@ def allocate_recoded(
 def recode_rows(
     old: Storage, old_table: PageTable, new: Storage, new_table: PageTable, stats: LayerStats
 ) -> None:
-    """Store what one layer reads in the slots of another."""
-    for which in range(old_table.num_tables):
-        recoding = SequenceRecoder(old, old_table, new, new_table, which, stats)
+    """Copy the rows of one storage, as attention reads them, into the slots of another."""
+    for table_index in range(old_table.num_tables):
+        recoder = SequenceRecoder(old, old_table, new, new_table, table_index, stats)
         for name in new.sides:
-            recoding.fill_open_pages(name)
-            recoding.fill_sealed_pages(name)
+            recoder.fill_open_pages(name)
+            recoder.fill_sealed_pages(name)
 
 
 @dataclass(frozen=True)
 class SequenceRecoder:
-    """One sequence in two storages, the second still without it."""
+    """The recode of one sequence (or of one head's table) from one storage to another."""
 
     old: Storage
     old_table: PageTable
@@ -208,59 +206,58 @@ class SequenceRecoder:
         return LengthGroup(pages, np.array([self.table_index]))
 
     def is_unchanged(self, name: str) -> bool:
-        """Are the pages and rows of this side taken over as they are?"""
+        """Return whether pages of this side are copied without decoding."""
         old, new = self.old, self.new
         same = old.spec.page == new.spec.page and old.spec.seals == new.spec.seals
         same = same and old.spec.sides[name] == new.spec.sides[name]
         return same and old.geometry.dtypes[name] == new.geometry.dtypes[name]
 
     def fill_open_pages(self, name: str) -> None:
-        """Fill the open pages."""
+        """Write the open pages of one side."""
         page, stored = self.new_table.layer_group.page, self.new.sides[name]
-        which, numbers = self.new_table.list_open_pages()
-        for number in numbers[which == self.table_index].tolist():
+        tables, numbers = self.new_table.list_open_pages()
+        for number in numbers[tables == self.table_index].tolist():
             slot = int(self.new_table.open_table[self.table_index, number])
-            start, stop = (
-                number * page,
-                min((number + 1) * page, int(self.old_table.seq_lens[self.table_index])),
-            )
-            opened = (
+            start = number * page
+            stop = min((number + 1) * page, int(self.old_table.seq_lens[self.table_index]))
+            is_open = (
                 number >= self.old_table.first_open[self.table_index]
                 or number < self.old_table.layer_group.num_sink_pages
             )
-            if self.is_unchanged(name) and opened:
-                there = int(self.old_table.open_table[self.table_index, number])
-                rows = self.old.sides[name].open[there : there + 1, :, : stop - start]
+            if self.is_unchanged(name) and is_open:
+                old_slot = int(self.old_table.open_table[self.table_index, number])
+                rows = self.old.sides[name].open[old_slot : old_slot + 1, :, : stop - start]
             else:
                 rows = self.read_rows(name, start, stop)
             stored.open[slot, :, : stop - start] = rows[0]
 
     def fill_sealed_pages(self, name: str) -> None:
-        """Fill the sealed pages, a few at a time."""
+        """Write the sealed pages of one side, in batches."""
         page, stored = self.new_table.layer_group.page, self.new.sides[name]
-        which, numbers = self.new_table.list_sealed_pages()
-        numbers = numbers[which == self.table_index]
+        tables, numbers = self.new_table.list_sealed_pages()
+        numbers = numbers[tables == self.table_index]
         if self.is_unchanged(name):
-            there = numbers >= self.old_table.first_sealed[self.table_index]
-            there &= numbers < self.old_table.stop_sealed[self.table_index]
-            self._copy_sealed_pages(name, numbers[there])
-            numbers = numbers[~there]
+            is_sealed = numbers >= self.old_table.first_sealed[self.table_index]
+            is_sealed &= numbers < self.old_table.stop_sealed[self.table_index]
+            self._copy_sealed_pages(name, numbers[is_sealed])
+            numbers = numbers[~is_sealed]
         for first in range(0, len(numbers), MAX_PAGES_PER_SEAL):
-            some = numbers[first : first + MAX_PAGES_PER_SEAL]
-            pages = [self.read_rows(name, n * page, (n + 1) * page) for n in some.tolist()]
-            slots = self.new_table.sealed_table[self.table_index, some]
+            batch = numbers[first : first + MAX_PAGES_PER_SEAL]
+            pages = [self.read_rows(name, n * page, (n + 1) * page) for n in batch.tolist()]
+            slots = self.new_table.sealed_table[self.table_index, batch]
             sinks = self.new_table.layer_group.sinks
-            seal_pages(stored, name, torch.cat(pages), slots, some * page, sinks, self.stats)
+            seal_pages(stored, name, torch.cat(pages), slots, batch * page, sinks, self.stats)
 
     def _copy_sealed_pages(self, name: str, numbers: Ints) -> None:
-        old, new = (s.sides[name].sealed for s in (self.old, self.new))
+        old, new = (storage.sides[name].sealed for storage in (self.old, self.new))
         slots = (
-            e.sealed_table[self.table_index, numbers] for e in (self.old_table, self.new_table)
+            table.sealed_table[self.table_index, numbers]
+            for table in (self.old_table, self.new_table)
         )
         copy_pages(old, new, *slots)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Positions [start, stop) in the frame and dtype of the new layer, [1, H, n, D]."""
+        """Return positions [start, stop) in the new frame and dtype, [1, H, n, D]."""
         rows = read_visible_rows(self.length_group, name, start, stop)  # type: ignore[arg-type]
         frames = [side.spec.sides[name].frame for side in (self.old, self.new)]
         dtype = self.new.geometry.dtypes[name]
@@ -270,12 +267,12 @@ class SequenceRecoder:
 
 
 def make_storage(old: Storage, spec: LayerSpec) -> Storage:
-    """An empty storage for the rows of another."""
+    """Return an empty storage for the rows of `old` under another recipe."""
     return Storage(spec, old.geometry.with_dtype(spec.dtype), old.tiles)
 
 
 def _find_first_seen(layer_group: LayerGroup, rows: Ints) -> Ints:
-    """The first positions that the newest tokens see, sinks aside."""
+    """Return the first position that the newest token sees, sinks aside."""
     return (
         np.zeros_like(rows)
         if layer_group.window is None
@@ -284,7 +281,7 @@ def _find_first_seen(layer_group: LayerGroup, rows: Ints) -> Ints:
 
 
 def _find_first_promised(page_table: PageTable) -> Ints:
-    """The first positions that were promised to stay, and did."""
+    """Return the first position that has a row and that the retention rule guarantees."""
     return _extend_to_sinks(
         page_table,
         np.maximum(
@@ -294,5 +291,5 @@ def _find_first_promised(page_table: PageTable) -> Ints:
 
 
 def _extend_to_sinks(page_table: PageTable, first: Ints) -> Ints:
-    """The first positions there are: sinks count where they touch the others."""
+    """Return `first`, or 0 if sinks reach up to it."""
     return np.where(first <= page_table.layer_group.sinks, 0, first)

@@ -1,9 +1,8 @@
-"""A layer that remembers fixed-shape tensors: recurrences and short convolutions.
+"""Recurrent layers: fixed-shape states of recurrences and short convolutions.
 
-It can go back only to a checkpoint, or to nothing. A state is never written to once it is held: so
-forks and checkpoints share it. Floating point states are kept in float32 whatever they come in:
-rounding them at every token would add up. What is handed in or out is a copy: models are known to
-update the state that they are given in place.
+A state can be rewound only to a checkpoint, or to length 0. Stored states are never written, so
+forks and checkpoints share them. Floating point states are stored in float32, because rounding at
+every token would accumulate. States are copied in and out, because models update them in place.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvant.torch_modes import refuse_transforms
 
 
 class RecurrentState(NamedTuple):
-    """A length, and the state there."""
+    """The state of a layer after `length` tokens."""
 
     length: int
     tensors: Fields
@@ -39,7 +38,7 @@ EMPTY_STATE = RecurrentState(0, {})
 
 @dataclass(frozen=True)
 class StateHistory:
-    """Where a layer is, and where it can go back to, in order."""
+    """The current state of a layer and its checkpoints, in order of length."""
 
     current: RecurrentState = EMPTY_STATE
     checkpoints: tuple[RecurrentState, ...] = ()
@@ -58,23 +57,29 @@ class StateHistory:
         return sum(tensor.nbytes for state in states.values() for tensor in state.values())
 
     def reachable(self, to: int) -> int:
+        """Return the longest length <= `to` with a state."""
         if to >= self.current.length:
             return self.current.length
         return max((m.length for m in self.checkpoints if m.length <= to), default=0)
 
     def rewind(self, to: int) -> StateHistory:
+        """Return the history at length `to`, which has a checkpoint or is 0."""
         if to == self.current.length:
             return self
-        kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
-        return StateHistory(kept[-1] if to else EMPTY_STATE, kept)
+        checkpoints = tuple(
+            checkpoint for checkpoint in self.checkpoints if checkpoint.length <= to
+        )
+        return StateHistory(checkpoints[-1] if to else EMPTY_STATE, checkpoints)
 
     def add_checkpoint(self, max_checkpoints: int) -> StateHistory:
-        """Come back to the present length from here on; the oldest checkpoint may go for it."""
-        if any(moment.length == self.current.length for moment in self.checkpoints):
+        """Return the history with a checkpoint of the current state; the oldest may be dropped."""
+        if any(checkpoint.length == self.current.length for checkpoint in self.checkpoints):
             return self
         return StateHistory(self.current, (*self.checkpoints, self.current)[-max_checkpoints:])
 
     def select(self, index: Tensor) -> StateHistory:
+        """Return the history of the sequences `index`."""
+
         def pick(state: RecurrentState) -> RecurrentState:
             picked = {n: t.index_select(0, index.to(t.device)) for n, t in state.tensors.items()}
             return RecurrentState(state.length, picked)
@@ -82,14 +87,19 @@ class StateHistory:
         return StateHistory(pick(self.current), tuple(map(pick, self.checkpoints)))
 
     def drop_columns(self, num_columns: int) -> StateHistory:
-        """The same, counted from so many columns further on: they were padding."""
+        """Return the history with lengths reduced by `num_columns` of padding."""
         if num_columns == 0:
             return self
-        kept = tuple(m for m in self.checkpoints if m.length > num_columns)
-        counted = (RecurrentState(m.length - num_columns, m.tensors) for m in (self.current, *kept))
-        return StateHistory(next(counted), tuple(counted))
+        checkpoints = tuple(state for state in self.checkpoints if state.length > num_columns)
+        states = (
+            RecurrentState(state.length - num_columns, state.tensors)
+            for state in (self.current, *checkpoints)
+        )
+        return StateHistory(next(states), tuple(states))
 
     def to_device(self, device: torch.device) -> StateHistory:
+        """Return the history with its tensors on `device`."""
+
         def move_state(state: RecurrentState) -> RecurrentState:
             return RecurrentState(state.length, {n: t.to(device) for n, t in state.tensors.items()})
 
@@ -97,14 +107,16 @@ class StateHistory:
 
 
 def concat_histories(histories: Sequence[StateHistory], length: int) -> StateHistory:
-    """The sequences of all of these, without checkpoints: their lengths need not be the same."""
+    """Concatenate the sequences of `histories`, without checkpoints; `length` is the longest."""
     names = histories[0].current.tensors
-    state = {name: torch.cat([past.current.tensors[name] for past in histories]) for name in names}
+    state = {
+        name: torch.cat([history.current.tensors[name] for history in histories]) for name in names
+    }
     return StateHistory(RecurrentState(length, state))
 
 
 class RecurrentBase:
-    """What a layer tells that has a past and no rows, whoever keeps it."""
+    """The size properties of a layer with a state history and no rows."""
 
     num_rows = held = 0  # a recurrent state has none
     max_held: int | None = 0
@@ -116,7 +128,7 @@ class RecurrentBase:
 
     @property
     def batch(self) -> int:
-        """Sequences; 0 before the first state."""
+        """The number of sequences; 0 before the first state."""
         return self.history.batch
 
     @property
@@ -129,11 +141,11 @@ class RecurrentBase:
         return self.nbytes
 
     def nbytes_after(self, coming: int, recipe: RecurrentSpec) -> int:
-        """The same at every length; who takes a checkpoint adds to it."""
+        """Return `nbytes`: it is independent of the length, apart from new checkpoints."""
         return self.nbytes
 
     def read(self) -> Fields:
-        """A copy of the state now, by name."""
+        """Return a copy of the current state, by name."""
         return self.history.current.copy().tensors
 
 
@@ -151,56 +163,60 @@ class RecurrentLayer(RecurrentBase):
 
     @property
     def history(self) -> StateHistory:
-        book = self.tracker.state
-        arrived = self.leaf in book.appended_leaves
-        past: StateHistory = (
-            book.new_histories[self.history_index]
-            if arrived
-            else book.histories[self.history_index]
+        state = self.tracker.state
+        has_appended = self.leaf in state.appended_leaves
+        history: StateHistory = (
+            state.new_histories[self.history_index]
+            if has_appended
+            else state.histories[self.history_index]
         )
-        return past
+        return history
 
     @property
     def length(self) -> int:
-        """Tokens seen."""
+        """Tokens of the state."""
         return self.history.current.length
 
     def nbytes_after_append(self, count: int, tensors: Fields) -> int:
-        """Bytes allocated once the same was appended."""
+        """Return the bytes allocated after an append with the same arguments."""
         _check_append(count, tensors)
         self._check_shapes(tensors)
-        kinds = {name: tensor.to("meta", wide(tensor.dtype)) for name, tensor in tensors.items()}
-        kept = replace(
-            self.history, current=EMPTY_STATE
-        ).nbytes  # checkpoints may hold the present state, too
-        return kept + sum(tensor.nbytes for tensor in kinds.values())
+        wide_tensors = {
+            name: tensor.to("meta", get_stored_dtype(tensor.dtype))
+            for name, tensor in tensors.items()
+        }
+        # Tensors that a checkpoint shares with the current state outlive the append: count them.
+        checkpoint_nbytes = replace(self.history, current=EMPTY_STATE).nbytes
+        return checkpoint_nbytes + sum(tensor.nbytes for tensor in wide_tensors.values())
 
     def append(self, count: int, state: Fields) -> None:
-        """The state after `count` more tokens; it is copied."""
+        """Store a copy of the state after `count` more tokens."""
         refuse_transforms("append")
         _check_append(count, state)
         with self.tracker.lock:
             self.tracker.begin_append(self.leaf, count)
             self._check_shapes(state)
             self._check_batch(state)
-            kept = {name: _copy_wide(tensor) for name, tensor in state.items()}
-            past = self.history
-            now = RecurrentState(past.current.length + count, kept)
+            tensors = {name: _copy_wide(tensor) for name, tensor in state.items()}
+            history = self.history
+            current = RecurrentState(history.current.length + count, tensors)
             self.stats.appends += 1
-            self.tracker.commit_layer(self.leaf, (self.history_index, replace(past, current=now)))
+            self.tracker.commit_layer(
+                self.leaf, (self.history_index, replace(history, current=current))
+            )
 
     def make_sibling(self, tracker: StateTracker) -> RecurrentLayer:
-        """The same layer of a cache that shares states with this one."""
+        """Return a copy of this layer for another cache over the same pools."""
         return RecurrentLayer(self.spec, tracker, self.history_index, self.leaf)
 
     def _check_batch(self, tensors: Fields) -> None:
-        """Refuse a state of other sequences than those of the forward under way."""
+        """Refuse a state whose batch differs from that of the open forward."""
         batch = next((tensor.shape[0] for tensor in tensors.values()), 0)
-        for change in self.tracker.state.plans.values():
-            if batch and change.old_table.batch != batch:
+        for plan in self.tracker.state.plans.values():
+            if batch and plan.old_table.batch != batch:
                 raise ValueError(
                     f"a state of {batch} sequences, where another layer of this forward got rows "
-                    f"of {change.old_table.batch}"
+                    f"of {plan.old_table.batch}"
                 )
 
     def _check_shapes(self, tensors: Fields) -> None:
@@ -210,43 +226,49 @@ class RecurrentLayer(RecurrentBase):
 
 
 def snapshot_history(history: StateHistory) -> Snapshot:
-    """All moments of a layer as tensors and integers."""
-    moments = {"now": history.current} | {f"at{i}": m for i, m in enumerate(history.checkpoints)}
-    for name, moment in moments.items():  # of tensors that are the same, a file takes only one
-        if name != "now" and moment.tensors is history.current.tensors:
-            moments[name] = moment.copy()
-    tensors = {f"{k}.{n}": t for k, moment in moments.items() for n, t in moment.tensors.items()}
-    return Snapshot(tensors, {key: moment.length for key, moment in moments.items()})
+    """Return all states of a layer as tensors and integers."""
+    states = {"now": history.current} | {
+        f"at{i}": state for i, state in enumerate(history.checkpoints)
+    }
+    for name, state in states.items():  # safetensors refuses shared tensors
+        if name != "now" and state.tensors is history.current.tensors:
+            states[name] = state.copy()
+    tensors = {f"{k}.{n}": t for k, state in states.items() for n, t in state.tensors.items()}
+    return Snapshot(tensors, {key: state.length for key, state in states.items()})
 
 
 def restore_history(spec: RecurrentSpec, snapshot: Snapshot) -> StateHistory:
-    """What a snapshot holds, in memory of its own, or an error."""
+    """Return a copy of the history in a snapshot, or raise SnapshotMismatch."""
     states: dict[str, dict[str, Tensor]] = {key: {} for key in snapshot.numbers}
     for key, tensor in snapshot.tensors.items():
-        moment, _, name = key.partition(".")
-        if moment not in states or not name:
+        state_name, _, name = key.partition(".")
+        if state_name not in states or not name:
             raise SnapshotMismatch(f"unknown tensor {key}")
         if tensor.ndim == 0:
             raise SnapshotMismatch(f"{key} is a single number: [batch, ...] is needed")
-        states[moment][name] = _copy_wide(tensor)
-    for moment, state in states.items():
+        states[state_name][name] = _copy_wide(tensor)
+    for state_name, state in states.items():
         batches = sorted({tensor.shape[0] for tensor in state.values()})
         if len(batches) > 1 or 0 in batches:
-            raise SnapshotMismatch(f"{moment} has states of {batches} sequences")
+            raise SnapshotMismatch(f"{state_name} has states of {batches} sequences")
     count = len(states) - 1
     order = ["now", *(f"at{i}" for i in range(count))]
     if set(order) != set(states) or count > spec.max_checkpoints:
         raise SnapshotMismatch(f"states {sorted(states)}: now, at0, at1, ... are needed")
-    now, *kept = (RecurrentState(snapshot.numbers[key], states[key]) for key in order)
-    at = [moment.length for moment in kept]
-    ordered = sorted(set(at)) == at and min(at, default=0) >= 0
+    current, *checkpoints = (RecurrentState(snapshot.numbers[key], states[key]) for key in order)
+    lengths = [state_name.length for state_name in checkpoints]
+    ordered = sorted(set(lengths)) == lengths and min(lengths, default=0) >= 0
     if any(
-        _get_shapes(moment.tensors) != _get_shapes(now.tensors) for moment in kept if moment.length
+        _get_shapes(state_name.tensors) != _get_shapes(current.tensors)
+        for state_name in checkpoints
+        if state_name.length
     ):
         raise SnapshotMismatch("checkpoints of other shapes than the state")
-    if not ordered or now.length < max(at, default=0):
-        raise SnapshotMismatch(f"a state at {now.length}, checkpoints at {at}: not in order")
-    return StateHistory(now, tuple(kept))
+    if not ordered or current.length < max(lengths, default=0):
+        raise SnapshotMismatch(
+            f"a state at {current.length}, checkpoints at {lengths}: not in order"
+        )
+    return StateHistory(current, tuple(checkpoints))
 
 
 def _check_append(count: int, tensors: Fields) -> None:
@@ -257,12 +279,12 @@ def _check_append(count: int, tensors: Fields) -> None:
 
 
 def _copy_wide(tensor: Tensor) -> Tensor:
-    """A copy that no later rounding can reach."""
-    return tensor.detach().to(wide(tensor.dtype), copy=True)
+    """Return a detached copy in the dtype of stored states."""
+    return tensor.detach().to(get_stored_dtype(tensor.dtype), copy=True)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a state is kept in."""
+def get_stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a state is stored."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 

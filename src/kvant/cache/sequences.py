@@ -1,10 +1,10 @@
-"""Many sequences by id: a `Cache` each, under one limit of bytes, for any number of threads.
+"""Many sequences by id: one `Cache` each, under one limit of bytes, for any number of threads.
 
-What the caches take never passes `max_bytes` once an operation has returned. Different sequences do
-not wait for each other. Nothing here knows a layer, a format or a model.
+Once an operation has returned, the caches together take at most `max_bytes`. Threads wait only for
+the same sequence.
 """
 
-# ruff: noqa: A002 - an id is what everybody calls it
+# ruff: noqa: A002 - `id` is the public parameter name
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvant.spec import as_spec, check_fitted, describe_spec
 
 
 class Sequences:
-    """Caches by any hashable id, all of one spec.
+    """Caches by any hashable id, all with the same spec.
 
     >>> sequences = kvant.Sequences(num_layers=1, spec="affine8", max_bytes="64MiB")
     >>> view = sequences.append("chat-1", 0, torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64))
@@ -41,13 +41,16 @@ class Sequences:
         *,
         patience: float = 30.0,
     ) -> None:
-        """`max_bytes` may be a size such as "1GiB".
+        """Create an empty table; `max_bytes` may be a size such as "1GiB".
 
-        `patience`: how many seconds a thread waits for a sequence that another one writes to.
+        `patience` is the number of seconds that a thread waits for a sequence in use by another
+        one.
         """
         limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and (type(limit) is not int or limit < 1):
-            raise ValueError(f"max_bytes={max_bytes}: a whole number from 1 on, or a size")
+            raise ValueError(
+                f"max_bytes={max_bytes}: a whole number >= 1, or a size such as '1GiB', is needed"
+            )
         if not patience >= 0:
             raise ValueError(f"patience={patience}: 0 seconds or more")
         self.spec = check_fitted(as_spec(spec, num_layers))
@@ -68,12 +71,12 @@ class Sequences:
         return self._table.find(id) is not None
 
     def __iter__(self) -> Iterator[Hashable]:
-        """The ids as they are now, the least recently used first."""
+        """Iterate over the present ids, the least recently used first."""
         return iter(self._table.list_ids())
 
     def __repr__(self) -> str:
-        held = f"{len(self)} of {len(self.spec.layers)} layers, {format_size(self.nbytes)}"
-        return f"Sequences({describe_spec(self.spec)}: {held})"
+        contents = f"{len(self)} of {len(self.spec.layers)} layers, {format_size(self.nbytes)}"
+        return f"Sequences({describe_spec(self.spec)}: {contents})"
 
     @property
     def nbytes(self) -> int:
@@ -81,21 +84,22 @@ class Sequences:
         return self._table.measure_bytes()[0]
 
     def get_or_create(self, id: Hashable) -> Cache:
-        """The cache of a sequence, an empty one for a new id.
+        """Return the cache of a sequence; a new id gets an empty one.
 
-        It may be used directly, by one thread, until the sequence is evicted; what that takes
-        counts from the next operation on. `writing` keeps other threads and eviction away.
+        One thread may use it without a lock until the sequence is evicted. What it allocates counts
+        from the next operation of this table on. Use `writing` to exclude other threads and
+        eviction.
         """
         return self._table.get_or_create(id)
 
     @contextmanager
     def writing(self, id: Hashable) -> Iterator[Cache]:
-        """The cache of a sequence, held: no other thread writes or reads it, and none evicts it.
+        """Lock a sequence: no other thread reads or writes it, and it is not evicted.
 
-        An exception takes back the forward that it ended. What outgrew `max_bytes` in the block is
-        a CapacityError behind it: the rows are there, to be made smaller in another block.
+        An exception rolls back an incomplete forward. If the block exceeds `max_bytes`, its end
+        raises CapacityError. The rows remain; shorten the cache in another block.
         """
-        me = current_thread()
+        thread = current_thread()
         with self._table.lock_for_write(id) as sequence:
             sequence.is_persistent = True
             try:
@@ -104,7 +108,7 @@ class Sequences:
                 self._table.mark_used(id, sequence)
                 self._table.check_size(id, sequence)
             except BaseException:
-                if sequence.owner is me:  # and no other thread, because this one had died
+                if sequence.owner is thread:  # else another thread has replaced it
                     sequence.cache.rollback()
                 raise
 
@@ -119,78 +123,85 @@ class Sequences:
         order: Order = "BHTD",
         prefill: Prefill | None = None,
     ) -> View:
-        """Add the rows of T new tokens to a layer; what attention may read for them.
+        """Append the rows of T tokens to a layer; return the view for attention.
 
-        A forward appends to every layer once; until all have its rows, other threads wait.
+        A forward appends to every layer once. Until all have its rows, other threads cannot write.
         """
         self._check_layer(layer)
-        given: dict[str, Any] = {"start": start, "order": order, "prefill": prefill}
+        options: dict[str, Any] = {"start": start, "order": order, "prefill": prefill}
         with self._table.lock_for_write(id) as sequence:
             cache = sequence.cache
-            state = cache[layer]
-            if cache.has_appended(layer):  # the forward before this one died
+            cache_layer = cache[layer]
+            if cache.has_appended(layer):  # an earlier forward has failed
                 cache.rollback()
-            more = state.nbytes_after_append(keys, values, **given) - state.nbytes
-            self._table.reserve_bytes(id, sequence, max(0, more))
-            view: View = state.append(keys, values, **given)
+            new_nbytes = (
+                cache_layer.nbytes_after_append(keys, values, **options) - cache_layer.nbytes
+            )
+            self._table.reserve_bytes(id, sequence, max(0, new_nbytes))
+            view: View = cache_layer.append(keys, values, **options)
             sequence.confirm_append()
             sequence.is_persistent = True
         return view
 
     def get(self, id: Hashable, layer: int, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Copies of the dense keys and values of positions [start, start + length).
+        """Return copies of the dense keys and values of positions [start, start + length).
 
-        Of a forward that is under way nothing is seen.
+        Rows of an open forward are not included.
         """
         self._check_layer(layer)
         with self._table.lock_for_read(id) as cache:
-            stop, there = start + length, cache.length
-            if not 0 <= start <= stop <= there:
-                raise ValueError(f"rows [{start}, {stop}) of sequence {short(id)}: it has {there}")
+            stop, num_tokens = start + length, cache.length
+            if not 0 <= start <= stop <= num_tokens:
+                raise ValueError(
+                    f"rows [{start}, {stop}) of sequence {short(id)}: it has {num_tokens}"
+                )
             keys, values = cache[layer].read(start, stop, committed=True)
             return keys.clone(), values.clone()
 
     def length(self, id: Hashable) -> int:
-        """Tokens that every layer has; 0 for an id that is not there."""
+        """Return the tokens that every layer has; 0 for an unknown id."""
         sequence = self._table.find(id)
         return 0 if sequence is None else sequence.cache.length
 
     def clear(self, id: Hashable) -> None:
-        """Forget the tokens and free the memory, keep the id; nothing where it is not there."""
+        """Remove the tokens and free the memory; the id remains. Unknown ids are ignored."""
         self._table.clear(id)
 
     def remove(self, id: Hashable) -> None:
-        """Forget the sequence; nothing where it is not there."""
+        """Remove the sequence; unknown ids are ignored."""
         self._table.remove(id)
 
     def stats(self) -> dict[str, Any]:
-        """What there is, and what happened to all sequences that ever were, in numbers.
+        """Return sizes, and the event counters of all sequences, removed ones included.
 
-        `hit_rate` is the share of tokens asked for that were there already. `get_or_create` begins
-        a request: the tokens that are there then are re-used, and those that come until the next
-        one are new. One token more, or none, is a reply that goes on, and re-uses nothing.
+        `hit_rate` is the share of requested tokens that were cached already. Each `get_or_create`
+        begins a request. Tokens already in the cache count as reused, and tokens appended until the
+        next request as new. With at most one new token, a request is a decode step: it counts no
+        token as reused.
         """
-        living, total = self._table.list_entries()
-        for sequence in living:
+        entries, total = self._table.list_entries()
+        for sequence in entries:
             total += sequence.count_events() + sequence.count_request_tokens()
         allocated, used = self._table.measure_bytes()
-        lengths = sum(sequence.cache.length for sequence in living)
-        asked, reused = total["tokens_asked"], total["tokens_reused"]
-        told: dict[str, Any] = {
-            "sequences": len(living),
-            "average_length": lengths / len(living) if living else 0.0,
+        lengths = sum(sequence.cache.length for sequence in entries)
+        requested, reused = total["tokens_asked"], total["tokens_reused"]
+        stats: dict[str, Any] = {
+            "sequences": len(entries),
+            "average_length": lengths / len(entries) if entries else 0.0,
             "nbytes": allocated,
             "nbytes_used": used,
             "efficiency": used / allocated if allocated else 0.0,
-            "tokens_asked": asked,
+            "tokens_asked": requested,
             "tokens_reused": reused,
-            "hit_rate": reused / asked if asked else 0.0,
+            "hit_rate": reused / requested if requested else 0.0,
         }
-        told |= {name: total[name] for name in ("evictions", *EVENT_STATS)}
-        for kind in BACKEND_STATS:
-            mark = f"{kind}."
-            told[kind] = {k.removeprefix(mark): n for k, n in total.items() if k.startswith(mark)}
-        return told
+        stats |= {name: total[name] for name in ("evictions", *EVENT_STATS)}
+        for group in BACKEND_STATS:
+            prefix = f"{group}."
+            stats[group] = {
+                k.removeprefix(prefix): n for k, n in total.items() if k.startswith(prefix)
+            }
+        return stats
 
     def _check_layer(self, layer: int) -> None:
         count = len(self.spec.layers)

@@ -1,8 +1,8 @@
-"""An attention layer as canonical rows and integers, and back; what does not fit is refused.
+"""Conversion of an attention layer to canonical rows and integers, and back.
 
-Anybody can write a file, so nothing of a snapshot is believed: all of its integers, and the shapes
-of all of its tensors, are compared with each other and with the recipe before anything is taken.
-What a restored layer takes is then bounded by the tensors themselves.
+Snapshots come from files, so they are untrusted. All integers and tensor shapes are compared with
+each other and with the recipe before anything is allocated. The memory of a restored layer is then
+bounded by the size of the tensors.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ from kvant.page_table import (
 )
 from kvant.recipes import LayerSpec
 
-NUMBERS_KEY = "numbers"  # the tensor of integers: one row a table, as an Extent has them
-TABLES_KEY = "heads"  # tables of a sequence, where a layer prunes
-MAX_POSITION = 1 << 53  # no overflow where positions are counted
-MAX_TABLE_ENTRIES = (
-    1 << 24
-)  # entries of a table of pages, which has one for those that are gone, too
+NUMBERS_KEY = "numbers"  # the tensor of `PageTable.numbers`
+TABLES_KEY = "heads"  # tables per sequence, of a layer with a table per head
+MAX_POSITION = 1 << 53  # no overflow in arithmetic on positions
+MAX_TABLE_ENTRIES = 1 << 24  # of a page table, which has entries for released pages as well
 
 
 def snapshot_layer(storage: Storage | None, page_table: PageTable | None) -> Snapshot:
-    """The rows and pages of a layer, in the order of their sequences and positions."""
+    """Return the rows and pages of a layer, ordered by sequence and position."""
     if storage is None or page_table is None or not page_table.num_columns:
         return Snapshot({}, {})
     tensors: dict[str, Tensor] = {NUMBERS_KEY: torch.from_numpy(canonicalize_numbers(page_table))}
@@ -60,16 +58,16 @@ def snapshot_layer(storage: Storage | None, page_table: PageTable | None) -> Sna
 
 
 class ParsedLayer(NamedTuple):
-    """What a snapshot says of an attention layer, once all of it was compared."""
+    """The validated contents of an attention layer in a snapshot."""
 
-    numbers: Ints  # of the tables
-    tables_per_sequence: int  # tables of a sequence
+    numbers: Ints  # `PageTable.numbers`
+    tables_per_sequence: int
     geometry: Geometry
-    open_page_rows: list[int]  # the rows of each open page
+    open_page_rows: list[int]  # rows of each open page
     num_sealed: int  # pages
 
     def matches_sequences(self, other: ParsedLayer) -> bool:
-        """Are these the same sequences?"""
+        """Return whether both layers have the same sequences."""
         return self.tables_per_sequence == other.tables_per_sequence and np.array_equal(
             self.numbers, other.numbers
         )
@@ -78,43 +76,52 @@ class ParsedLayer(NamedTuple):
 def parse_layer(
     spec: LayerSpec, layer_group: LayerGroup, snapshot: Snapshot, num_separate_pages: int = 0
 ) -> ParsedLayer | None:
-    """What a snapshot holds, or an error; so many of its pages come apart. None: no tokens."""
+    """Validate the snapshot of a layer; return None if it has no tokens.
+
+    `num_separate_pages` of its full pages are not in the snapshot.
+    """
     if not snapshot.tensors and not snapshot.numbers:
         return None
     expected_numbers = {TABLES_KEY} if layer_group.per_head_layer is not None else set[str]()
     if snapshot.numbers.keys() != expected_numbers:
-        raise SnapshotMismatch(f"numbers {sorted(snapshot.numbers)}: {sorted(expected_numbers)}")
+        raise SnapshotMismatch(
+            f"numbers {sorted(snapshot.numbers)}: {sorted(expected_numbers)} are needed"
+        )
     heads = snapshot.numbers.get(TABLES_KEY, 1)
     numbers = _parse_numbers(snapshot, spec, layer_group)
     _check_heads(numbers, heads)
     geometry = _parse_geometry(spec, snapshot)
     if layer_group.per_head_layer is not None and geometry.heads != 1:
-        raise SnapshotMismatch(f"{geometry.heads} key heads in the pages of one")
-    rows_apart, sealed_apart = (
+        raise SnapshotMismatch(f"{geometry.heads} key heads in pages of a single head")
+    separate_rows, separate_sealed = (
         (0, num_separate_pages) if layer_group.seals else (num_separate_pages * layer_group.page, 0)
     )
-    opened, sealed = _count_pages(
-        numbers, layer_group, len(snapshot.tensors["keys.open"]) + rows_apart
+    open_page_rows, num_sealed = _count_pages(
+        numbers, layer_group, len(snapshot.tensors["keys.open"]) + separate_rows
     )
-    rows = sum(opened) - rows_apart
+    num_rows = sum(open_page_rows) - separate_rows
     expected = {NUMBERS_KEY}
     for name, dim in geometry.dims.items():
         expected.add(f"{name}.open")
-        _check_tensor(snapshot, f"{name}.open", (rows, geometry.heads, dim), geometry.dtypes[name])
+        _check_tensor(
+            snapshot, f"{name}.open", (num_rows, geometry.heads, dim), geometry.dtypes[name]
+        )
         for field, (shape, dtype) in geometry.fields(spec, name).items():
             expected.add(f"{name}.{field}")
-            _check_tensor(snapshot, f"{name}.{field}", (sealed - sealed_apart, *shape), dtype)
+            _check_tensor(
+                snapshot, f"{name}.{field}", (num_sealed - separate_sealed, *shape), dtype
+            )
     if extra := set(snapshot.tensors) - expected:
         raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
-    for name, codec in spec.sides.items():  # refuses another width
+    for name, codec in spec.sides.items():  # raises for a wrong width
         codec.frame.transform_rows(snapshot.tensors[f"{name}.open"][None, :0].transpose(1, 2))
-    return ParsedLayer(numbers, heads, geometry, opened, sealed)
+    return ParsedLayer(numbers, heads, geometry, open_page_rows, num_sealed)
 
 
 def restore_storage(
     spec: LayerSpec, parsed: ParsedLayer, snapshot: Snapshot, tiles: Tiles | None
 ) -> Storage:
-    """A storage of its own with what a snapshot holds, pages in order."""
+    """Return a new storage with the pages of a snapshot, in order."""
     storage = Storage(spec, parsed.geometry, tiles)
     storage.ensure_slots(len(parsed.open_page_rows), parsed.num_sealed)
     for name, stored in storage.sides.items():
@@ -128,46 +135,46 @@ def restore_storage(
 def gather_open_rows(
     tensor: Tensor, page_table: PageTable, page_mask: Bools | None = None
 ) -> Tensor:
-    """The rows [n, H, D] of open pages, of all or of those that are wanted."""
-    which, number = page_table.list_open_pages()
+    """Return the rows [n, H, D] of open pages, of all or of those in `page_mask`."""
+    tables, page_numbers = page_table.list_open_pages()
     if page_mask is not None:
-        which, number = which[page_mask], number[page_mask]
+        tables, page_numbers = tables[page_mask], page_numbers[page_mask]
     page = page_table.layer_group.page
-    count = np.minimum(page_table.seq_lens[which] - number * page, page)
-    filled = torch.from_numpy(np.arange(page) < count[:, None]).to(tensor.device)
-    return tensor[_make_index(page_table.open_table[which, number], tensor.device)].transpose(1, 2)[
-        filled
-    ]
+    num_rows = np.minimum(page_table.seq_lens[tables] - page_numbers * page, page)
+    is_row = torch.from_numpy(np.arange(page) < num_rows[:, None]).to(tensor.device)
+    return tensor[
+        _make_index(page_table.open_table[tables, page_numbers], tensor.device)
+    ].transpose(1, 2)[is_row]
 
 
 def canonicalize_numbers(page_table: PageTable) -> Ints:
-    """The numbers, without what an empty range happens to begin at.
+    """Return the numbers with empty ranges set to 0.
 
-    The last one is left out where no rows were pruned, as it was before there was one.
+    The last column is omitted if no rows were pruned, as in files without it.
     """
     numbers = page_table.numbers.copy()
     empty = numbers[:, FIRST_SEALED] >= numbers[:, STOP_SEALED]
     numbers[empty, FIRST_SEALED : STOP_SEALED + 1] = 0
-    idle = (
+    covers_no_row = (
         numbers[:, FIRST_VISIBLE]
         <= np.where(empty, numbers[:, FIRST_OPEN], numbers[:, FIRST_SEALED])
         * page_table.layer_group.page
     )
-    numbers[idle & (page_table.pruned_at == 0), FIRST_VISIBLE] = 0
+    numbers[covers_no_row & (page_table.pruned_at == 0), FIRST_VISIBLE] = 0
     return numbers if page_table.pruned_at.any() else numbers[:, :PRUNED_AT]
 
 
 def _check_heads(numbers: Ints, heads: int) -> None:
-    """Are the tables of a sequence equally far?"""
+    """Refuse tables of one sequence that differ in length."""
     if heads < 1 or len(numbers) % heads:
-        raise SnapshotMismatch(f"{len(numbers)} tables of {heads} a sequence")
-    alike = numbers[:, (LENGTH, PADDING, PRUNED_AT)].reshape(-1, heads, 3)
-    if (alike != alike[:, :1]).any():
-        raise SnapshotMismatch(f"heads of one sequence at lengths {alike[:, :, 0].tolist()}")
+        raise SnapshotMismatch(f"{len(numbers)} tables, {heads} per sequence")
+    lengths = numbers[:, (LENGTH, PADDING, PRUNED_AT)].reshape(-1, heads, 3)
+    if (lengths != lengths[:, :1]).any():
+        raise SnapshotMismatch(f"heads of one sequence at lengths {lengths[:, :, 0].tolist()}")
 
 
 def _parse_numbers(snapshot: Snapshot, spec: LayerSpec, layer_group: LayerGroup) -> Ints:
-    """The integers, each within what the others and the recipe allow."""
+    """Return the integers, after comparing each with the others and the recipe."""
     tensor = snapshot.tensors.get(NUMBERS_KEY)
     widths = (PRUNED_AT,) if layer_group.pruning is None else (PRUNED_AT, PRUNED_AT + 1)
     if tensor is None or tensor.ndim != 2 or tensor.shape[1] not in widths or not len(tensor):
@@ -179,74 +186,83 @@ def _parse_numbers(snapshot: Snapshot, spec: LayerSpec, layer_group: LayerGroup)
     for row in numbers.tolist():
         _check_sequence(row, spec, layer_group)
     longest = int(numbers[:, LENGTH].max())
-    if (pages := len(numbers) * -(-longest // layer_group.page)) > MAX_TABLE_ENTRIES:
+    if (num_entries := len(numbers) * -(-longest // layer_group.page)) > MAX_TABLE_ENTRIES:
         raise SnapshotMismatch(
-            f"{len(numbers)} sequences of up to {longest} tokens need tables of {pages} pages, "
-            f"{MAX_TABLE_ENTRIES} at most: larger pages, or fewer sequences at once, need less"
+            f"{len(numbers)} sequences of up to {longest} tokens need tables of {num_entries} "
+            f"pages, {MAX_TABLE_ENTRIES} at most: use larger pages, or fewer sequences"
         )
     return numbers
 
 
 def _check_sequence(row: list[int], spec: LayerSpec, layer_group: LayerGroup) -> None:
-    """Are the rows that the next query needs all there, and nothing else?"""
-    length, padding, first, stop, opened, begins, pruned = row
+    """Refuse numbers unless the rows that the next query needs, and no others, are stored."""
+    length, padding, first, stop, first_open, first_visible, pruned = row
     if not all(0 <= n <= MAX_POSITION for n in row[1:]) or not -padding <= length <= MAX_POSITION:
         raise SnapshotMismatch(f"numbers {row}: 0 to {MAX_POSITION} is needed, padding aside")
     rows, page = max(length, 0), layer_group.page
-    due, low = layer_group.paging.count_due_pages(rows), spec.retention.find_first_retained(rows)
+    due = layer_group.paging.count_due_pages(rows)
+    first_needed = spec.retention.find_first_retained(rows)
     if pruned:
-        if layer_group.pruning is None or not begins < pruned <= rows:
-            raise SnapshotMismatch(f"rows from {begins} on, pruned at {pruned} of {rows} tokens")
-        low = begins
+        if layer_group.pruning is None or not first_visible < pruned <= rows:
+            raise SnapshotMismatch(
+                f"rows from {first_visible} on, pruned at {pruned} of {rows} tokens"
+            )
+        first_needed = first_visible
     if spec.capacity is not None and rows > spec.capacity:
         raise SnapshotMismatch(f"{rows} tokens for a capacity of {spec.capacity}")
     if (first or stop) and (first >= stop or stop != due):
         raise SnapshotMismatch(f"sealed pages from {first} to {stop}, {due} are due at {rows}")
-    if first == stop and due > max(low // page, layer_group.num_sink_pages):
+    if first == stop and due > max(first_needed // page, layer_group.num_sink_pages):
         raise SnapshotMismatch(f"no sealed pages, {due} are due at {rows}")
-    if opened > max(due, low // page) or opened * page > rows:
-        raise SnapshotMismatch(f"open pages from {opened} on, {due} are due at {rows}")
-    given = max((first if first < stop else opened) * page, begins)
-    if given > low and given > layer_group.sinks:  # sinks are there, and may reach to the others
-        raise SnapshotMismatch(f"rows from {given} on, those from {low} on are needed")
+    if first_open > max(due, first_needed // page) or first_open * page > rows:
+        raise SnapshotMismatch(f"open pages from {first_open} on, {due} are due at {rows}")
+    first_stored = max((first if first < stop else first_open) * page, first_visible)
+    if first_stored > first_needed and first_stored > layer_group.sinks:  # sinks may reach up to it
+        raise SnapshotMismatch(
+            f"rows from {first_stored} on, those from {first_needed} on are needed"
+        )
 
 
 def _count_pages(
     numbers: Ints, layer_group: LayerGroup, num_open_rows: int
 ) -> tuple[list[int], int]:
-    """The rows of each open page, which are so many in all, and the number of sealed pages."""
+    """Return the rows of each open page and the number of sealed pages."""
     counts: list[int] = []
-    sealed = 0
-    for length, _, first, stop, begin, *_ in numbers.tolist():
-        sealed += stop - first
-        end = -(-max(length, 0) // layer_group.page)
-        sinks = min(layer_group.num_sink_pages, begin, end)
-        if (sinks + end - begin - 1) * layer_group.page > num_open_rows:  # before they are listed
+    num_sealed = 0
+    for length, _, first, stop, first_open, *_ in numbers.tolist():
+        num_sealed += stop - first
+        stop_open = -(-max(length, 0) // layer_group.page)
+        num_sinks = min(layer_group.num_sink_pages, first_open, stop_open)
+        if (
+            num_sinks + stop_open - first_open - 1
+        ) * layer_group.page > num_open_rows:  # before listing them
             raise SnapshotMismatch(
-                f"{num_open_rows} open rows, of {sinks + end - begin} pages and more"
+                f"{num_open_rows} open rows, for {num_sinks + stop_open - first_open} pages or more"
             )
-        pages = [*range(sinks), *range(begin, end)]
+        pages = [*range(num_sinks), *range(first_open, stop_open)]
         counts += [min(length - number * layer_group.page, layer_group.page) for number in pages]
-    return counts, sealed
+    return counts, num_sealed
 
 
 def _fill_pages(target: Tensor, rows: Tensor, row_counts: list[int]) -> None:
-    """Rows [R, H, D] that follow one another, into pages [slots, H, P, D]."""
-    place = 0
+    """Copy consecutive rows [R, H, D] into pages [slots, H, P, D]."""
+    row = 0
     for slot, count in enumerate(row_counts):
-        target[slot, :, :count] = rows[place : place + count].transpose(0, 1)
-        place += count
+        target[slot, :, :count] = rows[row : row + count].transpose(0, 1)
+        row += count
 
 
 def _parse_geometry(spec: LayerSpec, snapshot: Snapshot) -> Geometry:
-    """What the open rows say of all others."""
+    """Return heads, widths and dtypes, as the open rows have them."""
     rows = {}
     for name in spec.sides:
         tensor = snapshot.tensors.get(f"{name}.open")
         if tensor is None or tensor.ndim != 3 or not is_row_dtype(tensor.dtype):
-            raise SnapshotMismatch(f"{name}.open is missing or no [rows, H, D] of floats")
+            raise SnapshotMismatch(f"{name}.open is missing, or not a float tensor [rows, H, D]")
         if 0 in tensor.shape[1:]:
-            raise SnapshotMismatch(f"{name}.open is {list(tensor.shape)}: only rows may be 0")
+            raise SnapshotMismatch(
+                f"{name}.open is {list(tensor.shape)}: only the number of rows may be 0"
+            )
         if spec.dtype not in (None, tensor.dtype):
             raise SnapshotMismatch(f"{name}.open is {tensor.dtype}, the spec says {spec.dtype}")
         rows[name] = tensor.transpose(0, 1)[None]

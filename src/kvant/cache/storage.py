@@ -1,10 +1,9 @@
-"""The tensors of one layer, by slot: what a slot number means in memory.
+"""The tensors of one layer, indexed by slot.
 
-Memory is reserved: what is never touched costs nothing (but for what a large page of the system,
-2 MiB, takes behind the last row of a large tensor), what is freed is given back. An allocator
-of the process may do neither. It hands out room that earlier work has touched, and keeps what lies
-between pieces that are still in use: a cache of hundreds of MiB was seen to take half as much
-again. So large tensors on a CPU are mappings of their own.
+Large tensors on a CPU are memory mappings of their own. Untouched memory of a mapping costs
+nothing, up to one huge page (2 MiB) after the last row. Freed memory returns to the system. A
+process allocator guarantees neither: it reuses touched memory and retains gaps between live blocks.
+With it, a cache of hundreds of MiB took half as much memory again.
 """
 
 from __future__ import annotations
@@ -25,63 +24,58 @@ from kvant.page_table import Ints, PageTable
 from kvant.recipes import LayerSpec
 from kvant.torch_modes import no_inference_mode
 
-MIN_MAPPING_BYTES = (
-    1 << 17
-)  # bytes from which on a tensor is a mapping, which is a whole number of pages
-MIN_HUGE_PAGE_BYTES = (
-    1 << 27
-)  # bytes from which on it lies in large pages of the system, which are found sooner
-MMAP_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(
-    mmap, "MAP_ANONYMOUS", 0
-)  # 0: not on this system
+MIN_MAPPING_BYTES = 1 << 17  # smaller tensors use the allocator: a mapping is rounded up to pages
+MIN_HUGE_PAGE_BYTES = 1 << 27  # larger mappings ask for huge pages, which need fewer TLB entries
+# 0: this system has no anonymous mappings.
+MMAP_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
 def reserve_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor whose values are to be written yet."""
+    """Return an uninitialized tensor."""
     with no_inference_mode():
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         large = MMAP_FLAGS and device.type == "cpu" and nbytes >= MIN_MAPPING_BYTES
-        if large and type(torch.empty(0, device=device)) is Tensor:  # not in a mode of fake ones
+        if large and type(torch.empty(0, device=device)) is Tensor:  # not a fake tensor
             return torch.frombuffer(_map_memory(nbytes), dtype=dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _map_memory(nbytes: int) -> mmap.mmap:
     try:
-        found = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS)
+        mapping = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
-            f"{nbytes} bytes for a cache are not to be had: a smaller format, "
-            "a window or a shorter context takes less (kvant.plan)"
+            f"{nbytes} bytes for a cache cannot be allocated: use a smaller format, a window or a "
+            "shorter context (kvant.plan)"
         ) from error
     if nbytes >= MIN_HUGE_PAGE_BYTES and (huge := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
-        with suppress(OSError):  # a system that has none
-            found.madvise(huge)
-    return found
+        with suppress(OSError):  # huge pages are disabled
+            mapping.madvise(huge)
+    return mapping
 
 
 def retile(
     name: str, field: Tensor, old: Tiles | None, new: Tiles | None, into: Tensor | None = None
 ) -> Tensor:
-    """A field of sealed pages, from the old tiles to the new ones; None is rows as they are.
+    """Convert a field of sealed pages from `old` to `new` tiles; None: canonical order.
 
-    With `into` it is put there.
+    The result is written to `into`, if given.
     """
     if old == new:
         return field if into is None else into.copy_(field)
     if old is None or new is None:
-        one = new.pack if new is not None else old.unpack  # type: ignore[union-attr]
-        return one(name, field, into)
+        convert = new.pack if new is not None else old.unpack  # type: ignore[union-attr]
+        return convert(name, field, into)
     return new.pack(name, old.unpack(name, field), into)
 
 
-MAX_PAGES_PER_MOVE = 32  # pages: bounds the scratch of a move
-RESERVE_FACTOR = 4  # times what is needed: address space costs nothing on a CPU
+MAX_PAGES_PER_MOVE = 32  # bounds the scratch of a move
+RESERVE_FACTOR = 4  # over-allocation on a CPU, where address space costs nothing
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all rows of a layer have in common once the first ones came."""
+    """The heads, widths, dtypes and device of all rows of a layer."""
 
     heads: int
     dims: Mapping[str, int]
@@ -96,11 +90,11 @@ class Geometry:
         return cls(keys.shape[1], dims, dtypes, keys.device)
 
     def with_dtype(self, dtype: torch.dtype | None) -> Geometry:
-        """The same in the dtype that a recipe asks for, if it asks for one."""
+        """Return the geometry in the dtype of a recipe, if it sets one."""
         return self if dtype is None else replace(self, dtypes=dict.fromkeys(self.dims, dtype))
 
     def matches(self, rows: Fields) -> bool:
-        """Is this the geometry of these rows? Asked at every token."""
+        """Return whether `rows` have this geometry; called for every token."""
         shape = rows["keys"].shape
         if len(shape) != 4:
             return False
@@ -117,14 +111,14 @@ class Geometry:
         return f"{self.heads} heads, {', '.join(parts)} on {self.device}"
 
     def open_nbytes(self, spec: LayerSpec) -> int:
-        """Bytes of one open page."""
+        """Return the bytes of one open page."""
         return sum(
             self.heads * spec.page * dim * self.dtypes[name].itemsize
             for name, dim in self.dims.items()
         )
 
     def sealed_nbytes(self, spec: LayerSpec) -> int:
-        """Bytes of one sealed page, with what a selection asks of it."""
+        """Return the bytes of one sealed page, and of its key bounds if pages are selected."""
         bounds = 2 * self.heads * self.dims["keys"] * self.dtypes["keys"].itemsize
         return (0 if spec.select is None else bounds) + sum(
             shape[0] * shape[1] * shape[2] * dtype.itemsize
@@ -135,29 +129,27 @@ class Geometry:
     def fields(
         self, spec: LayerSpec, name: str
     ) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
-        """The shape and the dtype of each field of a sealed page of one side."""
+        """Return shape and dtype of each field of a sealed page of one side."""
         if not spec.seals:
             return {}
         return {
-            part: (
+            field_name: (
                 (self.heads, field.height(spec.page), field.width),
                 field.dtype or self.dtypes[name],
             )
-            for part, field in spec.sides[name].fields(self.dims[name]).items()
+            for field_name, field in spec.sides[name].fields(self.dims[name]).items()
         }
 
 
 class Storage:
-    """What a layer stores; caches that share pages share it."""
+    """The tensors of a layer, shared by caches that share pages."""
 
     def __init__(self, spec: LayerSpec, geometry: Geometry, tiles: Tiles | None = None) -> None:
         self.spec = spec
         self.geometry = geometry
         self.tiles = select_tiles(geometry.device) if tiles is None else tiles
-        self.used_slots = self.num_slots = (
-            0,
-            0,
-        )  # slots, open and sealed: needed so far, and there
+        self.num_slots = 0, 0  # allocated, of open and of sealed pages
+        self.used_slots = 0, 0  # requested so far
         self.sides: dict[str, PagedTensors] = {}
         self._allocate_tensors((0, 0))
 
@@ -170,71 +162,76 @@ class Storage:
         return self.geometry.sealed_nbytes(self.spec)
 
     def ensure_slots(self, num_open: int, num_sealed: int) -> None:
-        """Have room for so many slots, keeping what is in those that there are."""
+        """Allocate at least this many slots; pages in present slots are preserved."""
         if num_open > self.num_slots[0] or num_sealed > self.num_slots[1]:
-            need = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
+            needed = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
             try:
                 self._allocate_tensors(
                     (
-                        self._grow_size(need[0], self.num_slots[0]),
-                        self._grow_size(need[1], self.num_slots[1]),
+                        self._grow_size(needed[0], self.num_slots[0]),
+                        self._grow_size(needed[1], self.num_slots[1]),
                     )
                 )
             except MemoryError:
-                self._allocate_tensors(need)
+                self._allocate_tensors(needed)
         self.used_slots = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
 
     def copy_to_device(self, device: torch.device, tiles: Tiles | None) -> Storage:
-        """The same slots in the memory of another device, pages in these tiles or as it likes."""
-        twin = Storage(self.spec, replace(self.geometry, device=device), tiles)
-        if (device, twin.tiles) == (self.geometry.device, self.tiles):
+        """Return a copy on `device`, with the same slots; `tiles` None: the default there."""
+        copy = Storage(self.spec, replace(self.geometry, device=device), tiles)
+        if (device, copy.tiles) == (self.geometry.device, self.tiles):
             return self
-        twin.ensure_slots(*self.used_slots)
-        by = twin if device.type != "cpu" else self  # a GPU swaps bytes faster than they are sent
-        for name, stored in self.sides.items():
-            other, (opened, sealed) = twin.sides[name], self.used_slots
-            other.open[:opened].copy_(stored.open[:opened])
-            for field, pages in stored.sealed.items():
-                for first in range(0, sealed, MAX_PAGES_PER_MOVE):
-                    some = slice(first, min(first + MAX_PAGES_PER_MOVE, sealed))
-                    part = pages[some].to(by.geometry.device)
-                    part = retile(f"{name}.{field}", part, self.tiles, twin.tiles)
-                    other.sealed[field][some].copy_(part)
-        return twin
+        copy.ensure_slots(*self.used_slots)
+        retiling = copy if device.type != "cpu" else self  # a GPU retiles faster than the transfer
+        for name, source in self.sides.items():
+            target, (num_open, num_sealed) = copy.sides[name], self.used_slots
+            target.open[:num_open].copy_(source.open[:num_open])
+            for field, pages in source.sealed.items():
+                for first in range(0, num_sealed, MAX_PAGES_PER_MOVE):
+                    batch = slice(first, min(first + MAX_PAGES_PER_MOVE, num_sealed))
+                    field_batch = pages[batch].to(retiling.geometry.device)
+                    field_batch = retile(f"{name}.{field}", field_batch, self.tiles, copy.tiles)
+                    target.sealed[field][batch].copy_(field_batch)
+        return copy
 
     def relocate_pages(
         self, old_table: PageTable, new_table: PageTable, num_slots: tuple[int, int]
     ) -> Storage:
-        """A storage of so many slots with the pages of one extent, where another says.
+        """Return a storage with the pages of `old_table` in the slots of `new_table`.
 
-        Pages whose slots stay lie where they lay.
+        If a table is unchanged, its tensors are shared.
         """
-        twin = Storage(self.spec, self.geometry, self.tiles)
-        stay = (
+        copy = Storage(self.spec, self.geometry, self.tiles)
+        unchanged = (
             old_table.open_table is new_table.open_table,
             old_table.sealed_table is new_table.sealed_table,
         )
-        twin.ensure_slots(*(0 if stays else n for stays, n in zip(stay, num_slots, strict=True)))
-        if not stay[0]:
-            twin._copy_open_from(self, old_table, new_table)
-        if not stay[1]:
-            twin._copy_sealed_from(self, old_table, new_table)
+        copy.ensure_slots(
+            *(
+                0 if is_unchanged else n
+                for is_unchanged, n in zip(unchanged, num_slots, strict=True)
+            )
+        )
+        if not unchanged[0]:
+            copy._copy_open_from(self, old_table, new_table)
+        if not unchanged[1]:
+            copy._copy_sealed_from(self, old_table, new_table)
         sides = {
             name: replace(
                 stored,
-                open=self.sides[name].open if stay[0] else stored.open,
-                sealed=self.sides[name].sealed if stay[1] else stored.sealed,
-                summary=self.sides[name].summary if stay[1] else stored.summary,
+                open=self.sides[name].open if unchanged[0] else stored.open,
+                sealed=self.sides[name].sealed if unchanged[1] else stored.sealed,
+                summary=self.sides[name].summary if unchanged[1] else stored.summary,
                 derived={},
             )
-            for name, stored in twin.sides.items()
+            for name, stored in copy.sides.items()
         }
-        room, used = (
-            (old[0] if stay[0] else new[0], old[1] if stay[1] else new[1])
-            for old, new in ((self.num_slots, twin.num_slots), (self.used_slots, twin.used_slots))
+        allocated, used = (
+            (old[0] if unchanged[0] else new[0], old[1] if unchanged[1] else new[1])
+            for old, new in ((self.num_slots, copy.num_slots), (self.used_slots, copy.used_slots))
         )
-        twin.__dict__.update(sides=sides, num_slots=room, used_slots=used)
-        return twin
+        copy.__dict__.update(sides=sides, num_slots=allocated, used_slots=used)
+        return copy
 
     def copy_pages_from(
         self,
@@ -243,13 +240,13 @@ class Storage:
         new_table: PageTable,
         only_slots: tuple[Ints, Ints] | None = None,
     ) -> None:
-        """Copy the pages that lie in another storage where one extent says, as the other does.
+        """Copy pages from `other`, where `old_table` has them, to the slots of `new_table`.
 
-        All of them, or those to whose slots, open and sealed, nobody else looks.
+        `only_slots` restricts the copy to these new slots, of open and of sealed pages.
         """
-        opened, sealed = (None, None) if only_slots is None else only_slots
-        self._copy_open_from(other, old_table, new_table, opened)
-        self._copy_sealed_from(other, old_table, new_table, sealed)
+        open_slots, sealed_slots = (None, None) if only_slots is None else only_slots
+        self._copy_open_from(other, old_table, new_table, open_slots)
+        self._copy_sealed_from(other, old_table, new_table, sealed_slots)
 
     def _copy_open_from(
         self,
@@ -285,7 +282,7 @@ class Storage:
         )
 
     def _allocate_tensors(self, num_slots: tuple[int, int]) -> None:
-        """Lie in tensors of so many slots."""
+        """Reallocate the tensors with `num_slots` slots."""
         sides, geometry = {}, self.geometry
         for name, codec in self.spec.sides.items():
             shape = (geometry.heads, self.spec.page, geometry.dims[name])
@@ -294,31 +291,33 @@ class Storage:
                 None if old is None else old.open, shape, geometry.dtypes[name], num_slots, 0
             )
             fields = {
-                part: self._grow_tensor(
-                    None if old is None else old.sealed[part], shape, dtype, num_slots, 1
+                field_name: self._grow_tensor(
+                    None if old is None else old.sealed[field_name], shape, dtype, num_slots, 1
                 )
-                for part, (shape, dtype) in geometry.fields(self.spec, name).items()
+                for field_name, (shape, dtype) in geometry.fields(self.spec, name).items()
             }
             summary = self._make_summary(old, num_slots) if name == "keys" else None
             sides[name] = PagedTensors(codec, rows, fields, self.tiles, summary)
-        # In one call: an interrupt finds the old tensors with their numbers, or the new ones.
+        # One call, so that an interrupt cannot separate the tensors from their sizes.
         self.__dict__.update(sides=sides, num_slots=num_slots)
 
     def _make_summary(
         self, old_tensors: PagedTensors | None, num_slots: tuple[int, int]
     ) -> PageSummary | None:
-        """Of the keys, where pages are selected."""
+        """Return the key bounds, if the layer selects pages."""
         if self.spec.select is None:
             return None
         old = None if old_tensors is None else old_tensors.summary
         shape = (self.geometry.heads, 2, self.geometry.dims["keys"])
-        of = np.zeros(num_slots[1], np.int64)
-        if old is not None:  # before the bounds: who works one out writes it, and then here
-            of[: self.used_slots[1]] = old.slot_versions[: self.used_slots[1]]
+        slot_versions = np.zeros(num_slots[1], np.int64)
+        if old is not None:  # before the bounds: writers write bounds first
+            slot_versions[: self.used_slots[1]] = old.slot_versions[: self.used_slots[1]]
         bounds = self._grow_tensor(
             None if old is None else old.bounds, shape, self.geometry.dtypes["keys"], num_slots, 1
         )
-        return old if old is not None and old.bounds is bounds else PageSummary(bounds, of)
+        return (
+            old if old is not None and old.bounds is bounds else PageSummary(bounds, slot_versions)
+        )
 
     def _grow_tensor(
         self,
@@ -340,15 +339,15 @@ class Storage:
 def _select_slot_pairs(
     old_slots: Ints, new_slots: Ints, only_slots: Ints | None
 ) -> tuple[Ints, Ints]:
-    """Slots from which to copy, and to which: all, or those that were taken for it."""
+    """Return the source and target slots of a copy, restricted to `only_slots` if given."""
     if only_slots is None:
         return old_slots, new_slots
-    lacking = np.isin(new_slots, only_slots)
-    return old_slots[lacking], new_slots[lacking]
+    mask = np.isin(new_slots, only_slots)
+    return old_slots[mask], new_slots[mask]
 
 
 def find_runs(old_slots: Ints, new_slots: Ints) -> list[tuple[slice, slice]]:
-    """Slots that lie one behind the other, here and there: they are copied together."""
+    """Return slices of slots that are consecutive on both sides, to copy them together."""
     ends = np.flatnonzero((np.diff(old_slots) != 1) | (np.diff(new_slots) != 1)) + 1
     first, stop = [0, *ends.tolist()], [*ends.tolist(), len(old_slots)]
     return [
@@ -362,8 +361,8 @@ def find_runs(old_slots: Ints, new_slots: Ints) -> list[tuple[slice, slice]]:
 
 
 def copy_pages(source: Fields, target: Fields, old_slots: Ints, new_slots: Ints) -> None:
-    """Pages from slots to slots, field by field, and no tensor in between."""
+    """Copy pages from slots to slots, field by field, without temporary tensors."""
     runs = find_runs(old_slots, new_slots)
     for name, tensor in target.items():
-        for there, here in runs:
-            tensor[here].copy_(source[name][there])
+        for source_slots, target_slots in runs:
+            tensor[target_slots].copy_(source[name][source_slots])

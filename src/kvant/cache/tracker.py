@@ -1,8 +1,8 @@
-"""Which extents hold, which forward is under way, and the slots that both keep.
+"""The committed page tables of a cache, its open forward, and the slots that both hold.
 
-What holds is one immutable `Book`, and every verb ends in the assignment of another: so an
-exception, Ctrl-C among them, leaves the old state or the new one, for all layers. Counts of slots
-change apart from that; where an interrupt came between, they are counted anew.
+The state is one immutable `CacheState`, and every operation ends in the assignment of another. So
+an exception, KeyboardInterrupt included, leaves the old state or the new one for all layers. Slot
+counts change separately; after an interrupt they are recounted.
 """
 
 from __future__ import annotations
@@ -13,74 +13,65 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.cache.advance import (
-    Pools,
-    advance,
-    advance_steadily,
-    bound_pages,
-    bound_slots,
-    bound_slots_when_shared,
-    relocate_table,
-)
-from kvant.cache.checks import check_no_page_due, check_same_forward, parse_padding
+from kvant.cache import checks, pool_sizing
+from kvant.cache.advance import Pools, advance, advance_steadily
 from kvant.cache.pool import Pool
 from kvant.cache.state import CacheState, PruningQueries, RetiredSlots, Slots
 from kvant.cache.storage import Storage
 from kvant.contracts import ExternalState
 from kvant.errors import CapacityError, UnsupportedView
-from kvant.page_table import NO_SLOTS, AppendPlan, Ints, LayerGroup, PageTable
+from kvant.page_table import AppendPlan, Ints, LayerGroup, PageTable
+
+if TYPE_CHECKING:
+    from kvant.cache.recurrent import StateHistory
 
 logger = logging.getLogger("kvant")
 
-T = TypeVar("T")
-HOLDER_SERIALS = itertools.count()  # of holders of slots
+HOLDER_SERIALS = itertools.count()  # serials of `SlotHolder`s
 EMPTY_SLOTS = np.zeros(0, np.int64)
 
 
 class StateTracker:
-    """The integers of a cache: a `Holder` of slots in the pools of its kinds."""
+    """The integers of a cache: a `SlotHolder` in the pools of its layer groups."""
 
     def __init__(
         self,
         layer_groups: Sequence[LayerGroup],
         pools: Sequence[Pools],
         leaf_groups: Sequence[int | None],
-        histories: tuple[Any, ...] = (),
+        histories: tuple[StateHistory, ...] = (),
         storages: Mapping[int, Storage] | None = None,
-        lock: Any = None,
+        lock: RLock | None = None,
     ) -> None:
         self.serial = next(HOLDER_SERIALS)
         self.layer_groups = tuple(layer_groups)
-        self.leaf_groups = tuple(leaf_groups)  # the kind of each; None: it recurs
-        self.prunes = any(kind.pruning is not None for kind in layer_groups)
+        self.leaf_groups = tuple(leaf_groups)  # None: a recurrent layer
+        self.prunes = any(group.pruning is not None for group in layer_groups)
         self.state = CacheState(tuple(pools), (), histories, dict(storages or {}))
-        self.num_abandoned = 0
-        self.num_changes = 0  # appends and verbs, by which memory may have changed
-        self.backend: str | None = None  # that reads all layers; None: the first that does
-        self.in_speculation = self.external_speculation = (
-            False  # may a chunk be drafts, by us or by a host?
-        )
-        self.in_prompt = False  # is it of a prompt, however short?
-        self.forward_queries: dict[
-            int, PruningQueries
-        ] = {}  # by leaf: what the newest forward asks
-        self.prune_callback: Callable[[], object] = int  # set by the layers, which know of rows
+        self.num_abandoned = 0  # forwards that were rolled back
+        self.num_changes = 0  # operations that may have changed `nbytes`
+        self.backend: str | None = None  # None: the first that supports the view
+        self.in_speculation = False  # chunks may be drafts: within `speculation_mode`,
+        self.external_speculation = False  # or because the model library says so
+        self.in_prompt = False  # all tokens are of a prompt: within `prompt_mode`
+        self.forward_queries: dict[int, PruningQueries] = {}  # of the newest forward, by leaf
+        self.prune_callback: Callable[[], object] = int  # set by CacheContents, which has the rows
         self.external_states: tuple[ExternalState, ...] = ()
-        self.lock = lock or RLock()  # of all caches that share these pools
+        self.lock = lock or RLock()  # shared by all caches over these pools
         for pool in self._list_pools():
             pool.add_holder(self)
 
     def __del__(self) -> None:
-        """Anywhere, even inside of a pool: so slots are left to whoever takes the next ones."""
+        """Leave the slots to the next allocation: this may run inside of a pool operation."""
         state: CacheState | None = self.__dict__.get("state")
-        for kind, pools in enumerate(state.pools if state is not None else ()):
-            for pool, slots in zip((pools.open, pools.sealed), self._list_slots(kind), strict=True):
+        for group, pools in enumerate(state.pools if state is not None else ()):
+            for pool, slots in zip(pools, self._list_slots(group), strict=True):
                 pool.holders.pop(self.serial, None)
                 pool.orphaned_slots.append((self.serial, slots))
 
@@ -93,73 +84,69 @@ class StateTracker:
         return self.state.page_tables[0].batch if self.state.page_tables else 0
 
     def list_slots(self, pool: Pool) -> Ints:
-        for kind, pools in enumerate(self.pools):
+        """Return the slots of `pool` that this cache holds."""
+        for group, pools in enumerate(self.pools):
             if pool is pools.open:
-                return self._list_slots(kind)[0]
+                return self._list_slots(group)[0]
             if pool is pools.sealed:
-                return self._list_slots(kind)[1]
+                return self._list_slots(group)[1]
         return EMPTY_SLOTS
 
     @property
     def is_empty(self) -> bool:
-        """Has no sequence a token, nor padding that was begun?"""
+        """Whether no column has been appended since the cache was created or reset."""
         return all(
-            (e.lengths == -e.padding).all() and not e.seq_lens.any() for e in self.state.page_tables
+            (table.lengths == -table.padding).all() and not table.seq_lens.any()
+            for table in self.state.page_tables
         )
 
     def get_committed_table(self, group: int) -> PageTable | None:
         return self.state.page_tables[group] if self.state.page_tables else None
 
     def get_page_table(self, group: int, leaf: int) -> PageTable | None:
-        """Where a layer is: what a forward under way brought it counts.
+        """Return the table of a layer, with the rows of an open forward included.
 
-        Threads may ask while another one commits: then what holds from now on counts.
+        This reads one state, so it is safe while another thread commits.
         """
-        book = self.state
-        change = book.plans.get(group) if leaf in book.appended_leaves else None
-        if change is not None:
-            return change.new_table
-        return book.page_tables[group] if book.page_tables else None
+        state = self.state
+        plan = state.plans.get(group) if leaf in state.appended_leaves else None
+        if plan is not None:
+            return plan.new_table
+        return state.page_tables[group] if state.page_tables else None
 
     def count_slots(self, group: int) -> tuple[int, int]:
-        """Slots, open and sealed, that this cache holds or that nobody does."""
+        """Return the open and the sealed slots that this cache holds or that are free."""
         pools = self.pools[group].open, self.pools[group].sealed
         if any(pool.orphaned_slots for pool in pools):
             with self.guard_counts():
                 for pool in pools:
                     pool.collect_orphans()
-        held = self._list_slots(group)
-        opened, sealed = (len(np.unique(s)) + p.num_free for s, p in zip(held, pools, strict=True))
-        return opened, sealed
+        slots = self._list_slots(group)
+        num_open, num_sealed = (
+            len(np.unique(pool_slots)) + pool.num_free
+            for pool_slots, pool in zip(slots, pools, strict=True)
+        )
+        return num_open, num_sealed
 
     def bound_slots_after(self, group: int, page_table: PageTable, coming: int) -> tuple[int, int]:
-        """The most that it can be once so many tokens came, at once or one by one."""
-        now = self.count_slots(group)
-        if self.pools[group].is_shared:
-            need = bound_slots_when_shared(page_table, coming)
-            if (
-                self.layer_groups[group].pruning is not None
-            ):  # rows that stay are stored before others go
-                after = bound_slots(
-                    page_table.layer_group, (page_table.lengths + coming).clip(0).tolist()
-                )
-                need = need[0] + after[0], need[1] + after[1]
-        else:
-            need = bound_slots(
-                page_table.layer_group, (page_table.lengths + coming).clip(0).tolist()
-            )
-        return max(now[0], need[0]), max(now[1], need[1])
+        """Return the maximum of slots after `coming` more tokens, in chunks or single ones."""
+        present = self.count_slots(group)
+        needed = pool_sizing.bound_slots_after(
+            page_table, coming, is_shared=self.pools[group].is_shared
+        )
+        return max(present[0], needed[0]), max(present[1], needed[1])
 
     def begin_append(self, leaf: int, count: int) -> None:
-        """A layer is to get rows: where it has some of a forward under way, that one died.
+        """Prepare an append to a layer: roll back a failed forward, and prune if it is due.
 
-        So did one that no layer has rows of yet. The first token behind a prompt prunes it.
+        A forward has failed if this layer has its rows already, or if no layer has any. The first
+        token after a prompt prunes it.
         """
         self.num_changes += 1
-        book = self.state
-        if book.unreported_length is not None:
+        state = self.state
+        if state.unreported_length is not None:
             self._notify_external_states()
-        if leaf in book.appended_leaves or (book.plans and not book.appended_leaves):
+        if leaf in state.appended_leaves or (state.plans and not state.appended_leaves):
             self.rollback()
         if self.prunes and not (self.state.plans or self.state.appended_leaves):
             self._collect_queries()
@@ -176,84 +163,86 @@ class StateTracker:
         new_rows_dense: bool = False,
         tables_per_sequence: int = 1,
     ) -> AppendPlan:
-        """What `count` more columns do to a kind: made by the first of its layers that asks.
-
-        Sequences have `heads` tables each.
-        """
-        book = self.state
-        change = book.plans.get(group)
-        if change is None and count == 1 and start is None and book.page_tables:
-            extent = book.page_tables[group]
+        """Return the plan for `count` more columns; the first layer of a group makes it."""
+        state = self.state
+        plan = state.plans.get(group)
+        if plan is None and count == 1 and start is None and state.page_tables:
+            page_table = state.page_tables[group]
             capacity = self.layer_groups[group].capacity
-            fits = capacity is None or extent.num_columns < capacity
+            fits = capacity is None or page_table.num_columns < capacity
             if (
-                extent.steady_tokens
+                page_table.steady_tokens
                 and fits
-                and (extent.batch, extent.tables_per_sequence) == (batch, tables_per_sequence)
+                and (page_table.batch, page_table.tables_per_sequence)
+                == (batch, tables_per_sequence)
             ):
-                change = book.plans[group] = advance_steadily(extent)
-        if change is None:
-            given = None if start is None else parse_padding(start, batch)
-            change = self._make_plan(
-                group, batch, count, given, new_rows_dense, tables_per_sequence
+                plan = state.plans[group] = advance_steadily(page_table)
+        if plan is None:
+            padding = None if start is None else checks.parse_padding(start, batch)
+            plan = self._make_plan(
+                group, batch, count, padding, new_rows_dense, tables_per_sequence
             )
-        if start is not None or change.num_new != count or change.old_table.batch != batch:
-            check_same_forward(change, batch, count, start)
-        return change
+        if start is not None or plan.num_new != count or plan.old_table.batch != batch:
+            checks.check_same_forward(plan, batch, count, start)
+        return plan
 
     def plan_token(self, *, seals: bool) -> list[AppendPlan]:
-        """What one more token of every sequence does to the kinds, but for the rows themselves.
+        """Return one plan per group for one more token of every sequence.
 
-        Those are written by somebody else, later: so no page may fall due with its own row, unless
-        whoever writes it `seals` as well.
+        An external kernel writes its rows. So no page may be due with them, unless the kernel
+        `seals`.
         """
         self.num_changes += 1
         if None in self.leaf_groups or self.external_states:
-            raise UnsupportedView("a layer that recurs: its state is no row that comes later")
+            raise UnsupportedView("a recurrent layer: its state cannot be written by a kernel")
         if self.prunes:
             raise UnsupportedView("a layer that prunes: its heads have tables of their own")
         if self.is_empty:
-            raise CapacityError("no token yet, whose rows say what memory is needed: append first")
-        for extent in () if seals else self.state.page_tables:
-            check_no_page_due(extent)
+            raise CapacityError("no tokens yet, so the size of rows is unknown: append first")
+        for page_table in () if seals else self.state.page_tables:
+            checks.check_no_page_due(page_table)
         try:
-            made = [
+            plans = [
                 self.plan_append(i, self.batch, 1, None, new_rows_dense=False)
                 for i in range(len(self.layer_groups))
             ]
         except CapacityError:
             self.rollback()
             raise
-        return made if seals else [replace(x, writes=x.writes[:0], derived={}) for x in made]
+        if seals:
+            return plans
+        return [replace(plan, writes=plan.writes[:0], derived={}) for plan in plans]
 
     def predict_growth(
         self,
         group: int,
         batch: int,
         count: int,
-        start: Any,
+        start: Sequence[int] | Tensor | None,
         *,
         new_rows_dense: bool,
         tables_per_sequence: int,
     ) -> tuple[int, int]:
-        """The slots, open and sealed, by which the pools of a kind would grow."""
+        """Return the open and sealed slots by which an append would grow the pools of a group."""
         with self.lock:
             if group in self.state.plans:
                 return 0, 0
-            given = None if start is None else parse_padding(start, batch)
-            extent = self._get_base_table(group, batch, count, given, tables_per_sequence)
-            scratch = self.pools[group].copy()
+            padding = None if start is None else checks.parse_padding(start, batch)
+            page_table = self._get_base_table(group, batch, count, padding, tables_per_sequence)
+            trial = self.pools[group].copy()
             if self.layer_groups[group].capacity is not None and self.is_empty:
-                self._reserve_capacity(group, extent.num_tables, scratch)
-            for which, slots in self.state.retired_slots:
-                if which == group:
-                    scratch.drop_references(*slots)
-            tables = replace(
-                extent, sealed_table=extent.sealed_table.copy(), open_table=extent.open_table.copy()
+                pool_sizing.reserve_capacity(page_table.layer_group, page_table.num_tables, trial)
+            for retired_group, slots in self.state.retired_slots:
+                if retired_group == group:
+                    trial.drop_references(*slots)
+            table_copy = replace(
+                page_table,
+                sealed_table=page_table.sealed_table.copy(),
+                open_table=page_table.open_table.copy(),
             )
-            advance(tables, count, scratch, new_rows_dense=new_rows_dense)
+            advance(table_copy, count, trial, new_rows_dense=new_rows_dense)
             pools = self.pools[group]
-            return scratch.open.size - pools.open.size, scratch.sealed.size - pools.sealed.size
+            return trial.open.size - pools.open.size, trial.sealed.size - pools.sealed.size
 
     def _get_base_table(
         self,
@@ -263,48 +252,19 @@ class StateTracker:
         padding: tuple[int, ...] | None,
         tables_per_sequence: int,
     ) -> PageTable:
-        """The extent that rows are added to, or an error."""
-        one, extents = self.layer_groups[group], self.state.page_tables
-        fresh = not extents or self.is_empty
-        extent = (
-            PageTable.make_empty(one, padding or (0,) * batch, tables_per_sequence)
-            if fresh
-            else extents[group]
+        """Return the table that rows are appended to, or raise if they do not fit."""
+        is_first = not self.state.page_tables or self.is_empty
+        if is_first:
+            padding = padding or (0,) * batch
+            layer_group = self.layer_groups[group]
+            page_table = PageTable.make_empty(layer_group, padding, tables_per_sequence)
+        else:
+            page_table = self.state.page_tables[group]
+        plans = self.state.plans.values()
+        checks.check_append_fits(
+            page_table, plans, batch, count, tables_per_sequence, is_first=is_first
         )
-        if extent.batch != batch:
-            raise ValueError(
-                f"rows of {batch} sequences for a cache of {extent.batch}: a cache keeps the "
-                "sequences that it began with, which can be repeated, selected and merged "
-                "(kvant.merge)"
-            )
-        if extent.tables_per_sequence != tables_per_sequence:
-            raise ValueError(
-                f"rows of {tables_per_sequence} key heads for a layer of "
-                f"{extent.tables_per_sequence}"
-            )
-        for change in self.state.plans.values():
-            other = change.old_table
-            began, begins = (e.reduce_to_sequences(e.padding).tolist() for e in (other, extent))
-            if other.batch != batch or (fresh and began != begins):
-                raise ValueError(
-                    f"rows of {batch} sequences that begin at {begins}, where "
-                    f"another layer of this forward got {other.batch} that begin at {began}"
-                )
-        longest = int(extent.seq_lens.max(initial=0)) + count
-        if one.capacity is not None and longest > one.capacity:
-            raise CapacityError(
-                f"{longest} tokens for a capacity of {one.capacity}: rewind, reset, or give the "
-                f"spec capacity={longest} or none"
-            )
-        return extent
-
-    def _reserve_capacity(self, group: int, num_tables: int, pools: Pools) -> None:
-        """Take all memory of a fixed capacity with the first token."""
-        capacity = self.layer_groups[group].capacity
-        if capacity is not None:
-            opened, sealed = bound_pages(self.layer_groups[group], capacity)
-            pools.open.grow(num_tables * opened)
-            pools.sealed.grow(num_tables * sealed)
+        return page_table
 
     def _make_plan(
         self,
@@ -315,61 +275,63 @@ class StateTracker:
         new_rows_dense: bool,
         tables_per_sequence: int,
     ) -> AppendPlan:
-        extent = self._get_base_table(group, batch, count, padding, tables_per_sequence)
+        page_table = self._get_base_table(group, batch, count, padding, tables_per_sequence)
         pools = self.pools[group]
         with self.guard_counts():
             self.free_retired_slots()
             if self.is_empty:
-                self._reserve_capacity(group, extent.num_tables, pools)
-            change = self.state.plans[group] = advance(
-                extent, count, pools, new_rows_dense=new_rows_dense
+                pool_sizing.reserve_capacity(page_table.layer_group, page_table.num_tables, pools)
+            plan = self.state.plans[group] = advance(
+                page_table, count, pools, new_rows_dense=new_rows_dense
             )
-        return change
+        return plan
 
-    def commit_layer(self, leaf: int, history: tuple[int, Any] | None = None) -> bool:
-        """A layer has its rows, or its state. Was it the last one? Then the forward is kept."""
-        book = self.state
-        if len(book.appended_leaves) + 1 < len(self.leaf_groups):
+    def commit_layer(self, leaf: int, history: tuple[int, StateHistory] | None = None) -> bool:
+        """Record that a layer has its rows or state; return whether this commits the forward."""
+        state = self.state
+        if len(state.appended_leaves) + 1 < len(self.leaf_groups):
             if history is not None:
-                book.new_histories[history[0]] = history[1]
-            book.appended_leaves.add(leaf)
+                state.new_histories[history[0]] = history[1]
+            state.appended_leaves.add(leaf)
             return False
-        after, gone = list[PageTable](), list(book.retired_slots)
-        for kind, change in sorted(book.plans.items()):
-            after.append(change.new_table)
-            if len(change.freed_slots[0]) or len(change.freed_slots[1]):
-                gone.append((kind, change.freed_slots))
-        coming = book.new_histories if history is None else book.new_histories | dict([history])
-        states = tuple(coming.get(i, past) for i, past in enumerate(book.histories))
-        to_follow = min(extent.num_columns for extent in after) if self.external_states else None
-        came = max((change.num_new for change in book.plans.values()), default=1)
+        new_tables, retired = list[PageTable](), list(state.retired_slots)
+        for group, plan in sorted(state.plans.items()):
+            new_tables.append(plan.new_table)
+            if len(plan.freed_slots[0]) or len(plan.freed_slots[1]):
+                retired.append((group, plan.freed_slots))
+        new = state.new_histories if history is None else state.new_histories | dict([history])
+        histories = tuple(new.get(i, old) for i, old in enumerate(state.histories))
+        external_length = None
+        if self.external_states:
+            external_length = min(table.num_columns for table in new_tables)
+        num_new = max((plan.num_new for plan in state.plans.values()), default=1)
         self.state = CacheState(
-            *(book.pools, tuple(after), states, book.storages),
-            retired_slots=tuple(gone),
-            unreported_length=to_follow,
-            pruning_queries=book.pruning_queries,
-            has_unpruned_prompt=book.has_unpruned_prompt or self.is_prompt(came),
+            *(state.pools, tuple(new_tables), histories, state.storages),
+            retired_slots=tuple(retired),
+            unreported_length=external_length,
+            pruning_queries=state.pruning_queries,
+            has_unpruned_prompt=state.has_unpruned_prompt or self.is_prompt(num_new),
         )
-        if to_follow is not None:
+        if external_length is not None:
             self._notify_external_states()
         if len(self.state.lengths) > 1:
             logger.warning(
                 "layers hold different numbers of tokens: %s", sorted(self.state.lengths)
             )
-        if len(gone) > len(book.retired_slots):
+        if len(retired) > len(state.retired_slots):
             self.compact()
         return True
 
     @property
     def query_nbytes(self) -> int:
-        """Bytes of the queries that are kept for a prune."""
+        """Bytes of the queries retained for a prune."""
         return sum(
-            one.queries.nbytes
-            for one in (*self.state.pruning_queries.values(), *self.forward_queries.values())
+            entry.queries.nbytes
+            for entry in (*self.state.pruning_queries.values(), *self.forward_queries.values())
         )
 
     def is_prompt(self, count: int) -> bool:
-        """Are so many tokens, that come together, part of a prompt?"""
+        """Return whether a forward of `count` tokens is part of a prompt."""
         return self.in_prompt or (
             count > 1 and not (self.in_speculation or self.external_speculation)
         )
@@ -377,99 +339,97 @@ class StateTracker:
     def replace_queries(
         self, queries: dict[int, PruningQueries], *, has_unpruned_prompt: bool
     ) -> None:
-        """Know this of what was asked: nothing, once a prune is over or other tokens are here."""
+        """Replace the queries retained for pruning; {} after a prune or new contents."""
         self.forward_queries = {}
         self.state = replace(
             self.state, pruning_queries=queries, has_unpruned_prompt=has_unpruned_prompt
         )
 
     def _collect_queries(self) -> None:
-        """Know what the newest forward asked, if it was kept."""
-        asked, seen, self.forward_queries = (
-            dict(self.state.pruning_queries),
-            self.forward_queries,
-            {},
-        )
-        for leaf, new in seen.items():
-            kind = self.leaf_groups[leaf]
-            if kind is not None and new.num_columns == self.state.page_tables[kind].num_columns:
-                asked[leaf] = asked[leaf].append(new) if leaf in asked else new
-        if seen:
-            self.state = replace(self.state, pruning_queries=asked)
+        """Retain the queries of the newest forward, if it was committed."""
+        queries = dict(self.state.pruning_queries)
+        newest = self.forward_queries
+        self.forward_queries = {}
+        for leaf, new in newest.items():
+            group = self.leaf_groups[leaf]
+            if group is not None and new.num_columns == self.state.page_tables[group].num_columns:
+                queries[leaf] = queries[leaf].append(new) if leaf in queries else new
+        if newest:
+            self.state = replace(self.state, pruning_queries=queries)
 
     def commit(self, state: CacheState) -> None:
-        """Let this hold from now on, and no forward be under way."""
+        """Replace the state; no forward is open afterwards."""
         self.state = replace(state, appended_leaves=set(), new_histories={})
 
     def rollback(self) -> None:
-        """Take back what a forward left that never reached every layer."""
+        """Roll back an incomplete forward."""
         self.num_changes += 1
         self._notify_external_states()
-        book = self.state
-        if not book.appended_leaves and not book.plans:
+        state = self.state
+        if not state.appended_leaves and not state.plans:
             self._collect_queries()
             return
         self.forward_queries = {}
-        if book.appended_leaves:
+        if state.appended_leaves:
             logger.warning(
-                "a forward appended to %d of %d layers and was abandoned: its tokens are taken"
-                " back",
-                len(book.appended_leaves),
+                "a forward appended to %d of %d layers only: its tokens are rolled back",
+                len(state.appended_leaves),
                 len(self.leaf_groups),
             )
             self.num_abandoned += 1
-        taken = tuple((kind, change.allocated_slots) for kind, change in book.plans.items())
-        self.commit(replace(book, plans={}, retired_slots=book.retired_slots + taken))
-        if book.appended_leaves:
-            for follower in self.external_states:
-                follower.invalidate()
+        allocated = tuple((group, plan.allocated_slots) for group, plan in state.plans.items())
+        self.commit(replace(state, plans={}, retired_slots=state.retired_slots + allocated))
+        if state.appended_leaves:
+            for external_state in self.external_states:
+                external_state.invalidate()
 
     def replace_tables(
         self,
         page_tables: Iterable[PageTable],
-        histories: tuple[Any, ...],
+        histories: tuple[StateHistory, ...],
         allocated_slots: Iterable[RetiredSlots] = (),
         queries: Mapping[int, PruningQueries] | None = None,
         *,
         has_unpruned_prompt: bool = False,
     ) -> None:
-        """Other extents over the same pools, while counts change; some slots were `taken` for it.
+        """Replace the page tables over the same pools; call within `guard_counts`.
 
-        They are held before the old ones go. Of what their tokens asked, `asked` stays known.
+        `allocated_slots` were allocated for them. They are counted before the old slots are
+        dropped. `queries` are those that stay valid.
         """
         self.free_retired_slots()
-        new = tuple(page_tables)
-        for pools, extent in zip(self.pools, new, strict=False):
-            pools.add_references(extent)
-        old = [
-            (k, (e.list_open_slots(), e.list_sealed_slots()))
-            for k, e in enumerate(self.state.page_tables)
+        new_tables = tuple(page_tables)
+        for pools, page_table in zip(self.pools, new_tables, strict=False):
+            pools.add_references(page_table)
+        old_slots = [
+            (group, (table.list_open_slots(), table.list_sealed_slots()))
+            for group, table in enumerate(self.state.page_tables)
         ]
-        retired = (*allocated_slots, *old)
+        retired = (*allocated_slots, *old_slots)
         self.forward_queries = {}
-        now = replace(
-            self.state, page_tables=new, histories=histories, plans={}, retired_slots=retired
+        state = replace(
+            self.state, page_tables=new_tables, histories=histories, plans={}, retired_slots=retired
         )
         self.commit(
             replace(
-                now, pruning_queries=dict(queries or {}), has_unpruned_prompt=has_unpruned_prompt
+                state, pruning_queries=dict(queries or {}), has_unpruned_prompt=has_unpruned_prompt
             )
         )
         self.free_retired_slots()
 
     def check(self) -> None:
-        """Are the slots of all pools free, or counted as often as they are held?"""
+        """Verify that each slot of the pools is free, or counted once per holder."""
         with self.lock:
             with self.guard_counts():
-                pass  # where a change was interrupted, the next one counts them anew
+                pass  # recounts after an interrupted change
             for pool in self._list_pools():
                 pool.check()
 
     @contextmanager
     def guard_counts(self) -> Iterator[None]:
-        """Counts change within; where that is interrupted, they are counted anew.
+        """Protect changes of slot counts: an interrupted change is recounted.
 
-        All slots are taken within that an extent is to hold: before, they are nobody's.
+        Allocate all slots of a table inside the block: before it is assigned, no holder lists them.
         """
         with self.lock:
             pools = self._list_pools()
@@ -487,98 +447,51 @@ class StateTracker:
                 pool.counts_interrupted = False
 
     def free_retired_slots(self) -> None:
-        """Drop the slots that the last forward retired, while counts change."""
+        """Free the slots that the last forward released; call within `guard_counts`."""
         retired = self.state.retired_slots
         if retired:
             self.state = replace(self.state, retired_slots=())
-            for kind, slots in retired:
-                self.pools[kind].drop_references(*slots)
+            for group, slots in retired:
+                self.pools[group].drop_references(*slots)
 
     def _notify_external_states(self) -> None:
-        """Tell states of the host of a forward that was kept, if they were not told."""
+        """Report a committed forward to external states, unless it was reported."""
         length = self.state.unreported_length
         if length is not None:
-            for follower in self.external_states:
-                follower.advance_to(length)
+            for external_state in self.external_states:
+                external_state.advance_to(length)
             self.state = replace(self.state, unreported_length=None)
 
     def compact(self, *, after_prune: bool = False) -> None:
-        """Give back what a chunk took beyond what its tokens would have, or what a prune let go.
+        """Shrink pools that a chunk or a prune left larger than the tokens need.
 
-        The tokens are kept already: where there is no memory for it, the next chunk tries again.
+        This is optional: without memory for the copy, the next chunk tries again.
         """
-        for kind in range(len(self.layer_groups)):
+        for group in range(len(self.layer_groups)):
             with suppress(MemoryError, torch.OutOfMemoryError):
                 self._compact_group(
-                    kind, after_prune=after_prune and self.layer_groups[kind].pruning is not None
+                    group, after_prune=after_prune and self.layer_groups[group].pruning is not None
                 )
 
     def _compact_group(self, group: int, *, after_prune: bool) -> None:
-        """Do it where nobody else holds pages.
-
-        Pages of which there were too many, open or sealed, move to new tensors: whoever reads the
-        old ones is not disturbed.
-        """
-        pools, book = self.pools[group], self.state
-        one, was = self.layer_groups[group], book.page_tables[group]
-        opened, sealed = bound_slots(one, was.seq_lens.tolist())
-        if after_prune and one.capacity is None:
-            step = pools.open.step
-            held = (
-                len(np.unique(slots)) for slots in (was.list_open_slots(), was.list_sealed_slots())
-            )
-            opened, sealed = (-(-count // step) * step for count in held)
-        large = pools.open.size > opened, pools.sealed.size > sealed
-        if pools.is_shared or not any(large):
-            return
-        new = Pools.make(one)
-        self._reserve_capacity(group, was.num_tables, new)
-        now = relocate_table(was, new.open if large[0] else None, new.sealed if large[1] else None)
-        new = Pools(*_select_each(large, new, pools))
-        storages = book.storages | {
-            leaf: book.storages[leaf].relocate_pages(was, now, (new.open.size, new.sealed.size))
-            for leaf, own in enumerate(self.leaf_groups)
-            if own == group
-        }
-        for pool in new:
-            pool.add_holder(self)
-        left = [k for k in book.retired_slots if k[0] != group]  # slots of pools that stay
-        left += [(k, _select_each(large, NO_SLOTS, s)) for k, s in book.retired_slots if k == group]
-        extents, both = (
-            _replace_item(book.page_tables, group, now),
-            _replace_item(book.pools, group, new),
+        state = pool_sizing.shrink_pools(
+            self.state, group, self.leaf_groups, after_prune=after_prune
         )
-        self.commit(
-            replace(
-                book, page_tables=extents, pools=both, storages=storages, retired_slots=tuple(left)
-            )
-        )
+        if state is not None:
+            for pool in state.pools[group]:
+                pool.add_holder(self)
+            self.commit(state)
 
     def _list_slots(self, group: int) -> Slots:
-        book, parts = self.state, []
-        if book.page_tables:
-            parts.append(
-                (
-                    book.page_tables[group].list_open_slots(),
-                    book.page_tables[group].list_sealed_slots(),
-                )
-            )
-        if group in book.plans:
-            parts.append(book.plans[group].allocated_slots)
-        parts += [slots for which, slots in book.retired_slots if which == group]
-        both = tuple(zip(*parts, strict=True)) or ((EMPTY_SLOTS,), (EMPTY_SLOTS,))
-        return np.concatenate(both[0]), np.concatenate(both[1])
+        state, parts = self.state, []
+        if state.page_tables:
+            table = state.page_tables[group]
+            parts.append((table.list_open_slots(), table.list_sealed_slots()))
+        if group in state.plans:
+            parts.append(state.plans[group].allocated_slots)
+        parts += [slots for retired_group, slots in state.retired_slots if retired_group == group]
+        by_pool = tuple(zip(*parts, strict=True)) or ((EMPTY_SLOTS,), (EMPTY_SLOTS,))
+        return np.concatenate(by_pool[0]), np.concatenate(by_pool[1])
 
     def _list_pools(self) -> list[Pool]:
         return [pool for pools in self.pools for pool in pools]
-
-
-def _select_each(
-    mask: tuple[bool, bool], if_true: tuple[T, T], if_false: tuple[T, T]
-) -> tuple[T, T]:
-    """Of open pages and of sealed ones: these, or the others."""
-    return if_true[0] if mask[0] else if_false[0], if_true[1] if mask[1] else if_false[1]
-
-
-def _replace_item(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
-    return (*values[:index], value, *values[index + 1 :])

@@ -1,1 +1,1 @@
-"""The command `kvant`: one file a subcommand."""
+"""The `kvant` command: one module per subcommand."""

@@ -1,6 +1,7 @@
-"""`kvant chat`: a conversation, a line at a time; each turn re-uses all that was computed before.
+"""`kvant chat`: a conversation with a model, one line per message.
 
-Lines that begin with a slash do something to the conversation beside talking.
+Each turn reuses the cache of the turns before it. A line that begins with a slash is a command: it
+rewinds, forks, saves, loads or resets the conversation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -31,11 +32,14 @@ from kvant.exit_codes import print_error
 from kvant.progress import ProgressBar
 from kvant.sizes import format_count, format_size
 
+if TYPE_CHECKING:
+    from kvant.generation import Session
+
 
 def chat(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    system: Annotated[str | None, Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, Option(help="System message.")] = None,
     kv_cache: options.KVCache = None,
     kv_window_size: options.WindowSize = None,
     kv_window_keep: options.WindowKeep = None,
@@ -65,34 +69,39 @@ def chat(
     stats: options.Stats = False,
     json: options.Json = False,
 ) -> None:
-    """Talk with a model; /help says what else there is."""
-    kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
-    wanted = SessionOptions(model, *kept, draft, load, *placed, store=store)
-    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    drawn |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
-    drawn |= {"frequency_penalty": frequency_penalty, "seed": seed}
-    asked = drawn | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
+    """Chat with a model; /help lists the commands."""
+    windows = (kv_window_size, kv_window_keep)
+    cache_options = (kv_cache, *windows, max_context, strategy, threshold, budget)
+    model_options = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
+    session_options = SessionOptions(
+        model, *cache_options, draft, load, *model_options, store=store
+    )
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    sampling |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
+    sampling |= {"frequency_penalty": frequency_penalty, "seed": seed}
+    send_options = sampling | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
     if system is not None and load is not None:
-        raise ValueError("--system beside --load: the file says what the model was told first")
+        raise ValueError("--system with --load: the file has its own system message; drop one")
     with open_prefixes(store, quiet=json) as prefixes:
-        session = wanted.open_session(asked, template=True, system=system, prefixes=prefixes)
-        talk = ChatLoop(
+        session = session_options.open_session(
+            send_options, template=True, system=system, prefixes=prefixes
+        )
+        loop = ChatLoop(
             ChatBranches(session),
-            asked,
-            CacheName.from_session(wanted, session),
+            send_options,
+            CacheName.from_session(session_options, session),
             stats=stats,
             quiet=json,
         )
-        talk.run()
+        loop.run()
         if json:
-            turns = [{"message": turn.message, "reply": turn.reply} for turn in talk.session.turns]
-            print(json_text.dumps({"turns": turns, "cache": talk.session.stats()}), flush=True)
+            turns = [{"message": turn.message, "reply": turn.reply} for turn in loop.session.turns]
+            print(json_text.dumps({"turns": turns, "cache": loop.session.stats()}), flush=True)
 
 
 @dataclass
 class ChatLoop:
-    """The loop of a conversation."""
+    """Reads lines until the end of input; sends messages and runs commands."""
 
     branches: ChatBranches
     send_options: dict[str, Any]
@@ -101,14 +110,14 @@ class ChatLoop:
     quiet: bool
 
     @property
-    def session(self) -> Any:
+    def session(self) -> Session:
         return self.branches.current
 
     def run(self) -> None:
-        asking = sys.stdin is not None and sys.stdin.isatty()
-        if asking:
+        interactive = sys.stdin is not None and sys.stdin.isatty()
+        if interactive:
             print_note(COMMANDS_HELP)
-        while (line := _read_line(asking)) is not None:
+        while (line := _read_line(interactive)) is not None:
             if line.startswith("/"):
                 if line.split()[0] in ("/quit", "/exit"):
                     return
@@ -117,65 +126,65 @@ class ChatLoop:
                 self._send(line)
 
     def _run_command(self, line: str) -> None:
-        """A mistake is said, and the conversation goes on."""
+        """Run a command and print its result or its error; an error does not end the chat."""
         try:
             print_note(run_chat_command(self.branches, line))
         except (CacheError, ValueError, OSError) as error:
             print_error(str(error))
 
     def _send(self, line: str) -> None:
-        reply, before = PrintedReply(), len(self.session.stats()["recoded"])
+        reply, num_recodes = PrintedReply(), len(self.session.stats()["recoded"])
         with ProgressBar("reading the prompt", quiet=self.quiet) as reading:
             try:
                 steps = self.session.send(line, **self.send_options, progress=reading.update)
                 reply.print_steps(steps, reading, prefix="", quiet=self.quiet)
             except KeyboardInterrupt:
                 print()
-            except CacheError as error:  # the context is full, or the template refuses it
+            except CacheError as error:  # the context is full, or the template rejects the message
                 print_error(str(error))
                 return
         self.branches.tokens_per_second = reply.summarize()["tokens_a_second"]
         if self.stats:
             cache = self.session.stats()
-            named = self.cache_name.find_current(self.session)
-            for line in [
-                *describe_recodes(cache["recoded"][before:]),
-                reply.format_line(named, self.session),
+            spec = self.cache_name.find_current(self.session)
+            for note in [
+                *describe_recodes(cache["recoded"][num_recodes:]),
+                reply.format_line(spec, self.session),
             ]:
-                print_note(line)
+                print_note(note)
 
 
 def _read_line(interactive: bool) -> str | None:
-    """The next message; None at the end. Standard output is for replies alone."""
+    """Read a line, None at the end of input. The prompt goes to stderr: stdout has replies only."""
     if interactive:
         print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return check_text(input(), "what was typed")
-    except (EOFError, KeyboardInterrupt, RuntimeError):  # the last: there is no standard input
+        return check_text(input(), "the message")
+    except (EOFError, KeyboardInterrupt, RuntimeError):  # RuntimeError: no standard input
         return None
 
 
 COMMANDS_HELP = (
-    "/stats  /rewind [TURNS]  /fork (keep this as it is; /fork N goes there)  "
+    "/stats  /rewind [TURNS]  /fork (save this branch; /fork N switches to branch N)  "
     "/save FILE  /load FILE  /reset  /quit"
 )
 
 
 class ChatBranches:
-    """Conversations with a common past: the one that goes on, and those that were kept."""
+    """The current conversation, and the forks saved from it."""
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self.current = session
-        self.forks: list[Any] = []
-        self.tokens_per_second: float | None = None  # of the last reply, tokens a second
+        self.forks: list[Session] = []
+        self.tokens_per_second: float | None = None  # of the last reply
 
 
 def run_chat_command(branches: ChatBranches, line: str) -> str:
-    """Do what the line says; what there is to say about it."""
-    word, _, rest = line.partition(" ")
-    if word not in COMMANDS:
-        raise ValueError(f"{word} is unknown: {COMMANDS_HELP}")
-    return COMMANDS[word](branches, rest.strip())
+    """Run a slash command and return its message."""
+    command, _, argument = line.partition(" ")
+    if command not in COMMANDS:
+        raise ValueError(f"{command} is unknown: {COMMANDS_HELP}")
+    return COMMANDS[command](branches, argument.strip())
 
 
 def _show_help(branches: ChatBranches, argument: str) -> str:
@@ -191,13 +200,12 @@ def _show_stats(branches: ChatBranches, argument: str) -> str:
         else f"; {branches.tokens_per_second:.1f} tokens a second"
     )
     turns, tokens = format_count(len(session.turns), "turn"), format_count(stats["tokens"], "token")
-    said = (
-        f"{read_spec(session)}: {tokens} in {turns}, {stats['length']} of them held in "
-        f"{describe_memory(session)}; {stats['tokens_reused']} of {stats['tokens_asked']} asked "
-        "were re-used "
-        f"({stats['hit_rate']:.0%}){speed}"
+    summary = (
+        f"{read_spec(session)}: {tokens} in {turns}, {stats['length']} of them cached in "
+        f"{describe_memory(session)}; {stats['tokens_reused']} of {stats['tokens_asked']} prompt "
+        f"tokens reused ({stats['hit_rate']:.0%}){speed}"
     )
-    return "\n".join([*describe_recodes(stats["recoded"]), said])
+    return "\n".join([*describe_recodes(stats["recoded"]), summary])
 
 
 def _rewind(branches: ChatBranches, argument: str) -> str:
@@ -206,23 +214,24 @@ def _rewind(branches: ChatBranches, argument: str) -> str:
     if not 0 < count <= len(turns):
         verb = "is" if len(turns) == 1 else "are"
         raise ValueError(f"/rewind {count}: there {verb} {format_count(len(turns), 'turn')}")
-    left = turns[: len(turns) - count]
-    session.rewind(left[-1].end if left else 0)
-    return f"back after turn {len(left)}, at {len(session.tokens)} tokens"
+    remaining = turns[: len(turns) - count]
+    session.rewind(remaining[-1].end if remaining else 0)
+    return f"rewound to turn {len(remaining)}, {len(session.tokens)} tokens"
 
 
 def _fork(branches: ChatBranches, argument: str) -> str:
     if not argument:
         branches.forks.append(branches.current.fork())
-        return f"kept as {len(branches.forks)}: /fork {len(branches.forks)} goes back there"
+        number = len(branches.forks)
+        return f"saved as branch {number}: /fork {number} switches back to it"
     number = _parse_number(argument, "/fork")
     if not 0 < number <= len(branches.forks):
-        raise ValueError(f"/fork {number}: {len(branches.forks)} are kept")
+        raise ValueError(f"/fork {number}: {len(branches.forks)} branches are saved")
     branches.current = branches.forks[number - 1].fork()
-    return f"at {number}: {_describe_length(branches.current)}"
+    return f"on branch {number}: {_describe_length(branches.current)}"
 
 
-def _describe_length(session: Any) -> str:
+def _describe_length(session: Session) -> str:
     return (
         f"{format_count(len(session.turns), 'turn')}, {format_count(len(session.tokens), 'token')}"
     )
@@ -239,8 +248,8 @@ def _load(branches: ChatBranches, argument: str) -> str:
     path = _parse_path(argument, "/load")
     check_readable(path, "/load")
     branches.current.resume(path)
-    said = [f"> {turn.message}\n{turn.reply}" for turn in branches.current.turns]
-    return "\n".join([*said, f"{_describe_length(branches.current)} from {path}"])
+    turns = [f"> {turn.message}\n{turn.reply}" for turn in branches.current.turns]
+    return "\n".join([*turns, f"{_describe_length(branches.current)} from {path}"])
 
 
 def _reset(branches: ChatBranches, argument: str) -> str:
@@ -256,7 +265,7 @@ def _parse_number(argument: str, command: str) -> int:
 
 def _parse_path(argument: str, command: str) -> Path:
     if not argument:
-        raise ValueError(f"{command} needs the name of a file")
+        raise ValueError(f"{command}: the name of a file is needed")
     return Path(argument).expanduser()
 
 

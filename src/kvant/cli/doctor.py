@@ -1,4 +1,4 @@
-"""`kvant doctor`: what runs here, why the rest does not, and a test of it that takes a second."""
+"""`kvant doctor`: list the kernels, devices and extras of this machine, and test the kernels."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvant.sizes import format_size
 from kvant.tables import make_table
 
 EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "gpu")
-LABEL = 19  # characters: two tables below each other look like one
-MAX_DIFFERENCE = 1e-3  # between backends: float32 in another order is closer by far
+LABEL_WIDTH = 19  # characters; the same in both tables, so that they look like one
+MAX_DIFFERENCE = 1e-3  # between backends; the order of float32 sums changes far less
 
 
 def doctor(
     kernels: Annotated[
-        bool, Option("--kernels", help="Fail where no kernel runs on the processor.")
+        bool, Option("--kernels", help="Fail if no compiled kernel runs on the processor.")
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Say what runs on this machine, and test the kernels."""
+    """Report what runs on this machine, and test the kernels."""
     begin = time.perf_counter()
-    system = _system()
+    system = _describe_system()
     if not json:
         _show_system(system)
     facts = system | _run_self_test()
@@ -42,13 +42,13 @@ def doctor(
     if json:
         print(json_text.dumps(facts))
     else:
-        _show_tested(facts)
+        _show_self_test(facts)
     if not facts["healthy"] or (kernels and not facts["compiled"]):
         raise SystemExit(1)
 
 
-def _system() -> dict[str, Any]:
-    """What is known without torch, which takes a second to import."""
+def _describe_system() -> dict[str, Any]:
+    """Return the facts that need no import of torch, which takes a second."""
     return {
         "kvant": version("kvant"),
         "torch": version("torch"),
@@ -63,7 +63,7 @@ def _system() -> dict[str, Any]:
 
 
 def _run_self_test() -> dict[str, Any]:
-    """What torch and the kernels do here."""
+    """Test backends and kernels, and return the results with the facts that need torch."""
     from kvant.bench.report import describe_machine
     from kvant.cli import self_test
     from kvant.native import get_library
@@ -83,34 +83,37 @@ def _run_self_test() -> dict[str, Any]:
 def _read_memory_nbytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not of this system
+    except (AttributeError, OSError, ValueError):  # not on this operating system
         return None
 
 
 def _list_missing_extras() -> Iterator[tuple[str, list[str]]]:
-    """What each extra lacks."""
+    """Yield each extra with the packages it needs that are not installed."""
     try:
-        every = [Requirement(text) for text in requires("kvant") or ()]
-    except PackageNotFoundError:  # run from a folder
+        requirements = [Requirement(text) for text in requires("kvant") or ()]
+    except PackageNotFoundError:  # run from a source folder, not installed
         return
     for extra in EXTRAS:
-        yield (
-            extra,
-            [str(one.name) for one in _list_requirements(every, extra) if not _is_installed(one)],
-        )
+        missing = [
+            str(requirement.name)
+            for requirement in _list_requirements(requirements, extra)
+            if not _is_installed(requirement)
+        ]
+        yield extra, missing
 
 
 def _list_requirements(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
-    for one in requirements:
-        if one.marker is None or not one.marker.evaluate({"extra": extra}):
+    """Yield the requirements that an extra adds, also through other extras of kvant."""
+    for requirement in requirements:
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
-        if one.marker.evaluate({"extra": ""}):  # wanted anyway
+        if requirement.marker.evaluate({"extra": ""}):  # required without the extra, too
             continue
-        if one.name == "kvant":
-            for other in one.extras:
-                yield from _list_requirements(requirements, other)
+        if requirement.name == "kvant":
+            for other_extra in requirement.extras:
+                yield from _list_requirements(requirements, other_extra)
         else:
-            yield one
+            yield requirement
 
 
 def _is_installed(requirement: Requirement) -> bool:
@@ -120,15 +123,15 @@ def _is_installed(requirement: Requirement) -> bool:
         return False
 
 
-def _rows() -> tuple[Console, Table]:
+def _make_label_table() -> tuple[Console, Table]:
     console, table = make_table()
     table.show_header = False
-    table.add_column(no_wrap=True, min_width=LABEL)
+    table.add_column(no_wrap=True, min_width=LABEL_WIDTH)
     return console, table
 
 
 def _show_system(facts: dict[str, Any]) -> None:
-    console, table = _rows()
+    console, table = _make_label_table()
     memory = "" if facts["memory"] is None else f", {format_size(facts['memory'])} of memory"
     table.add_row(
         "versions",
@@ -137,36 +140,36 @@ def _show_system(facts: dict[str, Any]) -> None:
     )
     table.add_row("processor", f"{facts['processor']}, {facts['cores']} cores{memory}")
     for extra, missing in facts["extras"].items():
-        lacking = f"without {', '.join(missing)}: pip install 'kvant[{extra}]'"
-        table.add_row(f"kvant[{extra}]", lacking if missing else "installed")
+        advice = f"missing {', '.join(missing)}: pip install 'kvant[{extra}]'"
+        table.add_row(f"kvant[{extra}]", advice if missing else "installed")
     console.print(table)
 
 
-def _show_tested(facts: dict[str, Any]) -> None:
-    console, table = _rows()
-    table.add_row("threads", f"torch computes with {facts['threads']}")
+def _show_self_test(facts: dict[str, Any]) -> None:
+    console, table = _make_label_table()
+    table.add_row("threads", f"torch uses {facts['threads']}")
     table.add_row("GPU", facts["gpu"])
     table.add_row("kernels", facts["kernels"])
     table.add_row("packed weights", facts["packed_weights"])
     slow = " and ".join(facts["slow_dtypes"])
-    reads = f"{slow} read prompts slower than float32: --dtype float32" if slow else "none is slow"
-    table.add_row("dtypes", reads)
+    advice = f"{slow} prefill is slower than float32 here: use --dtype float32"
+    table.add_row("dtypes", advice if slow else "none is slow")
     for device, backends in facts["backends"].items():
-        first = next(name for name, reason in backends.items() if reason is None)
+        default = next(name for name, reason in backends.items() if reason is None)
         for name, reason in backends.items():
-            used = "reads rows, and is what is taken" if name == first else "reads rows if asked to"
-            table.add_row(f"{name} on {device}", f"does not: {reason}" if reason else used)
+            status = "the default" if name == default else "available with --backend"
+            table.add_row(f"{name} on {device}", f"unavailable: {reason}" if reason else status)
     console.print(table)
-    far = [row for row in facts["self_test"] if row["difference"] >= MAX_DIFFERENCE]
-    for row in far:
+    failures = [row for row in facts["self_test"] if row["difference"] >= MAX_DIFFERENCE]
+    for row in failures:
         console.print(
-            f"WRONG: {row['backend']} on {row['device']} is {row['difference']:.2g} from the "
-            f"reference with {row['format']} rows",
+            f"WRONG: {row['backend']} on {row['device']} differs from the reference by "
+            f"{row['difference']:.2g} with {row['format']} rows",
             soft_wrap=True,
         )
-    if not far:
-        most = max((row["difference"] for row in facts["self_test"]), default=None)
-        agree = f"{len(facts['self_test'])} kernels agree with the reference, to {most or 0:.1g}"
-        none = "there is no kernel to compare, the reference computes"
-        result = none if most is None else agree
+    if not failures:
+        worst = max((row["difference"] for row in facts["self_test"]), default=None)
+        result = f"{len(facts['self_test'])} kernels agree with the reference to {worst or 0:.1g}"
+        if worst is None:
+            result = "no kernel to compare, the reference backend is used"
         console.print(f"self-test: {result}, in {facts['seconds']:.1f} s", soft_wrap=True)

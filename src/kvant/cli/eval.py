@@ -1,4 +1,4 @@
-"""`kvant eval`: what each format does to a model, and what it takes, in the same run as raw."""
+"""`kvant eval`: measure the quality and the bytes of each format, compared with raw in one run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv as csv_text
 import json as json_text
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -19,6 +19,9 @@ from kvant.sizes import format_size
 from kvant.spec import check_words, split_specs
 from kvant.tables import make_table
 
+if TYPE_CHECKING:
+    from kvant.eval.result import EvaluationResult
+
 DEFAULT_FORMATS = "affine8,affine4,turbo4v4,turbo4v2"
 
 
@@ -26,31 +29,32 @@ def evaluate_formats(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
     text: Annotated[
-        Path | None, Option(help="Else files of Python's library that the one inside never saw.")
+        Path | None,
+        Option(help="Text file to evaluate on; default: files of Python's standard library."),
     ] = None,
-    formats: Annotated[
-        str, Option(help="With their options, and commas between.")
-    ] = DEFAULT_FORMATS,
-    tokens: Annotated[int, Option(min=2, help="Of text, each predicted.")] = 16384,
-    context: Annotated[int, Option(min=2, help="Tokens of a piece, at most the model's.")] = 2048,
+    formats: Annotated[str, Option(help="Comma-separated specs.")] = DEFAULT_FORMATS,
+    tokens: Annotated[int, Option(min=2, help="Number of tokens of text to predict.")] = 16384,
+    context: Annotated[
+        int, Option(min=2, help="Tokens per piece of text, limited by the model's context.")
+    ] = 2048,
     prompts: Annotated[
-        int, Option(min=1, help="Pieces to continue, and pieces to hide and find things in.")
+        int, Option(min=1, help="Number of pieces to continue, and of recall tests.")
     ] = 8,
     device: options.Device = None,
     dtype: Annotated[
         str,
-        Option(
-            help="auto, bfloat16, ...; float32 is without the rounding of 16 bits, a KL of its own."
-        ),
+        Option(help="auto, bfloat16, ...; float32 avoids 16-bit rounding, which adds to the KL."),
     ] = "auto",
-    csv: Annotated[Path | None, Option(help="Also write a table of CSV.")] = None,
-    plot: Annotated[Path | None, Option(help="Also draw divergence against bytes: F.png")] = None,
+    csv: Annotated[Path | None, Option(help="CSV file for a table of the results.")] = None,
+    plot: Annotated[
+        Path | None, Option(help="Image file for a plot of divergence against bytes: F.png.")
+    ] = None,
     save: Annotated[
-        Path | None, Option(help="Keep each result in a file, and go on from there.")
+        Path | None, Option(help="File for finished results; a run resumes after them.")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """What each format does to a model's predictions, and its bytes."""
+    """Measure each format's effect on predictions, and its bytes."""
     if plot is not None:
         from kvant.bench.report import check_plot
 
@@ -59,7 +63,7 @@ def evaluate_formats(
     specs = {spec: spec for spec in split_specs(formats)}
     for spec in specs:
         check_words(spec)
-    told = None if text is None else read_text(text, "--text")
+    evaluation_text = None if text is None else read_text(text, "--text")
     loaded, tokenizer = checkpoints.load(
         model, trust_code=trust_remote_code, device=device, dtype=dtype
     )
@@ -67,17 +71,17 @@ def evaluate_formats(
     from kvant.eval.result import FormatPoint, flatten_result, plot_results
     from kvant.hf import attach
 
-    attach(loaded)  # some attention reads stored rows only so
+    attach(loaded)  # some attention modules read compressed rows only when attached
     settings = EvaluationSettings(tokens=tokens, context=context, prompts=prompts)
-    with ProgressBar("measuring", quiet=json) as reading:
+    with ProgressBar("measuring", quiet=json) as bar:
         results = evaluate(
             loaded,
             tokenizer,
             specs,
-            text=told,
+            text=evaluation_text,
             settings=settings,
             save=save,
-            progress=reading.update,
+            progress=bar.update,
         )
     facts = {
         "model": model or "the model inside",
@@ -88,11 +92,11 @@ def evaluate_formats(
     }
     title = f"{facts['model']}, {facts['dtype']}"
     if csv is not None:
-        _write_csv(csv, [flatten_result(one) for one in results])
+        _write_csv(csv, [flatten_result(result) for result in results])
     if plot is not None:
-        plot_results([FormatPoint.from_result(one) for one in results], title, plot)
+        plot_results([FormatPoint.from_result(result) for result in results], title, plot)
     if json:
-        print(json_text.dumps(facts | {"formats": [one.to_json() for one in results]}))
+        print(json_text.dumps(facts | {"formats": [result.to_json() for result in results]}))
     else:
         _show_results(title, results)
 
@@ -110,16 +114,16 @@ def _write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _show_results(title: str, results: Sequence[Any]) -> None:
+def _show_results(title: str, results: Sequence[EvaluationResult]) -> None:
     first = results[0]
     console, _ = make_table()
-    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in first.raw_recall_shares.items())
+    shares = ", ".join(f"{test} {share:.0%}" for test, share in first.raw_recall_shares.items())
     console.print(
         f"{title}; raw: perplexity {first.raw_perplexity:.4g} over {first.positions} tokens, "
         f"{shares}",
         soft_wrap=True,
     )
-    parts = {
+    tables = {
         ("perplexity", "95%", "mean KL", "95%", "p99.9"): _format_predictions,
         (
             "top-1",
@@ -130,41 +134,39 @@ def _show_results(title: str, results: Sequence[Any]) -> None:
         ): _format_answers,
         ("bytes a token", "of raw", "at 2k", "of raw", "at 32k", "of raw"): _format_bytes,
     }
-    for heads, cells in parts.items():  # each as wide as a terminal
+    for headings, format_cells in tables.items():  # split so that each fits a terminal
         console, table = make_table()
         table.add_column("format", no_wrap=True)
-        for head in heads:
-            table.add_column(head, justify="right", no_wrap=True)
-        for one in results:
-            table.add_row(one.format, *cells(one))
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for result in results:
+            table.add_row(result.format, *format_cells(result))
         console.print(table)
 
 
-def _format_predictions(result: Any) -> list[str]:
+def _format_predictions(result: EvaluationResult) -> list[str]:
     low, high = result.perplexity_change_interval
-    least, most = result.mean_kl_interval
-    found = [f"{result.perplexity_change:+.2%}", f"{low:+.2%} {high:+.2%}"]
-    return [*found, f"{result.mean_kl:.2g}", f"{least:.2g} {most:.2g}", f"{result.p999_kl:.2g}"]
+    kl_low, kl_high = result.mean_kl_interval
+    cells = [f"{result.perplexity_change:+.2%}", f"{low:+.2%} {high:+.2%}"]
+    return [*cells, f"{result.mean_kl:.2g}", f"{kl_low:.2g} {kl_high:.2g}", f"{result.p999_kl:.2g}"]
 
 
-def _format_answers(result: Any) -> list[str]:
-    found = [f"{result.top1:.1%}", f"{result.identical:.1f}"]
-    found += [f"{share:.0%}" for share in result.recall_shares.values()]
-    return [*found, f"{result.tokens_s:.0f}", f"{result.vs_raw:.2f}"]
+def _format_answers(result: EvaluationResult) -> list[str]:
+    cells = [f"{result.top1:.1%}", f"{result.identical:.1f}"]
+    cells += [f"{share:.0%}" for share in result.recall_shares.values()]
+    return [*cells, f"{result.tokens_s:.0f}", f"{result.vs_raw:.2f}"]
 
 
-def _format_bytes(result: Any) -> list[str]:
-    """Of a sealed row in all layers, and of the whole cache."""
-    found = [f"{result.row_nbytes:.0f}", _format_ratio(result.row_nbytes, result.raw_row_nbytes)]
-    for length, count in result.nbytes.items():
-        known = count is not None
-        found += (
-            [format_size(count), _format_ratio(count, result.raw_nbytes[length])]
-            if known
-            else ["", ""]
-        )
-    return found
+def _format_bytes(result: EvaluationResult) -> list[str]:
+    """Format the bytes of a sealed row in all layers, and of the cache at each length."""
+    cells = [f"{result.row_nbytes:.0f}", _format_ratio(result.row_nbytes, result.raw_row_nbytes)]
+    for length, nbytes in result.nbytes.items():
+        if nbytes is None:
+            cells += ["", ""]
+        else:
+            cells += [format_size(nbytes), _format_ratio(nbytes, result.raw_nbytes[length])]
+    return cells
 
 
-def _format_ratio(part: float, whole: float) -> str:
+def _format_ratio(part: float, whole: float | None) -> str:
     return f"{part / whole if whole else 1:.3g}"

@@ -1,4 +1,4 @@
-"""`kvant formats`: the language of specs, and what one spec means. Loads no model."""
+"""`kvant formats`: list the formats and options of specs, or explain one spec. Loads no model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvant.tables import make_table
 if TYPE_CHECKING:
     from kvant.planner import Plan
 
-HEADS, DIM = 8, 128  # of the layer whose bytes are shown
+HEADS, DIM = 8, 128  # of the example layer
 EXAMPLE_LAYER_TEXT = "a layer of 8 heads of 128 in bfloat16"
 EXAMPLE_LENGTHS = (1024, 8192, 32768)  # tokens
 MORE_HELP = (
-    "A spec is a format and options with commas between: affine4,window=4096.\n"
-    "kvant formats SPEC explains one; kvant plan computes the memory of a model; kvant eval tells\n"
-    "what formats do to it; docs/formats.md says when to use what."
+    "A spec is a format and options, separated by commas: affine4,window=4096.\n"
+    "kvant formats SPEC explains a spec; kvant plan computes the memory of a model; kvant eval\n"
+    "measures its quality; docs/formats.md helps to choose."
 )
 
 
@@ -35,13 +35,13 @@ def formats(
     json: options.Json = False,
 ) -> None:
     """List the formats and options of --kv-cache, or explain one spec."""
-    told = _describe_language() if spec is None else _explain_spec(spec)
+    report = _describe_language() if spec is None else _explain_spec(spec)
     if json:
-        print(json_text.dumps(told))
+        print(json_text.dumps(report))
     elif spec is None:
-        _show_language(told)
+        _show_language(report)
     else:
-        _show_spec(told)
+        _show_spec(report)
 
 
 def _describe_language() -> dict[str, Any]:
@@ -49,13 +49,14 @@ def _describe_language() -> dict[str, Any]:
     return {
         "layer": EXAMPLE_LAYER_TEXT,
         "formats": [
-            {"format": one.word, "nbytes_per_token": HEADS * DIM * one.bits / 8}
-            | {"of_raw": one.bits / raw.bits, "what": one.meaning, "use": one.use_case}
-            for one in FORMAT_WORDS
+            {"format": word.word, "nbytes_per_token": HEADS * DIM * word.bits / 8}
+            | {"of_raw": word.bits / raw.bits, "what": word.meaning, "use": word.use_case}
+            for word in FORMAT_WORDS
         ],
         "options": [
-            {"option": one.word, "default": one.default, "what": one.meaning, "use": one.use_case}
-            for one in OPTION_WORDS
+            {"option": word.word, "default": word.default}
+            | {"what": word.meaning, "use": word.use_case}
+            for word in OPTION_WORDS
         ],
         "auto": AUTO_WORD.meaning,
     }
@@ -66,20 +67,27 @@ def _explain_spec(spec: str) -> dict[str, Any]:
     if is_auto(spec):
         return {"spec": spec, "words": {AUTO_WORD.word: AUTO_WORD.meaning}, "lengths": []}
     first, *rest = (word.strip() for word in spec.split(","))
-    form = parse_format(first)
-    words = _explain_sides(form.keys, form.values)
+    side_formats = parse_format(first)
+    words = _explain_sides(side_formats.keys, side_formats.values)
     words |= {word: _explain_option(word) for word in rest}
     options = parse_options(rest)
-    inner = ",".join(word for word in (first, *rest) if not word.startswith("edge="))
+    inner_spec = ",".join(word for word in (first, *rest) if not word.startswith("edge="))
     lengths = []
     for length in sorted(
         {min(length, options.get("capacity", length)) for length in EXAMPLE_LENGTHS}
     ):
-        one, raw = _plan_layer(inner, length), _plan_layer("raw", length).nbytes
-        line = {"tokens": length, "nbytes": one.nbytes, "of_raw": one.nbytes / raw}
+        layer_plan, raw_nbytes = _plan_layer(inner_spec, length), _plan_layer("raw", length).nbytes
+        row = {
+            "tokens": length,
+            "nbytes": layer_plan.nbytes,
+            "of_raw": layer_plan.nbytes / raw_nbytes,
+        }
         if "prune" in options:
-            line |= {"nbytes_kept": one.nbytes_kept, "kept_of_raw": one.nbytes_kept / raw}
-        lengths.append(line)
+            row |= {
+                "nbytes_kept": layer_plan.nbytes_kept,
+                "kept_of_raw": layer_plan.nbytes_kept / raw_nbytes,
+            }
+        lengths.append(row)
     return {
         "spec": spec,
         "words": words,
@@ -90,10 +98,12 @@ def _explain_spec(spec: str) -> dict[str, Any]:
 
 
 def _explain_option(word: str) -> str:
-    """What it does, with its number in it where that is all it has."""
+    """Return the meaning of an option, with a plain number in place of its N."""
     name, _, value = word.partition("=")
-    what = next(one.meaning for one in OPTION_WORDS if one.word.partition("=")[0] == name)
-    return what.replace("N", value) if value.isdecimal() else what
+    meaning = next(
+        option.meaning for option in OPTION_WORDS if option.word.partition("=")[0] == name
+    )
+    return meaning.replace("N", value) if value.isdecimal() else meaning
 
 
 def _plan_layer(spec: str, context: int) -> Plan:
@@ -113,12 +123,11 @@ def _explain_sides(keys: SideFormat, values: SideFormat) -> dict[str, str]:
 
 
 def _find_format_word(side: SideFormat) -> SpecWord:
-    """A word of its own, or that of its family and width: aura4 is turbo4."""
-    known = {one.word: one for one in FORMAT_WORDS}
+    """Return the entry of a format, or that of its family and width: aura4 is turbo4."""
+    by_word = {format_word.word: format_word for format_word in FORMAT_WORDS}
     family = "bf16" if side.dtype else f"{side.family}{side.bits or ''}"
-    return (
-        known.get(side.word) or known.get(family) or SpecWord(side.word, "a codec of your own", "")
-    )
+    custom = SpecWord(side.word, "a custom codec", "")
+    return by_word.get(side.word) or by_word.get(family) or custom
 
 
 def _show_language(report: dict[str, Any]) -> None:
@@ -127,19 +136,19 @@ def _show_language(report: dict[str, Any]) -> None:
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("of raw", justify="right", no_wrap=True)
     table.add_column("what it is")
-    for one in report["formats"]:
+    for row in report["formats"]:
         table.add_row(
-            one["format"], f"{one['nbytes_per_token']:.0f}", f"{one['of_raw']:.3g}", one["what"]
+            row["format"], f"{row['nbytes_per_token']:.0f}", f"{row['of_raw']:.3g}", row["what"]
         )
     table.add_row("auto", "", "", AUTO_WORD.meaning)
     console.print(f"bytes: of a token in {report['layer']}", soft_wrap=True)
     console.print(table)
     _, table = make_table()
-    for head in ("option", "default"):
-        table.add_column(head, no_wrap=True)
+    for heading in ("option", "default"):
+        table.add_column(heading, no_wrap=True)
     table.add_column("what it does")
-    for one in report["options"]:
-        table.add_row(one["option"], one["default"], one["what"])
+    for row in report["options"]:
+        table.add_row(row["option"], row["default"], row["what"])
     console.print(table)
     console.print(MORE_HELP, soft_wrap=True)
 
@@ -147,22 +156,22 @@ def _show_language(report: dict[str, Any]) -> None:
 def _show_spec(report: dict[str, Any]) -> None:
     console, table = make_table()
     table.show_header = False
-    for word, what in report["words"].items():
-        table.add_row(word, what)
+    for word, meaning in report["words"].items():
+        table.add_row(word, meaning)
     console.print(table)
     if not report["lengths"]:
         return
     size = f"{report['nbytes_per_token']:.0f}"
-    console.print(f"{size} bytes a sealed token in {report['layer']}", soft_wrap=True)
+    console.print(f"{size} bytes per sealed token in {report['layer']}", soft_wrap=True)
     if any(word.startswith("edge=") for word in report["words"]):
-        console.print("the first and last layers are not in this table", soft_wrap=True)
+        console.print("the table leaves out the first and last layers (edge=)", soft_wrap=True)
     _, table = make_table()
-    pruned = ("once a prompt is read", "of raw") if "nbytes_kept" in report["lengths"][0] else ()
-    for head in ("tokens", "memory a layer", "of raw", *pruned):
-        table.add_column(head, justify="right")
-    for one in report["lengths"]:
-        cells = [format_size(one["nbytes"]), f"{one['of_raw']:.3g}"]
+    pruned = ("after prefill", "of raw") if "nbytes_kept" in report["lengths"][0] else ()
+    for heading in ("tokens", "memory a layer", "of raw", *pruned):
+        table.add_column(heading, justify="right")
+    for row in report["lengths"]:
+        cells = [format_size(row["nbytes"]), f"{row['of_raw']:.3g}"]
         if pruned:
-            cells += [format_size(one["nbytes_kept"]), f"{one['kept_of_raw']:.3g}"]
-        table.add_row(str(one["tokens"]), *cells)
+            cells += [format_size(row["nbytes_kept"]), f"{row['kept_of_raw']:.3g}"]
+        table.add_row(str(row["tokens"]), *cells)
     console.print(table)

@@ -1,7 +1,7 @@
-"""The command itself: its subcommands; how each ends is said in kvant.exit_codes.
+"""The `kvant` command and its subcommands. kvant.exit_codes maps their errors to exit codes.
 
-`kvant bench NAME` is a front for `kvant.bench.NAME`, with its options and its function. Commands
-import torch when they compute, so help and mistakes are shown at once.
+`kvant bench NAME` runs `main` of `kvant.bench.NAME`, with its options. Commands import torch only
+to compute, so that help and errors in options appear at once.
 """
 
 from __future__ import annotations
@@ -25,28 +25,24 @@ from kvant.cli.serve import serve
 from kvant.cli.store import store
 from kvant.exit_codes import run_app
 
-BENCHES = {  # and what the help of `main` of each begins with
-    "append": "The cost of one appended token, one layer, bf16, batch 1.",
-    "attend": "Attention of the newest tokens, one layer, bf16.",
-    "batch": "What sequences of different lengths cost in one forward, and what beams cost.",
-    "conversations": (
-        "Many users in memory for a few: with prefixes and a store, and from the beginning."
-    ),
-    "decode": (
-        "What decoding costs: a model without a cache, with ours, with peers; or bare caches."
-    ),
-    "engine": "What serving many requests at once gives, beside what transformers does with them.",
-    "prefill": "Reading a prompt, batch 1.",
-    "prefixes": "The time to the first token, of prompts that were read before and of others.",
-    "products": "Products of few rows with packed weights.",
-    "scale": "Simulate how requests go to replicas: what they find there, and who waits.",
-    "serve": "Tokens a second and waits of clients of a server, beside the engine itself.",
-    "stores": "What decoding beside a writer costs, and how soon a prefix is back.",
+BENCHES = {  # the first line of each benchmark's help
+    "append": "Time one appended token: one layer, bf16, batch 1.",
+    "attend": "Time attention of the newest tokens: one layer, bf16.",
+    "batch": "Time sequences of different lengths in one forward, or beam search.",
+    "conversations": "Measure many users with memory for a few, with prefixes and without.",
+    "decode": "Measure decoding: no cache, kvant's caches and peers; or caches alone.",
+    "engine": "Measure the throughput of many requests at once, against transformers.",
+    "prefill": "Measure prefill of one prompt, batch 1.",
+    "prefixes": "Time the first token of prompts with and without a cached prefix.",
+    "products": "Time products of few rows with packed weights.",
+    "scale": "Simulate how routing to replicas affects prefix reuse and waiting times.",
+    "serve": "Measure the speed and the waiting times of a server's clients, against the engine.",
+    "stores": "Measure decoding during writes to a store, and the time to restore a prefix.",
 }
 
 
 class Bench(TyperCommand):
-    """A benchmark, whose module is imported when its options are read."""
+    """A benchmark; imports its module only when its arguments are parsed."""
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -63,7 +59,7 @@ class BenchGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in BENCHES:
-            raise ValueError(f"kvant bench {cmd_name}: known are {', '.join(BENCHES)}")
+            raise ValueError(f"kvant bench {cmd_name}: choose one of {', '.join(BENCHES)}")
         return Bench(cmd_name, help=BENCHES[cmd_name])
 
 
@@ -72,13 +68,13 @@ bench = typer.Typer(cls=BenchGroup, no_args_is_help=True, rich_markup_mode=None)
 
 @bench.callback()
 def bench_callback() -> None:
-    """Measure: a table, then one line of JSON, or that alone."""
+    """Run a benchmark; prints a table and one line of JSON."""
 
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # whose tables cut the names of options
+    rich_markup_mode=None,  # rich's tables truncate the names of options
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)
@@ -113,5 +109,5 @@ def main_callback(
 
 
 def main() -> None:
-    """What `kvant_command` calls."""
+    """Run the command line; the entry point of `kvant_command`."""
     run_app(app)

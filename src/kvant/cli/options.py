@@ -1,7 +1,4 @@
-"""The options that several commands share, and the checks of what was typed.
-
-They find what is wrong as far as it can be known before a model is loaded.
-"""
+"""Options shared by several commands, and checks of their values before a model is loaded."""
 
 from __future__ import annotations
 
@@ -21,79 +18,100 @@ if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seco
     from kvant.generation.conversation import Transcript
 
 
-Model = Annotated[str | None, Option(help="A folder or a name on the hub; else the one inside.")]
-TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run code of the model's.")]
-KVCache = Annotated[
-    str | None, Option(help="How the cache is stored: affine4, raw, auto; kvant formats has all.")
+Model = Annotated[
+    str | None, Option(help="Folder or name on the hub; default: the model inside the package.")
 ]
-WindowSize = Annotated[int | None, Option(help="Keep the last N positions ...")]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+KVCache = Annotated[
+    str | None, Option(help="Cache format: affine4, raw, auto; kvant formats lists all.")
+]
+WindowSize = Annotated[int | None, Option(help="Window of the last N positions to store.")]
 WindowKeep = Annotated[
     int | None,
-    Option(help=f"... and the first N beside them ({DEFAULT_WINDOW_SINKS} unless given)."),
+    Option(
+        help=f"Sinks: the first N positions, stored besides the window (default "
+        f"{DEFAULT_WINDOW_SINKS})."
+    ),
 ]
-MaxNewTokens = Annotated[int, Option(min=1, help="Tokens of a reply, at most.")]
-DEFAULT_MAX_NEW_TOKENS = 256  # unless said, as in Python
-Temperature = Annotated[float, Option(min=0.0, help="0 takes the likeliest token; 1 draws.")]
-TopP = Annotated[float | None, Option(help="Draw among the likeliest that sum up to this.")]
-TopK = Annotated[int | None, Option(min=1, help="Draw among so many of the likeliest.")]
-MinP = Annotated[float | None, Option(help="Draw what is this likely beside the likeliest.")]
+MaxNewTokens = Annotated[int, Option(min=1, help="Limit on generated tokens.")]
+DEFAULT_MAX_NEW_TOKENS = 256  # the same as in Python
+Temperature = Annotated[
+    float, Option(min=0.0, help="Sampling temperature; 0: always the likeliest token.")
+]
+TopP = Annotated[
+    float | None, Option(help="Sample from the likeliest tokens whose probabilities sum to this.")
+]
+TopK = Annotated[int | None, Option(min=1, help="Sample from the K likeliest tokens.")]
+MinP = Annotated[
+    float | None, Option(help="Minimum probability, as a fraction of the likeliest token's.")
+]
 RepetitionPenalty = Annotated[
-    float, Option(help="More than 1: what prompt or reply have said is said less.")
+    float, Option(help="Above 1: make tokens of the prompt and the reply less likely.")
 ]
-PresencePenalty = Annotated[float, Option(help="Taken from the logits of what the reply said.")]
-FrequencyPenalty = Annotated[float, Option(help="Taken as often as the reply said it.")]
-Stop = Annotated[list[str] | None, Option(help="End before this text; again for more.")]
-Seed = Annotated[int | None, Option(help="The same seed says the same.")]
-MaxContext = Annotated[int | None, Option(min=2, help="Tokens of prompt and reply, at most.")]
-Strategy = Annotated[str, Option(help="always, disabled, long or adaptive.")]
-Threshold = Annotated[int, Option(help="Tokens from which on `long` keeps anything.")]
-Budget = Annotated[str | None, Option(help="Bytes that `adaptive` may take: 64MiB.")]
-PrefillChunk = Annotated[int, Option(min=1, help="Tokens of a prompt that are read at once.")]
-Draft = Annotated[str | None, Option(help="Guess ahead: ngram, or a smaller model.")]
+PresencePenalty = Annotated[
+    float, Option(help="Subtracted once from the logit of each token in the reply.")
+]
+FrequencyPenalty = Annotated[
+    float, Option(help="Subtracted from a token's logit for each occurrence in the reply.")
+]
+Stop = Annotated[list[str] | None, Option(help="Text to stop before; may be repeated.")]
+Seed = Annotated[int | None, Option(help="Seed of sampling; the same seed repeats a reply.")]
+MaxContext = Annotated[
+    int | None, Option(min=2, help="Limit on the tokens of prompt and reply together.")
+]
+Strategy = Annotated[str, Option(help="When to use a cache: always, disabled, long or adaptive.")]
+Threshold = Annotated[int, Option(help="Number of tokens from which `long` uses a cache.")]
+Budget = Annotated[str | None, Option(help="Limit on the bytes of an `adaptive` cache: 64MiB.")]
+PrefillChunk = Annotated[int, Option(min=1, help="Tokens per prefill step.")]
+Draft = Annotated[
+    str | None, Option(help="Speculative decoding: ngram, or the name of a smaller model.")
+]
 Backend = Annotated[
-    str | None, Option(help="What reads the cache: native, triton, reference; else what can.")
+    str | None, Option(help="Attention backend: native, triton, reference; default: the fastest.")
 ]
-Pack = Annotated[bool, Option(help="Weights of 16 bits on a CPU are packed for it.")]
+Pack = Annotated[bool, Option(help="Pack 16-bit weights for faster computation on a CPU.")]
 Guard = Annotated[
-    bool, Option(help="Try the format on the model, 2 s at most, and warn where it does harm.")
+    bool, Option(help="Test the format on the model, for at most 2 s, and warn if it does harm.")
 ]
-Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
+Load = Annotated[Path | None, Option(help="Saved conversation to continue.")]
 Store = Annotated[
     list[str] | None,
-    Option(help="Begin with what was read before, from a folder or a URL; several: nearest first."),
+    Option(help="Folder or URL of a prefix store; may be repeated, nearest first."),
 ]
-Device = Annotated[
-    str | None, Option(help="cpu, cuda, cuda:1, mps; else a CUDA GPU if it is there.")
-]
+Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1, mps; default: a CUDA GPU if any.")]
 DType = Annotated[str, Option(help="float32, bfloat16, float16; auto: as in the checkpoint.")]
-Stats = Annotated[bool, Option(help="Say what it took.")]
-Json = Annotated[bool, Option(help="Print one JSON object and nothing else.")]
+Stats = Annotated[bool, Option(help="Print speed and memory.")]
+Json = Annotated[bool, Option(help="Print only one JSON object.")]
 
 
 BACKENDS = ["native", "triton", "reference", "dequantize", "interpreted"]  # of kvant.attention
 
 
 def merge_spec(kv_cache: str | None, window_size: int | None, num_sinks: int | None) -> str:
-    """One spec of a spec and the flags beside it; what is said twice is refused."""
+    """Merge the window flags into a spec; raise an error if it has the option already."""
     spec = "raw" if kv_cache is None else kv_cache
-    named = {word.strip().partition("=")[0] for word in spec.split(",")}
+    spec_words = {word.strip().partition("=")[0] for word in spec.split(",")}
     for flag, option, value in (
         ("--kv-window-size", "window", window_size),
         ("--kv-window-keep", "sinks", num_sinks),
     ):
         if value is None:
             continue
-        if option in named:
-            raise ValueError(f"{flag} {value} beside --kv-cache {spec}, which says {option}= too")
+        if option in spec_words:
+            raise ValueError(
+                f"{flag} {value} with --kv-cache {spec}, which has {option}= too: drop one"
+            )
         spec += f",{option}={value}"
-    if num_sinks is not None and window_size is None and "window" not in named:
+    if num_sinks is not None and window_size is None and "window" not in spec_words:
         raise ValueError(
             f"--kv-window-keep {num_sinks} without a window: give --kv-window-size too"
         )
     return spec
 
 
-RowShape = tuple[int, int]  # heads of keys, channels of each
+RowShape = tuple[int, int]  # number of key heads, head dimension
 
 
 def check_readable(path: Path, flag: str) -> None:
@@ -102,37 +120,40 @@ def check_readable(path: Path, flag: str) -> None:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Said before the work, and not after it."""
+    """Raise an error for an output file that cannot be created, before any work is done."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{flag} {path}: the name of a file in a folder that exists is needed")
+        raise ValueError(f"{flag} {path}: the name of a file in an existing folder is needed")
 
 
 def read_text(path: Path, flag: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{flag} {path} cannot be read: it is no text in UTF-8") from None
+        raise ValueError(f"{flag} {path} cannot be read: it is not UTF-8 text") from None
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
 def check_text(text: str, source: str) -> str:
-    """Bytes that are no text come as lone surrogates, and no tokenizer takes them."""
+    """Return text, or raise an error if it has lone surrogates, which tokenizers reject.
+
+    Python decodes invalid UTF-8 of arguments and standard input to lone surrogates.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{source} is no text in UTF-8") from None
+        raise ValueError(f"{source} is not UTF-8 text") from None
     return text
 
 
 def check_backend(name: str | None) -> None:
-    """Refuse a name that no backend has, without importing torch."""
+    """Raise an error for the name of an unknown backend, without importing torch."""
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend {name!r} is not one of {BACKENDS}")
 
 
 def check_stores(names: list[str] | None) -> None:
-    """Refuse names that no store can have, without importing torch."""
+    """Raise an error for an invalid name of a store, without importing torch."""
     from kvant.stores.open import check_name
 
     for name in names or ():
@@ -140,38 +161,39 @@ def check_stores(names: list[str] | None) -> None:
 
 
 def check_send_options(send_options: Mapping[str, Any], max_context: int | None) -> None:
-    """How tokens are drawn, how many, and before what they end."""
+    """Raise an error for invalid sampling options or stop conditions."""
     from kvant.generation.settings import Sampling, StopConditions
 
-    drawn = dict(send_options)
-    ends = {"max_new_tokens": drawn.pop("max_new_tokens"), "stop": drawn.pop("stop")}
-    Sampling(**drawn)
-    StopConditions(**ends, max_context=max_context)
+    sampling = dict(send_options)
+    stop = {"max_new_tokens": sampling.pop("max_new_tokens"), "stop": sampling.pop("stop")}
+    Sampling(**sampling)
+    StopConditions(**stop, max_context=max_context)
 
 
 def check_transcript(path: Path, model: str | None) -> Transcript:
-    """A whole file with a conversation in it, of a model of this shape where a folder tells it.
+    """Read the transcript of a saved conversation, and compare its row shapes with the model's.
 
-    The weights may still be others: that is found when they are there.
+    Shapes are compared only if the model's configuration is a local file. Whether the weights are
+    the same is checked after loading them.
     """
     check_readable(path, "--load")
     from kvant.cache.files import read_header
     from kvant.generation.conversation import Transcript
 
     head = read_header(path)
-    said = Transcript.from_header(path, head.about)
-    found, own = _read_row_shapes(head), _read_model_row_shapes(model)
-    if own is not None and found and found != own:  # a text of one token has no rows yet
+    transcript = Transcript.from_header(path, head.about)
+    file_shapes, model_shapes = _read_row_shapes(head), _read_model_row_shapes(model)
+    # The cache of a text of one token has no rows yet.
+    if model_shapes is not None and file_shapes and file_shapes != model_shapes:
         raise CacheFileError(
-            f"--load {path}: a conversation with another model: it holds "
-            f"{_format_row_shapes(found)}, and "
-            f"--model has {_format_row_shapes(own)}"
+            f"--load {path}: a conversation with another model: the file has "
+            f"{_format_row_shapes(file_shapes)}, --model has {_format_row_shapes(model_shapes)}"
         )
-    return said
+    return transcript
 
 
 def _read_row_shapes(head: CacheFileHeader) -> list[RowShape]:
-    """Of the layers that keep any."""
+    """Return the row shapes of the layers that store rows, from the header of a file."""
     return [
         (head.count_key_heads(name), tensor.shape[2])
         for index in range(len(head.spec.layers))
@@ -181,23 +203,23 @@ def _read_row_shapes(head: CacheFileHeader) -> list[RowShape]:
 
 
 def _read_model_row_shapes(model: str | None) -> list[RowShape] | None:
-    """None where only the model itself can tell."""
+    """Return the row shapes of a model from its local config.json, None if that is not enough."""
     from kvant.checkpoints import find_config_file
     from kvant.models import layer_shapes
 
     file = find_config_file(model)
     try:
-        told = None if file is None else json.loads(file.read_text(encoding="utf-8"))
-        shapes = None if told is None else layer_shapes(told)
-    except (CacheError, OSError, ValueError):  # loading it says why, or knows more
+        config = None if file is None else json.loads(file.read_text(encoding="utf-8"))
+        layers = None if config is None else layer_shapes(config)
+    except (CacheError, OSError, ValueError):  # loading the model reports the error, or succeeds
         return None
-    return (
-        None if shapes is None else [(one.num_heads, one.key_dim) for one in shapes if one.attends]
-    )
+    if layers is None:
+        return None
+    return [(layer.num_heads, layer.key_dim) for layer in layers if layer.attends]
 
 
-def _format_row_shapes(rows: Iterable[RowShape]) -> str:
-    """28 layers of 8 heads of 128"""
-    counted = Counter(rows)
-    told = [f"{count} layers of {heads} heads of {dim}" for (heads, dim), count in counted.items()]
-    return " and ".join(told) or "no rows"
+def _format_row_shapes(shapes: Iterable[RowShape]) -> str:
+    """Format row shapes by count: 28 layers of 8 heads of 128."""
+    counts = Counter(shapes)
+    parts = [f"{count} layers of {heads} heads of {dim}" for (heads, dim), count in counts.items()]
+    return " and ".join(parts) or "no rows"

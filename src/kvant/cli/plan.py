@@ -1,6 +1,6 @@
-"""`kvant plan`: what a cache of a model takes in each format, before anything is loaded.
+"""`kvant plan`: compute the bytes of a model's cache in each format, without loading the model.
 
-A configuration is all it reads: no weights, and for a config.json no transformers either.
+Reads the model's configuration only; a config.json does not even need transformers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from kvant.planner import Plan
 
 RAW = "raw"
-EIGHT_BITS = ("affine8", "fp8")
 PLANNED_FORMATS = (
     RAW,
-    *EIGHT_BITS,
+    "affine8",
+    "fp8",
     "affine6",
     "affine8v4",
     "affine4",
@@ -45,80 +45,83 @@ PLANNED_FORMATS = (
 
 def plan(
     model: options.Model = None,
-    config: Annotated[Path | None, Option(help="A config.json, read as it is.")] = None,
-    context: Annotated[int | None, Option(min=1, help="Tokens of a sequence.")] = None,
-    sequences: Annotated[int, Option(min=1)] = 1,
-    budget: Annotated[str | None, Option(help="Memory, such as 8GiB.")] = None,
-    kv_cache: Annotated[
-        list[str] | None, Option(help="A format with its options; again for more.")
+    config: Annotated[
+        Path | None, Option(help="Path of a config.json, instead of --model.")
     ] = None,
+    context: Annotated[int | None, Option(min=1, help="Tokens per sequence.")] = None,
+    sequences: Annotated[int, Option(min=1, help="Number of sequences.")] = 1,
+    budget: Annotated[
+        str | None, Option(help="Memory for the cache, such as 8GiB: shows the tokens that fit.")
+    ] = None,
+    kv_cache: Annotated[list[str] | None, Option(help="Spec to plan; may be repeated.")] = None,
     json: options.Json = False,
 ) -> None:
-    """How many bytes the cache of a model takes, format by format."""
+    """Compute the bytes of a model's cache in each format."""
     limit = None if budget is None else parse_size(budget)
     for spec in kv_cache or []:
         check_spec_or_auto(spec)
     from kvant.models import layer_shapes, max_context
-    from kvant.planner import plan as planned
+    from kvant.planner import plan as plan_cache
 
-    name, told = _load_config(model, config)
-    layers, longest = layer_shapes(told), max_context(told)
-    automatic = [spec for spec in kv_cache or [] if is_auto(spec)]
-    named = [spec for spec in kv_cache or [] if not is_auto(spec)]
-    specs, refused = (named, []) if named else _list_supported_formats(layers)
-    if context is None:  # the longest that all have room for
-        context = min(planned(layers, spec).context for spec in specs)
-        context = context if longest is None else min(context, longest)
-    raw = planned(layers, RAW, context=context, sequences=sequences)
-    plans = [planned(layers, spec, context=context, sequences=sequences) for spec in specs]
-    rows = [_make_row(spec, one, raw, limit) for spec, one in zip(specs, plans, strict=True)]
-    notes = _make_notes(raw, longest, told) + refused
+    name, model_config = _load_config(model, config)
+    layers, max_length = layer_shapes(model_config), max_context(model_config)
+    auto_specs = [spec for spec in kv_cache or [] if is_auto(spec)]
+    fixed_specs = [spec for spec in kv_cache or [] if not is_auto(spec)]
+    specs, unsupported = (fixed_specs, []) if fixed_specs else _list_supported_formats(layers)
+    if context is None:  # the longest context that every format has room for
+        context = min(plan_cache(layers, spec).context for spec in specs)
+        context = context if max_length is None else min(context, max_length)
+    raw_plan = plan_cache(layers, RAW, context=context, sequences=sequences)
+    plans = [plan_cache(layers, spec, context=context, sequences=sequences) for spec in specs]
+    plan_by_spec = [*zip(specs, plans, strict=True)]
+    rows = [_make_row(spec, cache_plan, raw_plan, limit) for spec, cache_plan in plan_by_spec]
+    notes = _make_notes(raw_plan, max_length, model_config) + unsupported
     notes += [
-        f"{spec}: once a prompt of {context} tokens is read, {format_size(one.nbytes_kept)} stay"
-        for spec, one in zip(specs, plans, strict=True)
-        if one.nbytes_kept < one.nbytes
+        f"{spec}: {format_size(cache_plan.nbytes_kept)} after prefill of {context} tokens"
+        for spec, cache_plan in plan_by_spec
+        if cache_plan.nbytes_kept < cache_plan.nbytes
     ]
     notes += [
         f"{spec}: {_describe_window(rule)}"
-        for spec, rule in zip(specs, map(_widest_rule, plans), strict=True)
-        if rule.window is not None and rule != _widest_rule(raw)  # which is the model's own
+        for spec, rule in zip(specs, map(_find_widest_rule, plans), strict=True)
+        if rule.window is not None and rule != _find_widest_rule(raw_plan)  # not the model's window
     ]
-    notes += _budget_notes(rows, limit, longest)
+    notes += _make_budget_notes(rows, limit, max_length)
     notes += [
-        f"{spec}: found by trying formats on the model, which kvant run --kv-cache {spec} does"
-        for spec in automatic
+        f"{spec}: chosen by tests on the model, which kvant run --kv-cache {spec} does"
+        for spec in auto_specs
     ]
     if json:
-        figures = {"model": name, "context": raw.context, "sequences": sequences}
-        figures |= {
+        report = {"model": name, "context": raw_plan.context, "sequences": sequences}
+        report |= {
             "dtype": _format_dtype(layers[0].dtype),
-            "max_context": longest,
+            "max_context": max_length,
             "budget": limit,
             "layers": len(layers),
         }
-        figures |= {"uncounted": raw.uncounted_layers, "notes": notes, "formats": rows}
-        print(json_text.dumps(figures))
+        report |= {"uncounted": raw_plan.uncounted_layers, "notes": notes, "formats": rows}
+        print(json_text.dumps(report))
     else:
-        _show_plan(f"{name}: {_describe_layers(layers)}", rows, notes, raw, limit)
+        _show_plan(f"{name}: {_describe_layers(layers)}", rows, notes, raw_plan, limit)
 
 
-def _budget_notes(
-    rows: Sequence[dict[str, Any]], limit: int | None, longest: int | None
+def _make_budget_notes(
+    rows: Sequence[dict[str, Any]], limit: int | None, max_length: int | None
 ) -> list[str]:
-    """Name the formats of which the budget holds more tokens than the model was made for."""
-    if limit is None or longest is None:
+    """Note the formats in which more tokens fit than the model supports."""
+    if limit is None or max_length is None:
         return []
-    found = [
+    specs = [
         row["kv_cache"]
         for row in rows
-        if row["largest_context"] is None or row["largest_context"] > longest
+        if row["largest_context"] is None or row["largest_context"] > max_length
     ]
-    note = f"{', '.join(found)}: more tokens fit than the {longest} this model was made for"
-    return [note] if found else []
+    note = f"{', '.join(specs)}: more tokens fit than the {max_length} this model supports"
+    return [note] if specs else []
 
 
-def _widest_rule(cache_plan: Plan) -> Retention:
-    """Return the retention rule of the layer that keeps most."""
+def _find_widest_rule(cache_plan: Plan) -> Retention:
+    """Return the retention rule of the layer that stores the most tokens."""
     layers = iterate_attention(*cache_plan.spec.layers)
     widest = max(
         layers, key=lambda layer: (layer.effective_window, layer.retention.sinks), default=None
@@ -127,12 +130,12 @@ def _widest_rule(cache_plan: Plan) -> Retention:
 
 
 def _describe_window(rule: Retention) -> str:
-    sinks = f", and the first {rule.sinks}" if rule.sinks else ""
-    return f"the last {rule.window} tokens stay{sinks}"
+    sinks = f" and the first {rule.sinks}" if rule.sinks else ""
+    return f"stores the last {rule.window} tokens{sinks}"
 
 
 def _load_config(model: str | None, config: Path | None) -> tuple[str, Any]:
-    """A name for what is planned, and its configuration."""
+    """Return the name and the configuration of the model to plan for."""
     if model is not None and config is not None:
         raise ValueError("--model and --config both name a model: give one of them")
     if model is not None:
@@ -146,19 +149,20 @@ def _load_config(model: str | None, config: Path | None) -> tuple[str, Any]:
 
 
 def _list_supported_formats(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:
-    """The formats that can store rows of these shapes, and why the others cannot."""
-    from kvant.planner import plan as planned
+    """Return the formats that support rows of these shapes, and notes on the others."""
+    from kvant.planner import plan as plan_cache
 
-    specs: list[str] = []
-    refused: dict[str, list[str]] = {}
+    supported: list[str] = []
+    unsupported: dict[str, list[str]] = {}  # by reason
     for spec in PLANNED_FORMATS:
         try:
-            planned(layers, spec)
+            plan_cache(layers, spec)
         except ValueError as error:
-            refused.setdefault(str(error), []).append(spec)
+            unsupported.setdefault(str(error), []).append(spec)
         else:
-            specs.append(spec)
-    return specs, [f"left out: {', '.join(those)}: {why}" for why, those in refused.items()]
+            supported.append(spec)
+    notes = [f"left out: {', '.join(specs)}: {reason}" for reason, specs in unsupported.items()]
+    return supported, notes
 
 
 def _make_row(spec: str, cache_plan: Plan, raw_plan: Plan, limit: int | None) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def _make_row(spec: str, cache_plan: Plan, raw_plan: Plan, limit: int | None) ->
         "nbytes_kept": cache_plan.nbytes_kept,
     }
     if limit is not None:
-        row["largest_context"] = cache_plan.largest_context(limit)  # null: whatever it is, it fits
+        row["largest_context"] = cache_plan.largest_context(limit)  # null: any context fits
     return row
 
 
@@ -182,15 +186,15 @@ def _compute_share(part: float, whole: float) -> float:
 
 
 def _describe_layers(layers: Sequence[LayerShape]) -> str:
-    """22 layers of sliding_attention (window 512), 4 of full_attention; bfloat16"""
-    kinds = Counter((one.kind, one.window) for one in layers)
-    told = [
+    """Describe layers by kind: 22 layers of sliding_attention (window 512), 4 of full_attention."""
+    counts = Counter((layer.kind, layer.window) for layer in layers)
+    groups = [
         f"{count} of {kind}" + ("" if window is None else f" (window {window})")
-        for (kind, window), count in kinds.items()
+        for (kind, window), count in counts.items()
     ]
-    first, *others = told
-    words = ", ".join([first.replace(" of ", " layers of ", 1), *others])
-    return f"{words}; {_format_dtype(layers[0].dtype)}"
+    first, *others = groups
+    description = ", ".join([first.replace(" of ", " layers of ", 1), *others])
+    return f"{description}; {_format_dtype(layers[0].dtype)}"
 
 
 def _format_dtype(dtype: torch.dtype) -> str:
@@ -198,33 +202,32 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 def _make_notes(raw_plan: Plan, max_length: int | None, config: Any) -> list[str]:
-    """What the numbers do not say."""
+    """Note assumptions, and bytes that the numbers leave out."""
     from kvant.models import ConfigEntries, declares_dtype
 
     notes = []
     if raw_plan.dtypes and not declares_dtype(config):
         notes.append(
-            f"assumed: rows come in {_format_dtype(raw_plan.dtypes[0])}, for the configuration "
+            f"assumed: rows are {_format_dtype(raw_plan.dtypes[0])}, since the configuration "
             "names no dtype"
         )
     if max_length is not None and raw_plan.context > max_length:
         notes.append(
-            f"{raw_plan.context} tokens are more than the {max_length} this model was made for"
+            f"{raw_plan.context} tokens are more than the {max_length} this model supports"
         )
     if raw_plan.uncounted_layers:
         kinds = ", ".join(
             sorted({raw_plan.layers[index].kind for index in raw_plan.uncounted_layers})
         )
         notes.append(
-            f"not counted: what {len(raw_plan.uncounted_layers)} layers of {kinds} remember, "
-            "which the "
-            "configuration does not tell"
+            f"not counted: the state of {len(raw_plan.uncounted_layers)} layers of {kinds}, whose "
+            "size the configuration does not give"
         )
-    fixed = sum(layer.state_nbytes or 0 for layer in raw_plan.layers) * raw_plan.sequences
-    if fixed:
-        notes.append(f"counted: {format_size(fixed)} of recurrent states, at every length")
+    state_nbytes = sum(layer.state_nbytes or 0 for layer in raw_plan.layers) * raw_plan.sequences
+    if state_nbytes:
+        notes.append(f"counted: {format_size(state_nbytes)} of recurrent states, at every length")
     if ConfigEntries.from_model(config).get_anywhere("is_encoder_decoder"):
-        notes.append("not counted: the rows of the encoder, which are as many as its input has")
+        notes.append("not counted: the rows of the encoder, one per token of its input")
     return notes
 
 
@@ -238,16 +241,16 @@ def _show_plan(
     console, table = make_table()
     times = "" if raw_plan.sequences == 1 else f"{raw_plan.sequences} x "
     table.add_column("format", no_wrap=True)
-    heads = ["bytes a token", "of raw", f"{times}{raw_plan.context} tokens", "of raw"]
-    heads += [] if limit is None else [f"tokens in {format_size(limit)}"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    headings = ["bytes a token", "of raw", f"{times}{raw_plan.context} tokens", "of raw"]
+    headings += [] if limit is None else [f"tokens in {format_size(limit)}"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cells = [f"{row['nbytes_per_token']:.0f}", f"{row['nbytes_per_token_of_raw']:.4g}"]
         cells += [format_size(row["nbytes"]), f"{row['nbytes_of_raw']:.4g}"]
         if limit is not None:
-            most = row["largest_context"]
-            cells.append("any number" if most is None else str(most))
+            largest = row["largest_context"]
+            cells.append("any number" if largest is None else str(largest))
         table.add_row(row["kv_cache"], *cells)
     console.print(title, soft_wrap=True)
     console.print(table)

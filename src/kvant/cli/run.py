@@ -1,6 +1,6 @@
-"""`kvant run`: continue a prompt, and show the text as it comes.
+"""`kvant run`: generate a continuation of a prompt, printed as it is generated.
 
-A prompt is what an option names; else what is piped in, if anything is; else one of our own.
+The prompt comes from an option, else from a pipe on standard input, else it is DEFAULT_PROMPT.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json as json_text
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -24,9 +24,12 @@ from kvant.cli.session import (
 )
 from kvant.progress import ProgressBar
 
-TEXT, MESSAGE = "a text, continued as it is", "a message, by the model's chat template"
-HINT = "hint: the model has a chat template: --chat takes the prompt as a message, to be answered"
-DEFAULT_PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
+if TYPE_CHECKING:
+    from kvant.generation import Session
+
+TEXT, MESSAGE = "a text to continue, without a template", "a message in the model's chat template"
+HINT = "hint: the model has a chat template: use --chat to get an answer to the prompt"
+DEFAULT_PROMPT = "import os\n\ndef "  # suits the model inside the package, trained on Python
 
 
 def run(
@@ -34,9 +37,9 @@ def run(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
     prompt: Annotated[
-        str | None, Option(help="The text to continue; - reads it. Else what is piped in, if any.")
+        str | None, Option(help="Text to continue; - reads standard input, also the default.")
     ] = None,
-    file: Annotated[Path | None, Option(help="Read the prompt from a file.")] = None,
+    file: Annotated[Path | None, Option(help="File with the prompt.")] = None,
     kv_cache: options.KVCache = None,
     kv_window_size: options.WindowSize = None,
     kv_window_keep: options.WindowKeep = None,
@@ -60,11 +63,11 @@ def run(
     pack: options.Pack = True,
     guard: options.Guard = True,
     chat: Annotated[
-        bool, Option("--chat", help="Take the prompt as a message, by the model's chat template.")
+        bool, Option("--chat", help="Put the prompt into the model's chat template as a message.")
     ] = False,
-    save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
+    save: Annotated[Path | None, Option(help="File for text and cache, for --load.")] = None,
     cache_prompt: Annotated[
-        Path | None, Option(help="Read the prompt, write it to a file for --load, and end.")
+        Path | None, Option(help="File for the cache of the prompt, for --load; generates nothing.")
     ] = None,
     load: options.Load = None,
     store: options.Store = None,
@@ -73,38 +76,37 @@ def run(
     stats: options.Stats = False,
     json: options.Json = False,
 ) -> None:
-    """Continue a prompt with a model, on a cache of any format."""
+    """Generate a continuation of a prompt, on a cache of any format."""
     text = _find_prompt(source, prompt, file, load)
     _check_files(save, cache_prompt, load, model, chat=chat)
-    kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
-    wanted = SessionOptions(model, *kept, draft, load, *placed, store=store, chat=chat)
-    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    drawn |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
-    drawn |= {"frequency_penalty": frequency_penalty, "seed": seed}
-    asked = drawn | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
+    window_options = kv_cache, kv_window_size, kv_window_keep
+    cache_options = (*window_options, max_context, strategy, threshold, budget)
+    model_options = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
+    session_options = SessionOptions(
+        model, *cache_options, draft, load, *model_options, store=store, chat=chat
+    )
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    sampling |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
+    sampling |= {"frequency_penalty": frequency_penalty, "seed": seed}
+    send_options = sampling | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
     with open_prefixes(store, quiet=json) as prefixes:
-        session = wanted.open_session(asked, template=chat, prefixes=prefixes)
-        named = CacheName.from_session(wanted, session)
+        session = session_options.open_session(send_options, template=chat, prefixes=prefixes)
+        cache_name = CacheName.from_session(session_options, session)
         if cache_prompt is not None:
             _prefill_prompt(session, text, quiet=json)
             reply = PrintedReply()
         else:
-            reply = _generate_reply(session, text, asked, save, quiet=json)
+            reply = _generate_reply(session, text, send_options, save, quiet=json)
         if (path := cache_prompt or save) is not None:
             session.save(path)
-        cache, stored = session.stats(), named.find_current(session)
+        cache, spec = session.stats(), cache_name.find_current(session)
         if json:
-            output = {
-                "prompt": text,
-                "chat": session.prompt_format.uses_template,
-                "text": reply.text,
-                "kv_cache": stored,
-            }
+            uses_template = session.prompt_format.uses_template
+            output = {"prompt": text, "chat": uses_template, "text": reply.text, "kv_cache": spec}
             print(json_text.dumps(output | reply.summarize() | {"cache": cache}), flush=True)
         elif stats:
             print_note(f"prompt: {MESSAGE if session.prompt_format.uses_template else TEXT}")
-            for line in [*describe_recodes(cache["recoded"]), reply.format_line(stored, session)]:
+            for line in [*describe_recodes(cache["recoded"]), reply.format_line(spec, session)]:
                 print_note(line)
 
 
@@ -113,8 +115,8 @@ def is_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def _show_hint(session: Any) -> None:
-    """Name --chat where a prompt to a model with a chat template is continued."""
+def _show_hint(session: Session) -> None:
+    """Suggest --chat if the model has a chat template and the prompt does not use it."""
     if (
         is_terminal()
         and session.tokenizer.chat_template
@@ -131,55 +133,54 @@ def _check_files(
     *,
     chat: bool,
 ) -> None:
-    """Refuse files that cannot be written, read, or gone on from."""
+    """Raise an error for files that cannot be written, read or continued with these options."""
     if save is not None and cache_prompt is not None:
-        raise ValueError("--save beside --cache-prompt: give one of them")
+        raise ValueError("--save with --cache-prompt: give one of them")
     for flag, path in (("--save", save), ("--cache-prompt", cache_prompt)):
         if path is not None:
             check_writable(path, flag)
     if cache_prompt is not None and chat:
         raise ValueError(
-            "--chat beside --cache-prompt: a message is read with its reply; --save writes both"
+            "--chat with --cache-prompt: a message is cached with its reply; use --save for both"
         )
     if load is not None and (chat or cache_prompt is not None):
         _check_saved(load, model, chat)
 
 
 def _check_saved(load: Path, model: str | None, chat: bool) -> None:
-    """Refuse what a saved conversation cannot go on with."""
+    """Raise an error for options that do not fit a saved conversation."""
     template = check_transcript(load, model).template
     if chat and not template:
         raise ValueError(
-            f"--chat beside --load {load}: the file holds a text, which goes on as it is: leave "
-            "--chat out"
+            f"--chat with --load {load}: the file has a text without a chat template: drop --chat"
         )
     if template and not chat:
         raise ValueError(
-            f"--cache-prompt beside --load {load}: a template lays out its turns, so no message "
-            "of it can be read without a reply; --save writes the reply as well"
+            f"--cache-prompt with --load {load}: its chat template needs a reply to each message; "
+            "use --save, which writes the reply too"
         )
 
 
-def _prefill_prompt(session: Any, text: str, *, quiet: bool) -> None:
-    with ProgressBar("reading the prompt", quiet=quiet) as reading:
-        session.read(text, progress=reading.update)
+def _prefill_prompt(session: Session, text: str, *, quiet: bool) -> None:
+    with ProgressBar("reading the prompt", quiet=quiet) as bar:
+        session.read(text, progress=bar.update)
 
 
 def _generate_reply(
-    session: Any, text: str, send_options: dict[str, Any], save: Path | None, *, quiet: bool
+    session: Session, text: str, send_options: dict[str, Any], save: Path | None, *, quiet: bool
 ) -> PrintedReply:
     reply = PrintedReply()
     if not (quiet or session.turns):
         _show_hint(session)
-    with ProgressBar("reading the prompt", quiet=quiet) as reading:
-        steps = session.send(text, **send_options, progress=reading.update)
-        before = "" if session.prompt_format.uses_template else text
+    with ProgressBar("reading the prompt", quiet=quiet) as bar:
+        steps = session.send(text, **send_options, progress=bar.update)
+        prefix = "" if session.prompt_format.uses_template else text
         try:
-            reply.print_steps(steps, reading, prefix=before, quiet=quiet)
+            reply.print_steps(steps, bar, prefix=prefix, quiet=quiet)
         except KeyboardInterrupt:
             if save is not None and reply.num_tokens:
                 session.save(save)
-                print_note(f"\n--save {save}: written up to here")
+                print_note(f"\n--save {save}: saved the text generated so far")
             raise
     return reply
 
@@ -187,16 +188,16 @@ def _generate_reply(
 def _find_prompt(
     source: str | None, prompt: str | None, file: Path | None, load: Path | None
 ) -> str:
-    given = [text for text in (source, prompt, file) if text is not None]
-    if len(given) > 1:
+    sources = [text for text in (source, prompt, file) if text is not None]
+    if len(sources) > 1:
         raise ValueError("-, --prompt and --file each name a prompt: give one of them")
     if source not in (None, "-"):
-        raise ValueError(f"{source!r} is no option: a prompt is given with --prompt")
+        raise ValueError(f"{source!r} is not an option: a prompt needs --prompt before it")
     if file is not None:
         text = read_text(file, "--file")
-    elif "-" in given or prompt is None:
-        text = _read_stdin(wait="-" in given)
-        if not given and not text and load is None:
+    elif "-" in sources or prompt is None:
+        text = _read_stdin(wait="-" in sources)
+        if not sources and not text and load is None:
             text = DEFAULT_PROMPT
     else:
         text = prompt
@@ -209,13 +210,13 @@ def _find_prompt(
 
 
 def _read_stdin(*, wait: bool) -> str:
-    """All of standard input; of a terminal only where it is waited for."""
+    """Read all of standard input; a terminal only if `wait`."""
     if sys.stdin is None or (sys.stdin.isatty() and not wait):
         return ""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError:
-        raise ValueError("the prompt is no text in UTF-8") from None
+        raise ValueError("the prompt is not UTF-8 text") from None
     except OSError:  # nohup leaves a standard input that cannot be read
         if wait:
             raise

@@ -1,4 +1,4 @@
-"""What `kvant doctor` finds out by computing: which backends run here, and how well they agree."""
+"""The part of `kvant doctor` that computes: tests which backends run here and compares them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvant.packed_matrix import MAX_KERNEL_ROWS, PackedMatrix, SummationOrder, e
 from kvant.sizes import format_size
 
 TESTED_FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
-HEADS, TOKENS, DIM = 2, 300, 64
+HEADS, TOKENS, DIM = 2, 300, 64  # of the test cache
 
 
 def list_devices() -> list[str]:
@@ -25,34 +25,40 @@ def list_devices() -> list[str]:
 def _make_view(spec: str, device: str) -> View:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 1, HEADS, TOKENS, DIM, generator=generator).to(device)
-    made: View = Cache(1, spec)[0].append(*rows)
-    return made
+    view: View = Cache(1, spec)[0].append(*rows)
+    return view
 
 
 def explain_backends(device: str) -> dict[str, str | None]:
-    """Why each does not read affine4 rows there; None of those that do."""
+    """Return why each backend does not support affine4 rows on a device; None if it does."""
     view = _make_view("affine4", device)
-    return {one.name: one.supports(view, None) for one in BACKENDS}
+    return {backend.name: backend.supports(view, None) for backend in BACKENDS}
 
 
 def compare_backends(device: str) -> Iterator[dict[str, Any]]:
-    """How far each fast backend is from the reference."""
-    q = torch.randn(1, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(1)).to(device)
+    """Yield the largest difference of each fast backend from the reference, for each format."""
+    queries = torch.randn(1, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    queries = queries.to(device)
     for spec in TESTED_FORMATS:
         view = _make_view(spec, device)
-        right = attend(q, view, backend="reference")
-        for one in BACKENDS[:2]:
-            if one.supports(view, None) is None:
-                apart = (attend(q, view, backend=one.name) - right).abs().max().item()
-                yield {"format": spec, "device": device, "backend": one.name, "difference": apart}
+        expected = attend(queries, view, backend="reference")
+        for backend in BACKENDS[:2]:
+            if backend.supports(view, None) is None:
+                output = attend(queries, view, backend=backend.name)
+                yield {
+                    "format": spec,
+                    "device": device,
+                    "backend": backend.name,
+                    "difference": (output - expected).abs().max().item(),
+                }
 
 
 def describe_packing() -> str:
-    """What `kvant.pack` does with weights in bfloat16 here."""
+    """Describe how `kvant.pack` packs bfloat16 weights on this machine."""
     if (reason := explain_refusal(torch.bfloat16)) is not None:
         return f"no: {reason}"
-    drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    matrix = PackedMatrix(drawn.bfloat16(), SummationOrder())
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    matrix = PackedMatrix(weight.bfloat16(), SummationOrder())
     kernel = matrix.find_kernel_k_block(torch.ones(1, 256).bfloat16(), None)
     return (
         f"yes, and up to {MAX_KERNEL_ROWS} rows by our kernel"
@@ -65,6 +71,6 @@ def describe_gpu() -> str:
     if torch.version.cuda is None:
         return f"none: torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
-        return f"none that torch {torch.__version__} finds"
-    found = (torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count()))
-    return ", ".join(f"{one.name}, {format_size(one.total_memory)}" for one in found)
+        return f"none found by torch {torch.__version__}"
+    gpus = (torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count()))
+    return ", ".join(f"{gpu.name}, {format_size(gpu.total_memory)}" for gpu in gpus)

@@ -1,4 +1,4 @@
-"""`kvant serve`: a model for clients of OpenAI's interface."""
+"""`kvant serve`: run an HTTP server compatible with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,40 +15,52 @@ from kvant.devices import check_device, check_dtype
 from kvant.sizes import parse_size
 from kvant.spec.auto import check_spec_or_auto
 
+DefaultMaxNewTokens = Annotated[int, Option(min=1, help="Default limit on generated tokens.")]
+ChunkSeconds = Annotated[
+    float | None,
+    Option(help="Longest delay that one prompt may cause other requests (up to 4 prompts add up)."),
+]
+MaxWaiting = Annotated[
+    int, Option(min=0, help="Limit on waiting requests; beyond it clients get status 429.")
+]
+Host = Annotated[str, Option(help="Address to listen on; without keys, only a local one.")]
+ApiKeysFile = Annotated[
+    Path | None,
+    Option(help="File of API keys, one KEY or 'admin KEY' per line; or set KVANT_API_KEYS."),
+]
+Replicas = Annotated[
+    int | None, Option(min=1, help="Number of engines on Ray Serve, each with --max-bytes.")
+]
+Grace = Annotated[int, Option(min=0, help="Seconds that running requests get at shutdown.")]
+
 
 def serve(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_cache: options.KVCache = None,
-    max_bytes: Annotated[str | None, Option(help="Bytes of all caches together: 8GiB.")] = None,
-    max_sequences: Annotated[int, Option(min=1, help="Sequences that go on at a time.")] = 16,
+    max_bytes: Annotated[str | None, Option(help="Limit on all caches together: 8GiB.")] = None,
+    max_sequences: Annotated[int, Option(min=1, help="Limit on running sequences.")] = 16,
     max_context: options.MaxContext = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="Where a client says no number.")] = 1024,
-    chunk_seconds: Annotated[
-        float | None, Option(help="That a prompt may keep others from a token; up to 4 add up.")
-    ] = None,
-    max_waiting: Annotated[int, Option(min=0, help="Requests that may wait; then 429.")] = 256,
+    max_new_tokens: DefaultMaxNewTokens = 1024,
+    chunk_seconds: ChunkSeconds = None,
+    max_waiting: MaxWaiting = 256,
     store: options.Store = None,
-    host: Annotated[str, Option(help="Another one only with keys.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535)] = 8000,
-    api_keys: Annotated[
-        Path | None, Option(help="Keys, one a line, or 'admin KEY'; or KVANT_API_KEYS.")
-    ] = None,
-    name: Annotated[str | None, Option(help="What clients call the model.")] = None,
-    replicas: Annotated[
-        int | None, Option(min=1, help="So many engines, on Ray Serve: each of --max-bytes.")
-    ] = None,
-    grace: Annotated[int, Option(min=0, help="Seconds for requests as it ends.")] = 30,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
+    api_keys: ApiKeysFile = None,
+    name: Annotated[str | None, Option(help="Model name for clients.")] = None,
+    replicas: Replicas = None,
+    grace: Grace = 30,
     backend: options.Backend = None,
     pack: options.Pack = True,
     guard: options.Guard = True,
     device: options.Device = None,
     dtype: options.DType = "auto",
 ) -> None:
-    """Serve a model to clients of OpenAI's interface."""
+    """Serve a model over HTTP, compatible with OpenAI's API."""
     spec = "affine8" if kv_cache is None else kv_cache
     check_spec_or_auto(spec)
-    _check_words(max_bytes, api_keys, store)
+    _check_early(max_bytes, api_keys, store)
     check_backend(backend)
     check_device(device)
     check_dtype(dtype)
@@ -78,28 +90,29 @@ def serve(
     settings.check()
 
     def print_address(port: int) -> None:
-        shown = f"[{host}]" if ":" in host else host
-        print_note(f"{settings.served_model_name} at http://{shown}:{port}/v1")
+        url_host = f"[{host}]" if ":" in host else host  # brackets around an IPv6 address
+        print_note(f"{settings.served_model_name} at http://{url_host}:{port}/v1")
 
     if replicas is not None:
         from kvant.serve.ray import DeploymentSettings, run
 
-        more = {"replicas": replicas, "api_keys": api_keys, "host": host, "grace": grace}
-        run(DeploymentSettings.model_validate(settings.model_dump() | more), port, print_address)
+        values = settings.model_dump()
+        values |= {"replicas": replicas, "api_keys": api_keys, "host": host, "grace": grace}
+        run(DeploymentSettings.model_validate(values), port, print_address)
         return
-    served, tokenizer = settings.load()
-    spec = attach_model(served, spec, tokenizer, guard)
+    loaded, tokenizer = settings.load()
+    attached_spec = attach_model(loaded, spec, tokenizer, guard)
     with (
-        open_prefixes(store, quiet=True, max_bytes=settings.max_prefix_bytes) as kept,
-        settings.open_service(served, tokenizer, spec, kept, keys) as service,
+        open_prefixes(store, quiet=True, max_bytes=settings.max_prefix_bytes) as prefixes,
+        settings.open_service(loaded, tokenizer, attached_spec, prefixes, keys) as service,
     ):
-        running = server.make_server(server.create_app(service, host), host, port, grace)
-        running.on_started, running.on_stopping = print_address, service.close
-        running.run()
+        http_server = server.make_server(server.create_app(service, host), host, port, grace)
+        http_server.on_started, http_server.on_stopping = print_address, service.close
+        http_server.run()
 
 
-def _check_words(max_bytes: str | None, api_keys: Path | None, store: list[str] | None) -> None:
-    """Refuse a wrong size, file or store's name before torch and the server are imported."""
+def _check_early(max_bytes: str | None, api_keys: Path | None, store: list[str] | None) -> None:
+    """Raise an error for an invalid size, file or store before the import of torch."""
     if max_bytes is not None:
         parse_size(max_bytes)
     if api_keys is not None:

@@ -1,7 +1,7 @@
-"""A session as the command line asks for it, and its replies as they come.
+"""Open sessions by command-line options, and print their replies: shared by `run` and `chat`.
 
-A session is a new one, or one from a file. Text of a reply goes to standard output, progress and
-figures to standard error.
+A session is new or loaded from a file. The text of replies goes to standard output, progress and
+statistics to standard error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvant import checkpoints, malloc
 from kvant.cli.options import (
@@ -24,17 +24,24 @@ from kvant.cli.options import (
 )
 from kvant.devices import check_device, check_dtype, warn_of_slow_weights
 from kvant.progress import ProgressBar
+from kvant.recipes import AnySpec
 from kvant.sizes import format_count, format_size, parse_size
 from kvant.spec import describe_spec
 from kvant.spec.auto import check_spec_or_auto, is_auto
 from kvant.tables import make_table
 
-FLUSH_POLL_S = 0.1  # seconds after which a bar tells how much is still to be written
+if TYPE_CHECKING:
+    from kvant.generation import Session, Step
+    from kvant.generation.decoder import TransformersDecoder
+    from kvant.prefixes import Prefixes
+    from kvant.probing.guard import GuardedSpec
+
+FLUSH_POLL_S = 0.1  # between updates of the progress of store writes
 
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What the options of a command say of a session."""
+    """Command-line options that configure a session."""
 
     model: str | None
     kv_cache: str | None
@@ -65,15 +72,15 @@ class SessionOptions:
         return None if self.budget is None else parse_size(self.budget)
 
     def check(self, send_options: Mapping[str, Any]) -> None:
-        """Before anything is loaded: what is said twice or wrong, and files that are not there."""
+        """Raise an error for invalid or conflicting options and missing files, before loading."""
         from kvant.generation.settings import check_strategy
 
         if self.load is not None:
-            check_readable(self.load, "--load")  # before what imports torch
+            check_readable(self.load, "--load")  # first: the other checks import torch
         check_send_options(send_options, self.max_context)
         check_strategy(self.strategy, self.threshold, self.budget_bytes)
         if self.store and self.budget is not None:
-            raise ValueError("--budget beside --store: what is kept there is of one format")
+            raise ValueError("--budget with --store: a store holds one format; drop one of them")
         check_spec_or_auto(self.spec)
         check_backend(self.backend)
         check_device(self.device)
@@ -85,11 +92,14 @@ class SessionOptions:
             self._check_file(self.load)
 
     def _check_file(self, file: Path) -> None:
-        told = {"--kv-cache": self.kv_cache, "--kv-window-size": self.window_size}
-        told["--kv-window-keep"] = self.window_keep
-        for flag, value in told.items():
+        """Raise an error if the file does not fit the model or another option sets its format."""
+        flags = {"--kv-cache": self.kv_cache, "--kv-window-size": self.window_size}
+        flags["--kv-window-keep"] = self.window_keep
+        for flag, value in flags.items():
             if value is not None:
-                raise ValueError(f"{flag} {value} beside --load: the file says how it is kept")
+                raise ValueError(
+                    f"{flag} {value} with --load: the file has its own format; drop {flag}"
+                )
         check_transcript(file, self.model)
 
     def open_session(
@@ -98,22 +108,25 @@ class SessionOptions:
         *,
         template: bool,
         system: str | None = None,
-        prefixes: Any = None,
-    ) -> Any:
-        """Load the model, and begin or go on; `asked` is what `send` will be told."""
+        prefixes: Prefixes | None = None,
+    ) -> Session:
+        """Load the model, and start a session or resume the one of --load.
+
+        `send_options` are the later arguments of `Session.send`, checked before loading.
+        """
         self.check(send_options)
         model, tokenizer = checkpoints.load(self.model, **self._load_options)
         if self.chat and tokenizer.chat_template is None:
             raise ValueError(
-                "--chat: this model has no chat template: leave --chat out, and the prompt is "
-                "continued as it is"
+                "--chat: this model has no chat template: drop --chat to continue the prompt as "
+                "plain text"
             )
         self._pack_model(model)
         malloc.keep_freed_memory()
         from kvant.generation import Session
 
-        named = "raw" if self.load is not None else self.spec
-        spec = attach_model(model, named, tokenizer, self.guard)
+        initial_spec = "raw" if self.load is not None else self.spec
+        spec = attach_model(model, initial_spec, tokenizer, self.guard)
         session = Session(
             model,
             tokenizer,
@@ -141,7 +154,7 @@ class SessionOptions:
         )
 
     def _pack_model(self, model: Any) -> Any:
-        """The model itself, which is ours to change."""
+        """Pack the weights in place unless --no-pack, and return the model."""
         if self.pack:
             from kvant.weights import pack
 
@@ -150,7 +163,7 @@ class SessionOptions:
 
     @property
     def _load_options(self) -> dict[str, Any]:
-        """How models are loaded, a draft like the one that it drafts for."""
+        """Options for loading the model and its draft."""
         return {
             "trust_code": self.trust_remote_code,
             "device": self.device,
@@ -161,10 +174,10 @@ class SessionOptions:
 @contextmanager
 def open_prefixes(
     store: list[str] | None, *, quiet: bool, max_bytes: str | None = None
-) -> Iterator[Any]:
-    """Prefixes that are kept in a store, where one is named: all is written there in the end.
+) -> Iterator[Prefixes | None]:
+    """Open prefixes with a store, None without one; write all pages to it on a normal exit.
 
-    Whoever is interrupted waits for nothing.
+    An exception, such as an interrupt, abandons pending writes instead.
     """
     if not store:
         yield None
@@ -181,101 +194,114 @@ def open_prefixes(
     except BaseException:
         prefixes.abandon()
         raise
-    told = prefixes.stats()["store"]
+    store_stats = prefixes.stats()["store"]
     prefixes.close()
-    for one in told["stores"]:
-        if one["unwritten"]:
-            print_note(f"warning: {one['url']} did not take {one['unwritten']} pages")
-    if told["dropped"]:
-        print_note(f"warning: {told['dropped']} prefixes were not written: too many waited")
+    for tier in store_stats["stores"]:
+        if tier["unwritten"]:
+            print_note(f"warning: {tier['unwritten']} pages were not written to {tier['url']}")
+    if store_stats["dropped"]:
+        print_note(
+            f"warning: {store_stats['dropped']} prefixes were not written: the queue was full"
+        )
 
 
-def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -> Any:
-    """The spec that the model is attached with; what it does to the model is said.
+def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -> AnySpec:
+    """Attach a model with a spec, and return the spec, which `auto` chooses.
 
-    So is what the dtype of its weights costs.
+    Prints warnings if the format harms the model or its weights have a slow dtype.
     """
     from kvant import probing
 
     warn_of_slow_weights(model, lambda line: print_note(f"warning: {line}"))
-    with ProgressBar(f"trying {requested_spec}") as tried:
+    with ProgressBar(f"testing {requested_spec}") as bar:
 
         def progress(done: int, total: int) -> None:
-            if done == 0:  # a trial begins: its verdict was not known
-                print_note(_trial_line(requested_spec, is_auto(requested_spec)))
-            tried.update(done, total)
+            if done == 0:  # called only if no verdict is cached
+                print_note(_describe_test(requested_spec, is_auto(requested_spec)))
+            bar.update(done, total)
 
-        found = probing.attach_checked(
+        verdict = probing.attach_checked(
             model, requested_spec, tokenizer, guard=guard, progress=progress
         )
-    if found.spec != requested_spec:
-        print_note(f"{requested_spec}: {found.spec}")
-        _show_candidates(model, found)
-    if found.warning is not None:
-        print_note(f"warning: {found.warning}")
-    return found.spec
+    if verdict.spec != requested_spec:
+        print_note(f"{requested_spec}: {verdict.spec}")
+        _show_candidates(model, verdict)
+    if verdict.warning is not None:
+        print_note(f"warning: {verdict.warning}")
+    return verdict.spec
 
 
-def _trial_line(spec: str, auto: bool) -> str:
-    """Name the spec that is about to be tried, and what the trial costs."""
-    from kvant.probing.guard import BUDGET
+def _describe_test(spec: str, auto: bool) -> str:
+    """Announce the test of a spec, with its time limit."""
+    from kvant.probing.guard import TRIAL_SECONDS
 
     if auto:
-        return f"{spec}: trying formats on the model, the smallest first"
-    return f"trying {spec} on the model (at most {BUDGET:g} s; --no-guard skips it)"
+        return f"{spec}: testing formats on the model, the smallest first"
+    return f"testing {spec} on the model (at most {TRIAL_SECONDS:g} s; --no-guard skips it)"
 
 
-def _show_candidates(model: Any, found: Any) -> None:
-    """What `auto` tried, on standard error."""
+def _show_candidates(model: Any, verdict: GuardedSpec) -> None:
+    """Print the formats that `auto` tested, on standard error."""
     from kvant.planner import plan
 
     console, table = make_table(stderr=True)
-    for head in ("", "tried", "bytes a token", "KL", "top-1", "recall lost", "verdict"):
-        table.add_column(head, no_wrap=True)
-    for one in found.candidates:
-        mark = "*" if one.spec == found.spec else ""
-        nbytes = plan(model, one.spec, context=1).nbytes_per_token
-        lost = "" if one.lost is None else f"{one.lost:.2g}"
-        cells = (f"{nbytes:.0f}", f"{one.mean_kl:.2g}", f"{one.top1:.1%}", lost, one.verdict)
-        table.add_row(mark, one.spec, *cells)
+    for heading in ("", "format", "bytes a token", "KL", "top-1", "recall lost", "verdict"):
+        table.add_column(heading, no_wrap=True)
+    for candidate in verdict.candidates:
+        mark = "*" if candidate.spec == verdict.spec else ""
+        nbytes = plan(model, candidate.spec, context=1).nbytes_per_token
+        cells = (
+            f"{nbytes:.0f}",
+            f"{candidate.mean_kl:.2g}",
+            f"{candidate.top1:.1%}",
+            "" if candidate.lost is None else f"{candidate.lost:.2g}",
+            candidate.verdict,
+        )
+        table.add_row(mark, candidate.spec, *cells)
     console.print(table)
 
 
 @dataclass(frozen=True)
 class CacheName:
-    """What a cache is called: as it was asked for, for as long as it is stored so."""
+    """The name of a session's cache format in output.
+
+    It is the spec that was requested, as long as the cache is still stored in it.
+    """
 
     requested: str
-    initial: str
+    initial: str  # the spec of the cache at the start
 
     @classmethod
-    def from_session(cls, session_options: SessionOptions, session: Any) -> CacheName:
-        """Of a session that begins, or goes on from a file."""
-        begun = read_spec(session)
-        found = session_options.load is not None or is_auto(session_options.spec)
-        return cls(begun if found else session_options.spec, begun)
+    def from_session(cls, session_options: SessionOptions, session: Session) -> CacheName:
+        """Name the cache of a new or loaded session."""
+        initial = read_spec(session)
+        is_chosen = session_options.load is not None or is_auto(session_options.spec)
+        return cls(initial if is_chosen else session_options.spec, initial)
 
-    def find_current(self, session: Any) -> str:
-        stored = read_spec(session)
-        return self.requested if stored == self.initial else stored
+    def find_current(self, session: Session) -> str:
+        """Return the requested spec, or the current one after a recode."""
+        current = read_spec(session)
+        return self.requested if current == self.initial else current
 
 
-def read_spec(session: Any) -> str:
-    return describe_spec(session.cache.spec) or "raw"  # where no layer has rows
+def read_spec(session: Session) -> str:
+    return describe_spec(session.cache.spec) or "raw"  # empty if no layer stores rows
 
 
 @dataclass
 class PrintedReply:
-    """What was generated, and when."""
+    """A reply while it is generated and printed, with its timing."""
 
     text: str = ""
     num_tokens: int = 0
-    first_token_seconds: float = 0.0  # seconds to the first token
-    decode_seconds: float = 0.0  # seconds for the others
+    first_token_seconds: float = 0.0  # from the start to the first token
+    decode_seconds: float = 0.0  # from the first token to the last
     finish_reason: str | None = None
 
-    def print_steps(self, steps: Iterator[Any], bar: ProgressBar, prefix: str, quiet: bool) -> None:
-        """Print text as it comes, behind `before`."""
+    def print_steps(
+        self, steps: Iterator[Step], bar: ProgressBar, prefix: str, quiet: bool
+    ) -> None:
+        """Print `prefix` and then the text of each step as it is generated."""
         begin = time.perf_counter()
         for step in steps:
             now = time.perf_counter() - begin
@@ -306,42 +332,43 @@ class PrintedReply:
             "finish_reason": self.finish_reason,
         }
 
-    def format_line(self, spec: str, session: Any) -> str:
-        """For people: how fast, and on how much."""
+    def format_line(self, spec: str, session: Session) -> str:
+        """Format the speed of the reply and the size of the cache as one line."""
         cache = session.stats()
         speed = self.summarize()["tokens_a_second"]
-        told = "" if speed is None else f", {speed:.1f} a second"
+        details = "" if speed is None else f", {speed:.1f} a second"
         if restored := cache["tokens_restored"]:
-            told += f", {restored} of all prompts from the store"
+            details += f", {restored} prompt tokens from the store"
         return (
-            f"{format_count(self.num_tokens, 'token')}{told}, the first after "
+            f"{format_count(self.num_tokens, 'token')}{details}, the first after "
             f"{self.first_token_seconds:.2f} s; "
-            f"{spec}: {format_count(cache['length'], 'token')} held in {describe_memory(session)}"
+            f"{spec}: {format_count(cache['length'], 'token')} in {describe_memory(session)}"
         )
 
 
-def describe_memory(session: Any) -> str:
-    """Its memory beside that of a raw cache: 1.2 MiB, 0.31 of raw."""
+def describe_memory(session: Session) -> str:
+    """Format the bytes of a cache, compared with a raw one: 1.2 MiB, 0.31 of raw."""
     from kvant.planner import plan
 
     cache = session.stats()
     length, nbytes = cache["length"], cache["nbytes"]
-    raw = plan(session.prefiller.decoder.model, "raw", context=length).nbytes if length else 0
-    if not raw:
+    decoder = cast("TransformersDecoder", session.prefiller.decoder)
+    raw_nbytes = plan(decoder.model, "raw", context=length).nbytes if length else 0
+    if not raw_nbytes:
         return format_size(nbytes)
-    saved = f", {format_size(raw - nbytes)} saved" if nbytes < raw else ""
-    return f"{format_size(nbytes)}, {nbytes / raw:.2f} of raw{saved}"
+    saved = f", {format_size(raw_nbytes - nbytes)} saved" if nbytes < raw_nbytes else ""
+    return f"{format_size(nbytes)}, {nbytes / raw_nbytes:.2f} of raw{saved}"
 
 
 def describe_recodes(recoded: Sequence[dict[str, Any]]) -> list[str]:
-    """For people: how what is stored became smaller, a line a step."""
+    """Format each recode of an adaptive cache as one line."""
     return [
-        f"at {step['length']} tokens: {step['from']} to {step['to']}, "
-        f"{format_size(step['nbytes_before'])} to {format_size(step['nbytes_after'])}"
-        for step in recoded
+        f"at {recode['length']} tokens: {recode['from']} to {recode['to']}, "
+        f"{format_size(recode['nbytes_before'])} to {format_size(recode['nbytes_after'])}"
+        for recode in recoded
     ]
 
 
 def print_note(line: str) -> None:
-    """Something beside the text."""
+    """Print a line to standard error: standard output is for generated text."""
     print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`kvant store`: what lies in a folder of prefixes; is it right; what may go."""
+"""`kvant store`: list, verify and prune a folder of stored prefixes."""
 
 from __future__ import annotations
 
@@ -25,102 +25,109 @@ if TYPE_CHECKING:
     from kvant.stores import BlobInfo, FolderStore
 
 DAY_SECONDS = 86_400.0
-MAX_BLOBS_TRIED = 8  # blobs of a namespace, until one says of which model it is
+MAX_BLOBS_TRIED = 8  # per namespace, to find one whose metadata names the model
 
-FolderArgument = Annotated[str, Argument(metavar="FOLDER", help="A folder that is a store.")]
+FolderArgument = Annotated[str, Argument(metavar="FOLDER", help="Folder of a store.")]
 
 store = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @store.callback()
 def store_callback() -> None:
-    """Look into a folder of prefixes, check it, and delete from it."""
+    """List, verify and prune a folder of stored prefixes."""
 
 
 @store.command("ls")
 def list_namespaces(
     folder: FolderArgument,
-    pages: Annotated[bool, Option("--pages", help="Every blob.")] = False,
+    pages: Annotated[bool, Option("--pages", help="List every blob, too.")] = False,
     json: options.Json = False,
 ) -> None:
-    """One line a namespace: its model, its format, and what there is of it."""
-    found = _open_folder(folder)
-    entries = sorted(found)
-    told: dict[str, Any] = {"store": found.url}
-    told["namespaces"] = [_describe_namespace(found, *one) for one in _group_by_namespace(entries)]
+    """List the namespaces of a store, with model, format and size."""
+    folder_store = _open_folder(folder)
+    entries = sorted(folder_store)
+    report: dict[str, Any] = {"store": folder_store.url}
+    report["namespaces"] = [
+        _describe_namespace(folder_store, namespace, blobs)
+        for namespace, blobs in _group_by_namespace(entries)
+    ]
     if pages:
-        told["blobs"] = [_describe_blob(entry) for entry in entries]
+        report["blobs"] = [_describe_blob(entry) for entry in entries]
     if json:
-        print(json_text.dumps(told))
+        print(json_text.dumps(report))
         return
     console, _ = make_table()
-    for rows in [told["namespaces"], *([told["blobs"]] if pages else [])]:
+    for rows in [report["namespaces"], *([report["blobs"]] if pages else [])]:
         _, table = make_table()
         for name in rows[0] if rows else ():
-            right = name in ("pages", "anchors", "nbytes")
+            is_number = name in ("pages", "anchors", "nbytes")
             table.add_column(
-                _format_heading(name), justify="right" if right else "left", no_wrap=True
+                _format_heading(name), justify="right" if is_number else "left", no_wrap=True
             )
         for row in rows:
             table.add_row(*(_format_cell(name, value) for name, value in row.items()))
-        console.print(table if rows else f"{found.url}: nothing is kept")
+        console.print(table if rows else f"{folder_store.url}: the store is empty")
 
 
 @store.command()
 def stats(folder: FolderArgument, json: options.Json = False) -> None:
-    """Everything together."""
-    found = _open_folder(folder)
-    entries = list(found)
+    """Show the totals of a store."""
+    folder_store = _open_folder(folder)
+    entries = list(folder_store)
     times = [entry.last_used for entry in entries]
-    told = {
-        "store": found.url,
+    report = {
+        "store": folder_store.url,
         "namespaces": len(_group_by_namespace(entries)),
         **_count_entries(entries),
         "blobs": len(entries),
         "first_used": _format_time(min(times)) if times else None,
         "last_used": _format_time(max(times)) if times else None,
-        "nbytes_free": shutil.disk_usage(found.path).free,
+        "nbytes_free": shutil.disk_usage(folder_store.path).free,
     }
-    _print_report(told, json=json)
+    _print_report(report, json=json)
 
 
 @store.command()
 def verify(
     folder: FolderArgument,
-    drop: Annotated[bool, Option("--drop", help="Delete what is damaged.")] = False,
+    drop: Annotated[bool, Option("--drop", help="Delete corrupt blobs.")] = False,
     secret_file: Annotated[
-        Path | None, Option(help="The secret that the blobs were written with.")
+        Path | None, Option(help="File with the secret that signed the blobs.")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Read every blob, and say which are damaged; exit code 1 if any is left."""
-    found, secret = _open_folder(folder), _read_secret(secret_file)
-    entries = sorted(found)
-    damaged: dict[BlobInfo, str] = {}
+    """Check every blob and list the corrupt ones; exit code 1 if any remains."""
+    folder_store, secret = _open_folder(folder), _read_secret(secret_file)
+    entries = sorted(folder_store)
+    corrupt: dict[BlobInfo, str] = {}
     with ProgressBar("reading", quiet=json) as bar:
         for done, entry in enumerate(entries, 1):
-            if (why := _find_damage(found, entry, secret)) is not None:
-                damaged[entry] = why
+            if (reason := _find_damage(folder_store, entry, secret)) is not None:
+                corrupt[entry] = reason
             bar.update(done, len(entries))
-    if drop and len(damaged) == len(entries) > 0:
+    if drop and len(corrupt) == len(entries) > 0:
         raise StoreError(
-            f"{found.url}: none of {len(entries)} blobs is right, so nothing was deleted: were they"
-            " written with another secret? --secret-file tells it"
+            f"{folder_store.url}: all {len(entries)} blobs fail verification, so none was deleted: "
+            "if they were written with another secret, give --secret-file"
         )
-    for entry in damaged if drop else ():
-        found.drop(entry.page, entry.part)
+    for entry in corrupt if drop else ():
+        folder_store.drop(entry.page, entry.part)
     if json:
-        wrong = [{"page": one.page, "part": one.part, "why": why} for one, why in damaged.items()]
-        told = {"store": found.url, "blobs": len(entries), "nbytes": _sum_nbytes(entries)}
-        print(json_text.dumps(told | {"damaged": wrong, "dropped": len(wrong) if drop else 0}))
+        damaged = [
+            {"page": entry.page, "part": entry.part, "why": reason}
+            for entry, reason in corrupt.items()
+        ]
+        report = {"store": folder_store.url, "blobs": len(entries), "nbytes": _sum_nbytes(entries)}
+        report |= {"damaged": damaged, "dropped": len(damaged) if drop else 0}
+        print(json_text.dumps(report))
     else:
         console, _ = make_table()
-        for entry, why in damaged.items():
-            console.print(f"{entry.page} {entry.part}: {why}", soft_wrap=True)
-        ends = f", {len(damaged)} damaged" if damaged else ": all are right"
-        ends += ", which were deleted" if damaged and drop else ""
-        console.print(f"{_format_amount(entries)}{ends}", soft_wrap=True)
-    if damaged and not drop:
+        for entry, reason in corrupt.items():
+            console.print(f"{entry.page} {entry.part}: {reason}", soft_wrap=True)
+        result = f", {len(corrupt)} corrupt" if corrupt else ": all intact"
+        result += ", now deleted" if corrupt and drop else ""
+        console.print(f"{_format_amount(entries)}{result}", soft_wrap=True)
+    if corrupt and not drop:
         raise Exit(1)
 
 
@@ -128,64 +135,74 @@ def verify(
 def prune(
     folder: FolderArgument,
     max_bytes: Annotated[
-        str | None, Option(help="Leave so much, as 20GiB; what was not used for longest goes.")
+        str | None, Option(help="Evict the least recently used blobs until this is left: 20GiB.")
     ] = None,
     older_than: Annotated[
-        float | None, Option(min=0.0, help="Delete what was not used for so many days.")
+        float | None, Option(min=0.0, help="Delete blobs not used for this number of days.")
     ] = None,
     namespace: Annotated[
-        str | None, Option(help="Of this one only; alone, all of it is deleted.")
+        str | None, Option(help="Restrict to this namespace; without a limit, delete all of it.")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Delete what is old, too much, or of one namespace."""
+    """Delete old blobs, blobs over a limit, or a namespace."""
     if max_bytes is None and older_than is None and namespace is None:
-        raise ValueError("what is to go? --max-bytes, --older-than or --namespace says it")
-    most = None if max_bytes is None else parse_size(max_bytes)
+        raise ValueError("nothing to delete: give --max-bytes, --older-than or --namespace")
+    limit = None if max_bytes is None else parse_size(max_bytes)
     from kvant.stores import choose_evictions
 
-    found = _open_folder(folder)
-    spaces = _group_by_namespace(sorted(found))
+    folder_store = _open_folder(folder)
+    groups = _group_by_namespace(sorted(folder_store))
     if namespace is not None:
-        spaces = [one for one in spaces if one[0] == namespace]
-        if not spaces:
-            raise StoreError(f"{found.url}: there is no namespace {namespace!r}")
-    entries = [entry for _, those in spaces for entry in those]
-    if older_than is None and most is None:
-        gone = entries
+        groups = [(name, blobs) for name, blobs in groups if name == namespace]
+        if not groups:
+            raise StoreError(f"{folder_store.url}: there is no namespace {namespace!r}")
+    entries = [entry for _, blobs in groups for entry in blobs]
+    if older_than is None and limit is None:
+        evicted = entries
     else:
         since = None if older_than is None else time.time() - older_than * DAY_SECONDS
-        gone = [entry for entry in entries if since is not None and entry.last_used < since]
-        old = set(gone)
-        left = [entry for entry in entries if entry not in old]
-        gone += [] if most is None else choose_evictions(left, most)
+        evicted = [entry for entry in entries if since is not None and entry.last_used < since]
+        expired = set(evicted)
+        remaining = [entry for entry in entries if entry not in expired]
+        evicted += [] if limit is None else choose_evictions(remaining, limit)
     with ProgressBar("deleting", quiet=json) as bar:
-        for done, entry in enumerate(gone, 1):
-            found.drop(entry.page, entry.part)
-            bar.update(done, len(gone))
-    unfinished = found.delete_unfinished()
+        for done, entry in enumerate(evicted, 1):
+            folder_store.drop(entry.page, entry.part)
+            bar.update(done, len(evicted))
+    num_unfinished = folder_store.delete_unfinished()
+    evicted_nbytes = _sum_nbytes(evicted)
+    nbytes_left = _sum_nbytes(entries) - evicted_nbytes
     if json:
-        told = {"store": found.url, "blobs": len(gone), "nbytes": _sum_nbytes(gone)}
-        told |= {"unfinished": unfinished, "nbytes_left": _sum_nbytes(entries) - _sum_nbytes(gone)}
-        print(json_text.dumps(told))
+        report = {"store": folder_store.url, "blobs": len(evicted), "nbytes": evicted_nbytes}
+        report |= {"unfinished": num_unfinished, "nbytes_left": nbytes_left}
+        print(json_text.dumps(report))
         return
     console, _ = make_table()
-    told_of = "" if namespace is None else f" of {namespace}"
-    rest = format_size(_sum_nbytes(entries) - _sum_nbytes(gone))
-    console.print(f"deleted: {_format_amount(gone)}{told_of}; {rest} left", soft_wrap=True)
-    if unfinished:
-        console.print(f"deleted: {unfinished} that killed writers left unfinished")
+    scope = "" if namespace is None else f" of {namespace}"
+    amount = _format_amount(evicted)
+    console.print(f"deleted: {amount}{scope}; {format_size(nbytes_left)} left", soft_wrap=True)
+    if num_unfinished:
+        console.print(f"deleted: {num_unfinished} unfinished files of killed writers")
 
 
 def _open_folder(folder: str) -> FolderStore:
-    """The store in a folder; nothing is made here."""
+    """Open the store in an existing folder; raise an error for any other folder.
+
+    A store has the folders NAMESPACE/XX, where XX are two hexadecimal digits.
+    """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        kind = "a folder is needed" if "://" in folder or path.exists() else "no such folder"
-        raise StoreError(f"{folder.rpartition('@')[2]}: {kind}")
-    within = (two for space in path.iterdir() if space.is_dir() for two in space.iterdir())
-    if any(path.iterdir()) and not any(_is_two_digits(one.name) for one in within):
-        raise StoreError(f"{path}: this folder is no store of kvant")
+        problem = "a folder is needed" if "://" in folder or path.exists() else "no such folder"
+        raise StoreError(f"{folder.rpartition('@')[2]}: {problem}")  # without a URL's password
+    subfolders = (
+        subfolder
+        for namespace in path.iterdir()
+        if namespace.is_dir()
+        for subfolder in namespace.iterdir()
+    )
+    if any(path.iterdir()) and not any(_is_two_digits(entry.name) for entry in subfolders):
+        raise StoreError(f"{path}: this folder is not a kvant store: give the folder of --store")
     from kvant.stores import FolderStore
 
     return FolderStore(path)
@@ -208,7 +225,7 @@ def _read_secret(file: Path | None) -> bytes | None:
 
 
 def _find_damage(folder_store: FolderStore, entry: BlobInfo, secret: bytes | None) -> str | None:
-    """What is wrong with a blob; None too where it went meanwhile."""
+    """Return what is wrong with a blob; None if it is intact or was evicted meanwhile."""
     from kvant.stores import parse_named_blob
 
     try:
@@ -223,11 +240,11 @@ def _find_damage(folder_store: FolderStore, entry: BlobInfo, secret: bytes | Non
 
 
 def _group_by_namespace(entries: Iterable[BlobInfo]) -> list[tuple[str, list[BlobInfo]]]:
-    """The namespaces, and the blobs of each."""
-    found: dict[str, list[BlobInfo]] = {}
+    """Group blobs by namespace."""
+    groups: dict[str, list[BlobInfo]] = {}
     for entry in entries:
-        found.setdefault(entry.page.partition("/")[0], []).append(entry)
-    return list(found.items())
+        groups.setdefault(entry.page.partition("/")[0], []).append(entry)
+    return list(groups.items())
 
 
 def _describe_namespace(
@@ -235,17 +252,17 @@ def _describe_namespace(
 ) -> dict[str, Any]:
     from kvant.stores import read_metadata
 
-    told: Mapping[str, str] = {}
+    metadata: Mapping[str, str] = {}
     for entry in islice(entries, MAX_BLOBS_TRIED):
-        with suppress(BlobError, OSError):  # `verify` says why
+        with suppress(BlobError, OSError):  # corrupt blobs are for `verify`
             data = folder_store.read(entry.page, entry.part)
-            if data is not None and (told := read_metadata(data)):
+            if data is not None and (metadata := read_metadata(data)):
                 break
     return {
         "namespace": name,
         **{
-            word: _make_printable(told[word]) if word in told else None
-            for word in ("model", "spec")
+            key: _make_printable(metadata[key]) if key in metadata else None
+            for key in ("model", "spec")
         },
         **_count_entries(entries),
         "last_used": _format_time(max(entry.last_used for entry in entries)),
@@ -259,8 +276,12 @@ def _count_entries(entries: Sequence[BlobInfo]) -> dict[str, int]:
 
 
 def _describe_blob(entry: BlobInfo) -> dict[str, Any]:
-    told = {"page": entry.page, "part": entry.part, "nbytes": entry.nbytes}
-    return {**told, "last_used": _format_time(entry.last_used)}
+    return {
+        "page": entry.page,
+        "part": entry.part,
+        "nbytes": entry.nbytes,
+        "last_used": _format_time(entry.last_used),
+    }
 
 
 def _sum_nbytes(entries: Iterable[BlobInfo]) -> int:
@@ -276,8 +297,8 @@ def _format_time(seconds: float) -> str:
 
 
 def _make_printable(text: str) -> str:
-    """What somebody wrote into a blob, as a terminal may see it."""
-    return "".join(one if one.isprintable() else "?" for one in text)[:1000]
+    """Make text from a blob safe to print: any process may have written it."""
+    return "".join(character if character.isprintable() else "?" for character in text)[:1000]
 
 
 def _format_heading(name: str) -> str:
@@ -286,7 +307,7 @@ def _format_heading(name: str) -> str:
 
 def _format_cell(name: str, value: Any) -> str:
     if value is None:
-        return "not told"
+        return "unknown"
     return format_size(value) if name == "nbytes" else str(value)
 
 
@@ -296,5 +317,5 @@ def _print_report(report: Mapping[str, Any], *, json: bool) -> None:
         return
     console, _ = make_table()
     for name, value in report.items():
-        said = format_size(value) if name.startswith("nbytes") and value is not None else value
-        console.print(f"{name}: {'never' if said is None else said}", soft_wrap=True)
+        cell = format_size(value) if name.startswith("nbytes") and value is not None else value
+        console.print(f"{name}: {'never' if cell is None else cell}", soft_wrap=True)

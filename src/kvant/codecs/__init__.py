@@ -1,4 +1,4 @@
-"""The formats of sealed pages, by the name they have on disk."""
+"""Codecs of sealed pages, registered under their names in files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CODECS: Registry[type[Codec]] = Registry(
 
 __all__ = ["CODECS", "Affine", "Codebook", "Fp8", "Raw"]
 
-if not TYPE_CHECKING:  # or any name would be a good one
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
     __getattr__ = lazy_names(
         __name__,
         {

@@ -1,20 +1,21 @@
-"""Uniform codes with a scale and a bias for each group of channels.
+"""The affine codec: uniform codes with a scale and a bias for each group of channels.
 
-value = bias + code * scale; the product is exact in float32, so a fused and a plain multiply-add
-agree. Codes are found against a scale and a bias that cover the group: the bias is the minimum
-rounded down, the scale is rounded up, and no value is further than half a scale from its code.
+value = bias + code * scale. The product is exact in float32, so fused and plain multiply-adds
+agree. Sealing has two steps:
 
-Stored is that pair or, corrected, the one that fits these codes by least squares, where its squared
-error is less once it is rounded; codes are then found again, the nearest under it. So, but for what
-float32 rounds, no group of n values loses more than by the pair that covers it, and no value moves
-by more than sqrt(n) / 2 of the scale that covers; without the correction, by more than half of it.
-What lies on a grid of float16 scale and bias, both ends of it taken, comes back as it is; so rows
-that were opened are sealed to the same values again, but for what float32 rounded, where their
-codes took both ends.
+1. Choose a scale and a bias that cover the group: the bias is the minimum rounded down, the scale
+   is rounded up. Every value is within half a scale of its code.
+2. If `corrected`, fit the scale and the bias to these codes by least squares, and round them. If
+   the squared error is smaller, store this pair, and encode the values again with it.
 
-Values beyond +-65504 saturate there. A group with a NaN or an infinity opens as NaN throughout;
-no other group is touched. Sums over a group are exact, or float64 in one fixed order, so bytes do
-not depend on what lies beside it. It knows no frame but to name it, and no page.
+Bounds, up to float32 rounding: the correction never increases a group's squared error. Without it,
+no value moves by more than half of the covering scale; with it, sqrt(n) / 2 in a group of n values.
+Values on a grid of float16 scale and bias decode exactly if both ends of the grid occur. So
+decoded rows are sealed to the same values again if their codes include both ends.
+
+Values beyond +-65504 saturate. A group with a NaN or an infinity decodes to NaN; other groups are
+unaffected. Sums over a group are exact, or float64 in one fixed order, so the bytes of a group do
+not depend on other groups or rows. The codec stores its frame but does not apply it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ GROUP_SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Affine:
-    """`bits` a value, and 32 more a group; the last group of a row may be short."""
+    """`bits` per value, and 32 more per group; the last group of a row may be shorter."""
 
     bits: int = 8
     group: int = 64
@@ -94,14 +95,14 @@ class Affine:
         return rows
 
     def _split_groups(self, x: Tensor) -> list[Tensor]:
-        """x as [..., groups, group], and what is left over as one shorter group."""
+        """Split x into [..., groups, group], and the remainder into one shorter group."""
         full = x.shape[-1] // self.group * self.group
         groups = (*x.shape[:-1], full // self.group, self.group)
         parts = [x[..., :full].reshape(groups)] if full else []
         return parts if full == x.shape[-1] else [*parts, x[..., full:].unsqueeze(-2)]
 
     def _seal_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [..., groups * group], scale and bias [..., groups]."""
+        """Return codes [..., groups * group], and scale and bias [..., groups]."""
         scale, bias, broken = self._compute_covering_scale(
             x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         )
@@ -120,19 +121,19 @@ class Affine:
         return codes.round_().clamp_(0, 2**self.bits - 1)
 
     def _compute_covering_scale(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The scale and bias that cover [low, high], and which of them cannot be had."""
+        """Return the scale and bias that cover [low, high], and which ranges are not finite."""
         broken = ~(low.isfinite() & high.isfinite())
         low, high = (saturate(t).masked_fill(broken, 0) for t in (low, high))
-        # Of -0.0 and 0.0 either end may be whichever it meets first; adding 0.0 leaves one zero.
+        # amin and amax may return -0.0 or 0.0, by order of the values; adding 0.0 gives 0.0.
         bias = round_down(low + 0.0)
         scale = round_up((high + 0.0 - bias.to(torch.float32)) / (2**self.bits - 1))
         return scale, bias, broken
 
 
 def _fit_scale(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The least squares scale and bias, or the given ones where these lose no more.
+    """Return the least squares scale and bias, or the given pair if its error is no larger.
 
-    Where there is no fit, for codes that are all the same or a broken group, nothing is less.
+    Equal codes and broken groups have no fit: its error is NaN, and the given pair is returned.
     """
     n = x.shape[-1]
     x, codes = x.double(), codes.double()
@@ -143,7 +144,7 @@ def _fit_scale(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[T
     slope = (n * overlap - total * level) / spread
 
     def excess(scale: Tensor, bias: Tensor) -> Tensor:
-        """n times the squared error, beyond that of the fit before it is rounded."""
+        """Return n times the squared error in excess of the unrounded fit's."""
         scale, bias = scale.double(), bias.double()
         return (scale - slope).square() * spread + (scale * total + n * bias - level).square()
 
@@ -154,5 +155,5 @@ def _fit_scale(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[T
 
 
 def _round_to_float16(x: Tensor) -> Tensor:
-    """The float16 nearest to x as a float32 has it, within its limit; never a negative zero."""
+    """Round x to float32, clamp it, round it to float16; never a negative zero."""
     return saturate(x).to(torch.float16) + 0.0

@@ -1,9 +1,9 @@
-"""Non-uniform codes from a fixed codebook, with one scale for each row.
+"""The codebook codec: codes index fixed, non-uniform levels, with one scale for each row.
 
 A coordinate of a uniformly random direction in d dimensions, scaled to unit variance, has the
 density (1 - t^2/d)^((d-3)/2) on [-sqrt(d), sqrt(d)]. Lloyd's iteration, run to convergence in
-float64, gives the levels of least mean squared error: each is the mean of its cell, each boundary
-lies midway. The density is log-concave, so there is only one such codebook.
+float64, finds the levels with the least mean squared error: each level is the mean of its cell,
+each boundary the midpoint of two levels. The density is log-concave, so the codebook is unique.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LLOYD_TOLERANCE = 1e-13
 
 @lru_cache(maxsize=64)
 def compute_levels(bits: int, dim: int) -> Floats:
-    """The 2**bits levels in ascending order, symmetric, read-only."""
+    """Return the 2**bits levels, ascending and symmetric, as a read-only array."""
     half = np.linspace(0.1, 2.0, 2 ** (bits - 1))
     while True:
         t, weight = _compute_quadrature(half, dim)
@@ -49,49 +49,52 @@ def compute_levels(bits: int, dim: int) -> Floats:
         half = better
         if moved < LLOYD_TOLERANCE:
             break
-    both = np.concatenate((-half[::-1], half))
-    both.flags.writeable = False
-    return both
+    levels = np.concatenate((-half[::-1], half))
+    levels.flags.writeable = False
+    return levels
 
 
 def compute_boundaries(bits: int, dim: int) -> Floats:
-    """Midway between the levels; the middle one is 0."""
-    both = compute_levels(bits, dim)
-    middle: Floats = (both[1:] + both[:-1]) / 2
-    return middle
+    """Return the midpoints between the levels; the middle one is 0."""
+    levels = compute_levels(bits, dim)
+    boundaries: Floats = (levels[1:] + levels[:-1]) / 2
+    return boundaries
 
 
 def compute_mse(bits: int, dim: int) -> float:
-    """The expected squared error of a coordinate of unit variance."""
+    """Return the expected squared error of a coordinate of unit variance."""
     half, t, weight = _compute_cells(bits, dim)
     return float((weight * (t - half) ** 2).sum())
 
 
 def compute_corrected_mse(bits: int, dim: int) -> float:
-    """The same with the scale of each row fitted by least squares.
+    """Return the expected squared error with the scale of each row fitted by least squares.
 
     Over a row u let h be the mean of c (u - c) and Q that of c^2. The fit leaves
     1 - (Q + h)^2 / Q, and E[h] = 0, so it gains E[h^2 / Q]: to leading order Var(h) / E[Q].
-    Since |u| is fixed, h varies only by what a regression of c (u - c) on u^2 leaves. The
+    Since |u| is fixed, h varies only by the residual of regressing c (u - c) on u^2. The
     neglected terms are of order 1/d^2: 1.2% of the whole at d = 16, 0.3% at 64.
     """
     half, t, weight = _compute_cells(bits, dim)
     gain, square = half * (t - half), t**2 - 1
     slope = (weight * gain * square).sum() / (weight * square**2).sum()
-    rest = gain - (weight * gain).sum() - slope * square
+    residual = gain - (weight * gain).sum() - slope * square
     error = compute_mse(bits, dim)
-    return error - float((weight * rest**2).sum()) / (dim * (1 - error))
+    return error - float((weight * residual**2).sum()) / (dim * (1 - error))
 
 
 def _compute_cells(bits: int, dim: int) -> tuple[Floats, Floats, Floats]:
-    """The positive levels as a column, and points of their cells with weights that sum to 1."""
+    """Return the positive levels as a column, and quadrature points of their cells.
+
+    The weights of the points sum to 1.
+    """
     half = compute_levels(bits, dim)[2 ** (bits - 1) :]
     t, weight = _compute_quadrature(half, dim)
     return half[:, None], t, weight / weight.sum()
 
 
 def _compute_quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
-    """Points of each positive level's cell, [levels, nodes], and their share of the density."""
+    """Return quadrature points of each positive level's cell, [levels, nodes], and weights."""
     top = min(np.sqrt(dim), DENSITY_CUTOFF)
     edges = np.concatenate(([0.0], (half[1:] + half[:-1]) / 2, [top]))
     radius = np.diff(edges)[:, None] / 2
@@ -101,12 +104,12 @@ def _compute_quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
 
 
 BIT_WIDTHS = (2, 3, 4)
-MAX_ROWS_PER_SEAL = 4096  # sealed at a time: bounds the scratch, and keeps it near the processor
+MAX_ROWS_PER_SEAL = 4096  # bounds the scratch, so that it fits in the CPU's cache
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """`bits` a value, and 16 more a row."""
+    """`bits` per value, and 16 more per row."""
 
     bits: int = 4
     corrected: bool = True
@@ -155,15 +158,15 @@ class Codebook:
     def _find_nearest_codes(self, y: Tensor, rms: Tensor) -> Tensor:
         unit = y / rms.where(rms > 0, 1.0)
         codes = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
-        # Counting is twice as fast as a binary search among this few boundaries.
+        # With this few boundaries, counting is twice as fast as a binary search.
         for boundary in compute_boundaries(self.bits, y.shape[-1]).astype(np.float32).tolist():
             codes.add_(unit >= boundary)
         return codes
 
     def _fit_scale(self, y: Tensor, codes: Tensor) -> Tensor:
-        """The least squares scale, <y, c> / <c, c>."""
+        """Return the least squares scale, <y, c> / <c, c>."""
         overlap = tree_sum(self._look_up_levels(codes, torch.float64).mul_(y))
-        # Zeros of either sign give one zero.
+        # Adding 0.0 makes a negative zero positive.
         return (overlap + 0.0) / tree_sum(self._look_up_levels(codes, torch.float64).square_())
 
     def _look_up_levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,5 +176,5 @@ class Codebook:
 
 @lru_cache(maxsize=64)
 def _make_level_table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The levels as float32 has them, whatever the dtype."""
+    """Return the levels rounded to float32, then converted to `dtype`."""
     return torch.tensor(compute_levels(bits, dim).astype(np.float32), dtype=dtype, device=device)

@@ -1,13 +1,16 @@
-"""Floats of 8 bits (e4m3) with one scale for each row.
+"""The fp8 codec: floats of 8 bits (e4m3) with one scale for each row.
 
-value = float8 * scale; the product is exact in float32. A code is the float8 itself: a sign, four
-bits of exponent, three of mantissa; the largest is 448. The scale is what takes the largest value
-of the row there, rounded up. No value moves by more than a sixteenth (2^-4) of itself, or than
-half of the smallest step (2^-10 of the scale) where that is more.
+value = float8 * scale; the product is exact in float32. A code is the float8 itself:
 
-Codes are the nearest, ties to even; those of NaN (0x7f, 0xff) and the negative zero (0x80) are
-never written. Values beyond +-65504 saturate there. A row with a NaN or an infinity opens as NaN
-throughout; no other row is touched. It knows no page, and no frame but to name it.
+    bit     7      6 5 4 3      2 1 0
+          sign  |  exponent  |  mantissa        largest magnitude 448
+
+The scale maps the largest magnitude of the row to 448, rounded up. No value moves by more than a
+sixteenth (2^-4) of itself, or half of the smallest step (2^-10 of the scale) if that is larger.
+
+Codes round to nearest, ties to even. NaN (0x7f, 0xff) and negative zero (0x80) are never stored.
+Values beyond +-65504 saturate. A row with a NaN or an infinity decodes to NaN; other rows are
+unaffected. The codec stores its frame but does not apply it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ NEGATIVE_ZERO_BITS = 0x80
 
 @dataclass(frozen=True)
 class Fp8:
-    """8 bits a value, and 16 more a row."""
+    """8 bits per value, and 16 more per row."""
 
     frame: Frame = field(default_factory=Identity)
     name: ClassVar[str] = "fp8"
@@ -53,11 +56,11 @@ class Fp8:
         rows = rows.detach()
         low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
         broken = ~(low.isfinite() & high.isfinite())
-        # Of two zeros a maximum takes whichever it meets first; adding 0.0 leaves one zero.
+        # A maximum may return -0.0 or 0.0, by order of the values; adding 0.0 gives 0.0.
         top = saturate(torch.maximum(high, -low) + 0.0).masked_fill_(broken, 0)
         scale = round_up(top / FLOAT8_MAX)
         step = scale.to(torch.float32)
-        # A scale that is rounded up leaves no quotient that rounds beyond 448.
+        # The scale is rounded up, so no quotient rounds beyond 448.
         codes = saturate(rows).div_(step.where(step > 0, 1.0)).to(FLOAT8_DTYPE).view(torch.uint8)
         codes = codes.masked_fill(broken | (codes == NEGATIVE_ZERO_BITS), 0)
         return {"codes": codes, "scale": scale.masked_fill(broken, torch.nan)}

@@ -1,13 +1,23 @@
-"""What sealed rows are made of: codes of a few bits in whole bytes, and scales of 16 bits.
+"""Pack codes of a few bits into bytes without padding, and round scales to float16.
 
-No bit is wasted. A width is a sum of planes of 8, 4, 2 or 1 bits: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2.
-The first plane holds the low-order bits, the second the high-order ones, one plane after the other.
+A code's bits are split into planes of 8, 4, 2 or 1 bits, stored one after the other. The first
+plane has the low-order bits:
 
-In a plane of w-bit parts a byte holds m = 8 / w of them. Channels are interleaved within blocks of
-gcd(dim, 32): byte e of a block holds channels e, e + block / m, e + 2 block / m, ..., the first in
-the lowest bits. So a vector register of bytes, masked, is a run of neighbouring channels.
+    bits 3    | plane of bits 0-1, dim / 4 bytes | plane of bit 2, dim / 8 bytes |
+    bits 5    | plane of bits 0-3, dim / 2 bytes | plane of bit 4, dim / 8 bytes |
+    bits 6    | plane of bits 0-3, dim / 2 bytes | plane of bits 4-5, dim / 4 bytes |
 
-Scales are computed with sums that are the same to the bit, and within what a 16-bit float holds.
+In a plane of w bits, a byte has m = 8 / w parts. Channels are interleaved within blocks of
+gcd(dim, 32) channels: byte e of a block has channels e, e + block / m, e + 2 block / m, ...; the
+first is in the lowest bits. For w = 4 and a block of 32 channels:
+
+    byte       0           1          ...     15
+    bits 4-7   channel 16  channel 17 ...  channel 31
+    bits 0-3   channel 0   channel 1  ...  channel 15
+
+So a masked vector register of bytes has neighbouring channels.
+
+`tree_sum` adds in a fixed order, so scales are the same to the bit everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ from torch import Tensor
 
 
 def check_choice(name: str, value: int, allowed: Collection[int]) -> None:
-    # 4.0 and True would pass for integers, and then give sizes that are none.
+    # 4.0 and True equal integers, but sizes computed from them would be wrong.
     if type(value) is not int or value not in allowed:
         choices = ", ".join(map(str, allowed))
         raise ValueError(f"{name} is {value!r}; it must be one of {choices}")
@@ -33,7 +43,7 @@ def check_dim(dim: int, multiple: int = 8) -> None:
         raise ValueError(f"rows have {dim} values; this format needs a multiple of {multiple}")
 
 
-# Of each width, its planes: how many bits they hold, and from which bit on.
+# Planes of each code width, as (bits of the plane, first bit of the code).
 BIT_PLANES: dict[int, tuple[tuple[int, int], ...]] = {
     2: ((2, 0),),
     3: ((2, 0), (1, 2)),
@@ -42,20 +52,18 @@ BIT_PLANES: dict[int, tuple[tuple[int, int], ...]] = {
     6: ((4, 0), (2, 4)),
     8: ((8, 0),),
 }
-INTERLEAVE_BLOCK = (
-    32  # channels: a nibble plane then has 16 bytes a block, the narrowest vector register
-)
+INTERLEAVE_BLOCK = 32  # channels: 16 bytes of a 4-bit plane, the narrowest vector register
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2**bits, [..., dim] -> uint8 [..., dim * bits / 8]."""
+    """Pack uint8 codes below 2**bits, [..., dim], into uint8 [..., dim * bits / 8]."""
     check_dim(codes.shape[-1])
     parts = ((codes >> shift & (1 << width) - 1, width) for width, shift in BIT_PLANES[bits])
     return torch.cat([_pack_plane(part, width) for part, width in parts], dim=-1)
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """uint8 [..., dim * bits / 8] -> uint8 codes [..., dim]."""
+    """Unpack uint8 [..., dim * bits / 8] into uint8 codes [..., dim]."""
     dim = packed.shape[-1] * 8 // bits
     check_dim(dim)
     planes = torch.split(packed, [dim * width // 8 for width, _ in BIT_PLANES[bits]], dim=-1)
@@ -80,7 +88,7 @@ def _unpack_plane(packed: Tensor, width: int) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sums over the last dimension, [..., 1]; in place."""
+    """Sum over the last dimension, [..., 1], by adding halves; overwrites x."""
     width = x.shape[-1]
     while width > 1:
         half = (width + 1) // 2
@@ -93,12 +101,12 @@ FLOAT16_MAX = 65504.0  # the largest finite float16
 
 
 def saturate(x: Tensor) -> Tensor:
-    """A float32 copy within +-LIMIT; NaN stays NaN."""
+    """Return a float32 copy clamped to +-FLOAT16_MAX; NaN stays NaN."""
     return x.to(torch.float32).clamp(-FLOAT16_MAX, FLOAT16_MAX)
 
 
 def round_down(x: Tensor) -> Tensor:
-    """The largest float16 that is not above x, for float32 x within +-LIMIT."""
+    """Return the largest float16 that is at most x, for float32 x within +-FLOAT16_MAX."""
     nearest = x.to(torch.float16)
     return torch.where(nearest.to(torch.float32) > x, _next_float16_below(nearest), nearest)
 
@@ -108,12 +116,12 @@ def round_up(x: Tensor) -> Tensor:
 
 
 def find_finite_rows(x: Tensor) -> Tensor:
-    """[..., 1]: whether no value of a row is NaN or infinite, in the dtype it came in."""
+    """Return whether each row has finite values only, [..., 1]."""
     return x.amin(-1, keepdim=True).isfinite() & x.amax(-1, keepdim=True).isfinite()
 
 
 def _next_float16_below(x: Tensor) -> Tensor:
-    # As integers the magnitudes of floats are in order; below either zero comes 0x8001.
+    # The magnitudes of floats are ordered as integers; the next one below zero is 0x8001.
     bits = x.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, bits + 1)
     return torch.where(x == 0, below.new_tensor(-0x7FFF), below).view(torch.float16)

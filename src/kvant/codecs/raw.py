@@ -1,4 +1,4 @@
-"""Rows kept as they are."""
+"""The raw codec: rows are stored unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvant.contracts import Field, Fields, Form, Frame
 
 @dataclass(frozen=True)
 class Raw:
-    """One field, the rows themselves, in the dtype they come in."""
+    """One field with the rows themselves, in their own dtype."""
 
     name: ClassVar[str] = "raw"
     frame: ClassVar[Frame] = Identity()

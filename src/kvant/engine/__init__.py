@@ -1,4 +1,4 @@
-"""Many requests at once on any model of transformers, within a limit of bytes."""
+"""Serve concurrent requests on one transformers model within a limit of bytes."""
 
 from kvant.engine.engine import Engine
 from kvant.engine.offline import generate_many, iterate_results

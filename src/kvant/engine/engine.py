@@ -1,9 +1,9 @@
-"""Many requests at once on one model, within a limit of bytes.
+"""Serve concurrent requests on one model within a limit of bytes.
 
-One thread owns the model and all memory. Requests and their ends come to it through a queue, steps
-leave it through streams. Between two forwards it asks the schedule what is next; so a cancel takes
-effect within one step. A forward that dies gave nobody a token: it is tried again one sequence
-after the other, and only the requests that fail then fail.
+One thread owns the model and all memory. Requests and cancels reach it through a queue; steps leave
+it through streams. Between two forwards it asks the scheduler for the next action, so a cancel
+takes effect within one step. A failed decode appends no token: it is retried one sequence at a
+time, and only the requests that fail again fail.
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ from kvant.engine.batch import Batch, EngineSequence, max_idle
 from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.memory import MemoryModel
 from kvant.engine.metrics import EngineMetrics
-from kvant.engine.prefix_reuse import PrefixReuse
-from kvant.engine.request import Request, RequestChoice, clear_traceback_frames, sample_tokens
+from kvant.engine.prefix_reuse import PrefixReuse, make_own_prefixes
+from kvant.engine.request import (
+    ChoiceOfRequest,
+    Request,
+    check_biases,
+    check_counts,
+    clear_traceback_frames,
+    sample_tokens,
+)
 from kvant.engine.scheduler import (
     Action,
     Decode,
@@ -53,7 +60,7 @@ from kvant.generation.conversation import (
 )
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.grammar import Grammar, compile_grammar
-from kvant.generation.loop import Output, Step
+from kvant.generation.loop import Step
 from kvant.generation.sampling import Sampler
 from kvant.generation.settings import Sampling, StopConditions
 from kvant.hf import attach, detach, get_attachments
@@ -67,15 +74,15 @@ from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
-MAX_PREFILL_CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
-MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a chunk may keep others from their next token
+MAX_PREFILL_CHUNK = 512  # tokens
+MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a prefill chunk may delay decodes
 
 
 class Engine:
-    """Serves requests on one model, which is attached for as long; a context manager.
+    """A thread that serves requests on one model, which stays attached until `close`.
 
-    Change the model only while nobody is served: prefixes are named after its weights, and those
-    are looked at when a first request comes, and once a second from then on.
+    Change the model only while no request is open. Prefixes are keyed by its weights, which are
+    checked when the first request arrives, and then once a second.
 
     >>> with kvant.Engine(model, tokenizer, max_bytes="64MiB") as engine:
     ...     streams = [engine.submit(text, max_new_tokens=4) for text in ("import ", "def ")]
@@ -105,54 +112,48 @@ class Engine:
         prefixes: Prefixes | None = None,
         store: str | Store | Sequence[str | Store] | None = None,
     ) -> None:
-        """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
+        """`max_bytes` (or "2GiB") bounds all caches, `max_sequences` those that decode at a time.
 
-        `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
-        Each of 4 prompts at most keeps others from their next token for about `chunk_seconds`.
-        `pack` packs 16-bit weights on a CPU, for as long as the engine serves. What is kept of
-        `prefixes` counts within `max_bytes`, and goes where a request needs it. A `store` is for
-        prefixes of its own.
+        `overcommit` promises this multiple of the bytes, and swaps requests out to files if they do
+        not fit. Each of up to 4 prompts delays the tokens of others by about `chunk_seconds`.
+        `pack` packs 16-bit weights on a CPU until the engine is closed. `prefixes` count within
+        `max_bytes` and are evicted if needed. A `store` makes prefixes for this engine alone.
         """
-        own = _make_prefixes(store, max_bytes, prefixes)
-        prefixes = prefixes if own is None else own
+        own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
+        self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
         if tokenizer is None:
-            raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
+            raise TypeError("tokenizer=None: pass the model's tokenizer, to encode and decode text")
         decoder = make_decoder(model)
         if not isinstance(decoder, TransformersDecoder):
             raise TypeError("an engine serves models of transformers: load one")
         self.tokenizer = tokenizer
-        self.prefixes = prefixes
         self.end_tokens = decoder.end_tokens
         self.model = model = decoder.model
-        asked = decoder.make_cache(kv_cache, tokenizer).spec
-        memory = decoder.make_cache(asked.with_checkpoints(1))  # of before the forward under way
-        self._batch = Batch(decoder, memory, backend)
-        needed = plan(model, self._batch.spec, context=1)
-        self.kv_cache = describe_spec(asked)
-        self.nbytes_per_token = needed.nbytes_per_token
-        if max_bytes is not None and (needed.uncounted_layers or not needed.nbytes):
+        spec = decoder.make_cache(kv_cache, tokenizer).spec
+        empty_cache = decoder.make_cache(spec.with_checkpoints(1))  # to rewind a failed forward
+        self._batch = Batch(decoder, empty_cache, backend)
+        memory_plan = plan(model, self._batch.spec, context=1)
+        self.kv_cache = describe_spec(spec)
+        self.nbytes_per_token = memory_plan.nbytes_per_token
+        if max_bytes is not None and (memory_plan.uncounted_layers or not memory_plan.nbytes):
             raise CacheError(
-                f"max_bytes={max_bytes} for {type(model).__name__}: nobody can tell what some of "
-                "its layers keep; bound max_sequences and max_context in its place"
+                f"max_bytes={max_bytes} for {type(model).__name__}: some layers have state of "
+                "unknown size; bound max_sequences and max_context instead"
             )
-        longest = [
-            n for n in (max_context or decoder.max_context, memory.capacity) if n is not None
-        ]
-        self.stop_conditions = StopConditions(
-            max_context=min(longest, default=None), vocab_size=decoder.vocab_size
-        )
-        chunk = (
-            MAX_PREFILL_CHUNK if decoder.supports_chunked_prefill else max(longest, default=1 << 20)
-        )
-        fixed = prefixes is not None and prefixes.exact
+        capacities = max_context or decoder.max_context, empty_cache.capacity
+        limits = [capacity for capacity in capacities if capacity is not None]
+        context = min(limits, default=None)
+        self.stop_conditions = StopConditions(max_context=context, vocab_size=decoder.vocab_size)
         self._chunk_sizer = ChunkSizer(
-            chunk, supports_chunks=decoder.supports_chunked_prefill, fixed_size=fixed
+            MAX_PREFILL_CHUNK if decoder.supports_chunked_prefill else max(limits, default=1 << 20),
+            supports_chunks=decoder.supports_chunked_prefill,
+            fixed_size=prefixes is not None and prefixes.exact,
         )
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
-        spare = 0 if model.device.type == "cpu" else 8
-        idle = max_idle(max_sequences) if decoder.captures_graphs else 0
+        chunk, spare = self._chunk_sizer.max_chunk, 0 if model.device.type == "cpu" else 8
+        num_idle = max_idle(max_sequences) if decoder.captures_graphs else 0
         self._scheduler = Scheduler(
-            MemoryModel.from_plan(needed, chunk, spare_divisor=spare, num_idle=idle),
+            MemoryModel.from_plan(memory_plan, chunk, spare_divisor=spare, num_idle=num_idle),
             self._chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
@@ -161,18 +162,17 @@ class Engine:
             has_store=prefixes is not None and prefixes.prefix_store is not None,
         )
         self._metrics = EngineMetrics()
-        self._request_numbers = count()
-        self._pid = os.getpid()  # threads do not follow into a fork of it
+        self._request_numbers, self._pid = count(), os.getpid()  # a fork has no engine thread
         self._requests: dict[ScheduledRequest, Request] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._swap_folder: Path | None = None  # of what is put aside
+        self._swap_folder: Path | None = None
         self._is_open = True
-        self._submit_lock = Lock()  # held by who asks, and by the thread as it ends
+        self._submit_lock = Lock()  # no request is queued after the engine closed
         self._prefix_reuse = PrefixReuse(
             self._batch, self._scheduler, self._requests, tokenizer, self._inbox.put
         )
         warn_of_slow_weights(model, log.warning)
-        self._cleanup = self._prepare_model(model, own, backend, pack=pack)
+        self._cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
         openmp.release_threads()  # the engine's thread computes from now on
         self._thread = Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
@@ -180,7 +180,7 @@ class Engine:
     def _prepare_model(
         self, model: Any, own_prefixes: Prefixes | None, backend: str | None, *, pack: bool
     ) -> ExitStack:
-        """Attach and pack the model, and name it for prefixes; what undoes all of it."""
+        """Attach and pack the model, and open its prefixes; return what undoes this."""
         with ExitStack() as undo:
             if own_prefixes is not None:
                 undo.callback(own_prefixes.close)
@@ -191,7 +191,7 @@ class Engine:
             if pack and not weights.is_packed(model):
                 undo.callback(weights.unpack, model)
                 weights.pack(model, tied=True)
-            if self.prefixes is not None:  # looks at all weights, which are others once packed
+            if self.prefixes is not None:  # after packing, which changes the key of the weights
                 self._batch.attach_prefixes(self.prefixes)
                 self._prefix_reuse.update_prefix_slots()
             return undo.pop_all()
@@ -203,9 +203,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Cancel all that is asked, free all memory, and end the thread."""
+        """Cancel all requests, free all memory, and end the thread."""
         self._inbox.put(self._stop)
-        if current_thread() is not self._thread:  # it may be called by who is told of a step
+        if current_thread() is not self._thread:  # an on_step callback may close
             self._thread.join()
 
     def submit(
@@ -233,22 +233,15 @@ class Engine:
         n: int = 1,
         on_step: Callable[[Step], None] | None = None,
     ) -> Stream:
-        """Ask for `n` continuations of a prompt: text, token ids, or messages with roles.
+        """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        A reply follows the `grammar`. Its text leaves out special tokens, unless it shall not skip
-        them. `logprobs` tells so many of the likeliest tokens with each.
-        Requests of a higher `priority` are served first, and among equals those of the `tenant`
-        that has least. Prefixes are shared with requests of the same `salt`, and with no others.
-        `on_step` is called with each step, in the engine's thread: what it raises ends the request.
-        What is wrong with the arguments is said here.
+        The reply follows the `grammar`. Each step has the log-probabilities of the `logprobs`
+        likeliest tokens. Higher `priority` first; among equals, the `tenant` with the fewest
+        running sequences. Prefixes are shared only among requests of the same `salt`.
+        `on_step` is called with each step in the engine's thread; an error in it fails the request.
+        Invalid arguments raise here.
         """
-        whole = {"n": n, "logprobs": logprobs, "priority": priority}
-        for name, value in (whole | {"max_new_tokens": max_new_tokens}).items():
-            if not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: a whole number is needed")
-        for name, value, least in (("n", n, 1), ("logprobs", logprobs, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value}: {least} or more is needed")
+        check_counts(n=n, logprobs=logprobs, priority=priority, max_new_tokens=max_new_tokens)
         limits = replace(
             self.stop_conditions,
             max_new_tokens=max_new_tokens,
@@ -256,50 +249,42 @@ class Engine:
             end_tokens=frozenset() if ignore_end else self.end_tokens,
             include_special_tokens=not skip_special_tokens,
         )
-        drawn = temperature, top_k, top_p, min_p, repetition_penalty, seed
-        biases = self._check_biases(logit_bias or {})
+        controls = temperature, top_k, top_p, min_p, repetition_penalty, seed
+        biases = check_biases(logit_bias or {}, self.stop_conditions.vocab_size)
         tokens = self.encode_prompt(prompt)
         limits.check_prompt(tokens)
-        rules = compile_grammar(grammar, self.tokenizer, limits.end_tokens)
-        sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases, rules)
-        now, new = time.monotonic(), limits.count_remaining(0, len(tokens))
-        job = ScheduledRequest(
-            next(self._request_numbers),
-            len(tokens),
-            new,
-            n,
-            priority,
-            tenant,
-            arrival_ms=int(1e3 * now),
+        matcher = compile_grammar(grammar, self.tokenizer, limits.end_tokens)
+        sampling = Sampling(*controls, presence_penalty, frequency_penalty, biases, matcher)
+        now, max_new = time.monotonic(), limits.count_remaining(0, len(tokens))
+        number, arrival_ms = next(self._request_numbers), int(1e3 * now)
+        scheduled = ScheduledRequest(number, len(tokens), max_new, n, priority, tenant, arrival_ms)
+        self._scheduler.check_request(scheduled)
+        stream = Stream(
+            tokens, n, lambda: self._inbox.put(lambda: self._cancel(scheduled)), on_step
         )
-        self._scheduler.check_request(job)
-        stream = Stream(tokens, n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
         samplers = [Sampler(sampling.derive_choice(index), len(tokens)) for index in range(n)]
-        marks = find_prompt_branch_points(self.tokenizer, prompt, tokens)
-        request = Request(
-            job,
-            EngineSequence(tokens, salt=salt),
-            samplers,
-            limits,
-            logprobs,
-            stream,
-            marks,
-            last_token_time=now,
+        branch_points = find_prompt_branch_points(self.tokenizer, prompt, tokens)
+        sequence = EngineSequence(tokens, salt=salt)
+        self._enqueue(
+            Request(scheduled, sequence, samplers, limits, logprobs, stream, branch_points, now)
         )
+        return stream
+
+    def _enqueue(self, request: Request) -> None:
+        """Pass a request to the engine's thread."""
         if os.getpid() != self._pid:
             raise EngineError(
                 f"submit in process {os.getpid()} to an engine of process {self._pid}: its "
-                "thread did not follow into the fork; make an engine in the child"
+                "thread does not exist after a fork; make an engine in the child"
             )
         with self._submit_lock:
             if not self._is_open:
-                raise CacheError("an engine that was closed serves no more: make another one")
+                raise CacheError("the engine is closed: make another one")
             self._inbox.put(lambda: self._add_request(request))
-        return stream
 
     @property
     def is_open(self) -> bool:
-        """Does it take requests, or was it closed?"""
+        """Whether the engine accepts requests."""
         return self._is_open
 
     @property
@@ -307,70 +292,57 @@ class Engine:
         return self._scheduler.max_sequences
 
     def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
-        """The tokens of a prompt: of text, token ids, or messages with roles.
-
-        A text that has far more than `limit` tokens, or than the context, is refused before all
-        of it is encoded.
-        """
+        """Return the tokens of a prompt; a text far longer than `limit` or the context raises."""
         limit = self.stop_conditions.max_context if limit is None else limit
         tokens = resolve_prompt(self.tokenizer, prompt, limit)
         return encode_text(self.tokenizer, tokens, limit) if isinstance(tokens, str) else tokens
 
-    def _check_biases(self, biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
-        """Of tokens of the vocabulary."""
-        most = self.stop_conditions.vocab_size
-        for token in biases:
-            if not 0 <= token < (1 << 31 if most is None else most):
-                raise ValueError(f"logit_bias of token {token}: the vocabulary has {most}")
-        return tuple(sorted(biases.items()))
-
     def __repr__(self) -> str:
-        told = self.stats()
-        most = "" if told["max_bytes"] is None else f" of {format_size(told['max_bytes'])}"
-        return (
-            f"Engine({describe_spec(self._batch.spec)}: {told['running']} running, "
-            f"{told['waiting']} waiting, {format_size(told['nbytes_held'])}{most})"
-        )
+        stats = self.stats()
+        limit = "" if stats["max_bytes"] is None else f" of {format_size(stats['max_bytes'])}"
+        load = f"{stats['running']} running, {stats['waiting']} waiting"
+        memory = f"{format_size(stats['nbytes_held'])}{limit}"
+        return f"Engine({describe_spec(self._batch.spec)}: {load}, {memory})"
 
     def stats(self) -> dict[str, Any]:
-        """Who waits and who is served, what was said, how long it took, what memory is held."""
-        schedule, requests = self._scheduler, list(self._requests.values())
+        """Return counts of requests and tokens, latencies, and memory in bytes."""
+        sequences = [s for request in [*self._requests.values()] for s in request.sequences]
         return {
-            **schedule.load(),
+            **self._scheduler.load(),
             **self._metrics.stats(),
-            "max_bytes": schedule.max_bytes,
-            **self._batch.stats([seat for request in requests for seat in request.sequences]),
+            "max_bytes": self._scheduler.max_bytes,
+            **self._batch.stats(sequences),
         }
 
     def load(self, tenant: str) -> dict[str, int]:
-        """Count the requests of a tenant that wait and that run, and its sequences."""
+        """Count the waiting and running requests of a tenant, and its sequences."""
         return self._scheduler.load(tenant)
 
     # ---- in the engine's thread
 
     def _run(self) -> None:
-        """Take messages, do what is next, until one of them ends it."""
+        """Run the thread: handle messages and perform actions until closed."""
         error: BaseException | None = None
         try:
             while self._is_open:
                 now = int(1e3 * time.monotonic())
                 action = self._scheduler.choose_action(now) if self._inbox.empty() else None
-                if action is None:  # where there is nothing to do, it waits for somebody
+                if action is None:
                     with suppress(Empty):
                         self._inbox.get(timeout=self._scheduler.compute_timeout(now))()
                 else:
                     self._perform(action)
         except BaseException as failure:
-            log.exception("the engine's thread ended")
+            log.exception("the engine's thread failed")
             error = failure
         with self._cleanup:
             self._shut_down(error)
 
     def _shut_down(self, error: BaseException | None) -> None:
-        """Tell everybody that nothing comes any more, and let go of all memory."""
+        """End all streams and free all memory."""
         with self._submit_lock:
             self._is_open = False
-        while not self._inbox.empty():  # who is told may ask for more, and is refused
+        while not self._inbox.empty():  # includes requests that were queued before the close
             self._inbox.get()()
         clear_traceback_frames(error)
         for request in self._requests.values():
@@ -382,7 +354,7 @@ class Engine:
         self._is_open = False
 
     def _add_request(self, request: Request) -> None:
-        if not self._requests:  # nobody was served: the model may have been changed
+        if not self._requests:  # while idle, the model may have been changed
             self._batch.invalidate_weights_check()
         self._requests[request.scheduled] = request
         self._scheduler.add(request.scheduled)
@@ -390,7 +362,7 @@ class Engine:
 
     def _cancel(self, scheduled: ScheduledRequest) -> None:
         if scheduled in self._requests:
-            self._batch.invalidate_weights_check()  # whoever cancelled may change the model
+            self._batch.invalidate_weights_check()  # the caller may change the model after a cancel
             self._metrics.cancelled += 1
             self._finish(self._requests[scheduled])
 
@@ -415,79 +387,65 @@ class Engine:
             self._scheduler.complete(action)
 
     def _prefill(self, action: Prefill) -> None:
-        """A chunk of a prompt; behind the last one, the first token of every continuation."""
-        request, begin = self._requests[action.request], time.perf_counter()
+        """Prefill a chunk of a prompt; after the last one, sample a token for each continuation."""
+        scheduled, request = action.request, self._requests[action.request]
+        begin = time.perf_counter()
         if not request.prefill_started:
             request.prefill_started = True
-            self._batch.record_lookup(
-                action.request.num_prompt_tokens, action.request.num_computed_tokens
-            )
+            self._batch.record_lookup(scheduled.num_prompt_tokens, scheduled.num_computed_tokens)
             self._metrics.count_prefix_hits(request.stream.usage)
-        self._prefix_reuse.cancel_lookup(action.request)
-        last = action.request.num_computed_tokens + action.count == action.request.num_prompt_tokens
+        self._prefix_reuse.cancel_lookup(scheduled)
+        is_last = scheduled.num_computed_tokens + action.count == scheduled.num_prompt_tokens
         try:
             logits = self._batch.prefill(request.sequence, action.count)
-            if last:
-                self._fork_choices(request)
+            if is_last:
+                sequences = [self._batch.fork(request.sequence) for _ in request.samplers[1:]]
+                request.start_choices(self.tokenizer, sequences)
         except Exception as error:
             self._prefix_reuse.reject(request)
             self._finish(request, error)
             return
         seconds = time.perf_counter() - begin
-        self._chunk_sizer.record_time(action.count, action.request.num_computed_tokens, seconds)
+        self._chunk_sizer.record_time(action.count, scheduled.num_computed_tokens, seconds)
         self._batch.record_prefill_time(action.count, seconds)
         self._scheduler.complete(action)
-        if action.request.num_computed_tokens in action.request.checkpoint_positions:
-            self._prefix_reuse.insert_prefix(request.scheduled, request.sequence)
-        if last:
-            if request.restored_range and logits.isnan().any():  # no token will be drawn from them
+        if scheduled.num_computed_tokens in scheduled.checkpoint_positions:
+            self._prefix_reuse.insert_prefix(scheduled, request.sequence)
+        if is_last:
+            if request.restored_range and logits.isnan().any():  # sampling will fail
                 self._prefix_reuse.reject(request)
             rows = logits.expand(len(request.choices), -1)
             self._emit_tokens([(request, choice) for choice in request.choices], rows)
 
-    def _fork_choices(self, request: Request) -> None:
-        """Let every continuation of a prompt have a sequence of its own."""
-        seats = [request.sequence]
-        seats += [self._batch.fork(request.sequence) for _ in request.samplers[1:]]
-        request.choices = [
-            RequestChoice(
-                index, Output(self.tokenizer, request.stop_conditions, seat.tokens), sampler, seat
-            )
-            for index, (seat, sampler) in enumerate(zip(seats, request.samplers, strict=True))
-        ]
-
     def _decode(self, action: Decode) -> None:
-        """A token for every sequence of these."""
-        requests = [self._requests[job] for job in action.requests]
-        going = [(request, choice) for request in requests for choice in request.choices]
-        logits, failed = self._batch.decode([choice.sequence for _, choice in going])
-        for place, error in failed.items():
-            if going[place][0].scheduled in self._requests:
-                self._finish(going[place][0], error)
-        self._scheduler.complete(
-            Decode(tuple(job for job in action.requests if job in self._requests))
-        )
-        if len(failed) < len(going):
+        """Decode a token for every sequence of the action's requests."""
+        requests = [self._requests[scheduled] for scheduled in action.requests]
+        choices = [(request, choice) for request in requests for choice in request.choices]
+        logits, errors = self._batch.decode([choice.sequence for _, choice in choices])
+        for index, error in errors.items():
+            request, _ = choices[index]
+            if request.scheduled in self._requests:
+                self._finish(request, error)
+        remaining = [scheduled for scheduled in action.requests if scheduled in self._requests]
+        self._scheduler.complete(Decode(tuple(remaining)))
+        if len(errors) < len(choices):
             self._emit_tokens(
-                [one for place, one in enumerate(going) if place not in failed], logits
+                [pair for index, pair in enumerate(choices) if index not in errors], logits
             )
 
-    def _emit_tokens(
-        self, choices: Sequence[tuple[Request, RequestChoice]], logits: Tensor
-    ) -> None:
-        """A token for each, by its row of logits."""
-        found = sample_tokens(choices, logits)
+    def _emit_tokens(self, choices: Sequence[ChoiceOfRequest], logits: Tensor) -> None:
+        """Sample a token for each choice from its row of logits, and put it on its stream."""
+        tokens = sample_tokens(choices, logits)
         now = time.monotonic()
-        for (request, choice), one in zip(choices, found, strict=True):
+        for (request, choice), token in zip(choices, tokens, strict=True):
             if request.scheduled not in self._requests:
                 continue  # another continuation failed
             try:
-                if isinstance(one, Exception):
-                    raise one
-                step = choice.output.append_token(one, choice=choice.index)
-                self._metrics.count_token(
-                    request.last_token_time, now, first=choice.output.num_generated == 1
-                )
+                if isinstance(token, Exception):
+                    raise token
+                step = choice.output.append_token(token, choice=choice.index)
+                is_first = choice.output.num_generated == 1
+                self._metrics.count_token(request.last_token_time, now, first=is_first)
                 request.stream.put_step(step)
             except Exception as error:
                 self._finish(request, error)
@@ -504,45 +462,38 @@ class Engine:
             request.last_token_time = now
 
     def _swap(self, action: SwapOut | SwapIn) -> None:
-        """Pages of a request to files, or back."""
-        request, job = self._requests[action.request], action.request
-        self._prefix_reuse.cancel_lookup(job)
+        """Write the pages of a request to files, or read them back."""
+        scheduled, request = action.request, self._requests[action.request]
+        self._prefix_reuse.cancel_lookup(scheduled)
         self._metrics.put_aside += isinstance(action, SwapOut)
         try:
             if self._swap_folder is None:
-                self._swap_folder = Path(
-                    self._cleanup.enter_context(TemporaryDirectory(prefix="kvant-"))
-                )
-            for place, seat in enumerate(request.sequences):
+                folder = self._cleanup.enter_context(TemporaryDirectory(prefix="kvant-"))
+                self._swap_folder = Path(folder)
+            for index, sequence in enumerate(request.sequences):
                 if isinstance(action, SwapOut):
-                    self._batch.swap_out(seat, self._swap_folder / f"{job.number}-{place}.kv")
+                    path = self._swap_folder / f"{scheduled.number}-{index}.kv"
+                    self._batch.swap_out(sequence, path)
                 else:
-                    self._batch.swap_in(seat)
+                    self._batch.swap_in(sequence)
         except Exception as error:
             self._finish(request, error)
             return
         self._scheduler.complete(action)
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
-        """Let a request go, and tell it why, unless all of it was said."""
+        """Free a request and end its stream, with an error if it failed."""
         if error is not None:
             self._metrics.failed += 1
             clear_traceback_frames(error)
-        if not request.prefill_started:  # else they were counted as its first chunk was read
+        if not request.prefill_started:  # otherwise its first chunk counted them
             self._metrics.count_prefix_hits(request.stream.usage)
         self._scheduler.remove(request.scheduled)
         self._prefix_reuse.cancel_lookup(request.scheduled)
-        for seat in request.sequences:
+        for sequence in request.sequences:
             if error is None and self._is_open:
-                self._prefix_reuse.insert_prefix(request.scheduled, seat)
-            self._batch.release(seat)
+                self._prefix_reuse.insert_prefix(request.scheduled, sequence)
+            self._batch.release(sequence)
         request.finish(error)
         request.choices = []
         self._requests.pop(request.scheduled, None)
-
-
-def _make_prefixes(store: Any, max_bytes: int | str | None, prefixes: Any) -> Prefixes | None:
-    """Prefixes of an engine's own, where it is given a store."""
-    if store is not None and prefixes is not None:
-        raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")
-    return None if store is None else Prefixes("1GiB" if max_bytes is None else None, store=store)

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: counts, and how long people waited."""
+"""Metrics of an engine: counts of requests and tokens, and latencies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from kvant.engine.scheduler import ScheduledRequest
 from kvant.engine.stream import Usage
 
-MAX_RECENT_WAITS = 1000  # waits that are remembered
+MAX_RECENT_WAITS = 1000  # latest waits, for the percentiles
 
 
 @dataclass
 class EngineMetrics:
-    """Counts since the engine began, and the waits of late, in seconds."""
+    """Counts since the engine started, and recent waits in seconds."""
 
     requests: int = 0
     finished: int = 0
@@ -23,8 +23,8 @@ class EngineMetrics:
     failed: int = 0
     put_aside: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of prompts, that were not read again,
-    restored_tokens: int = 0  # and of those, that a store had
+    cached_tokens: int = 0  # of prompts, not prefilled again
+    restored_tokens: int = 0  # of the cached ones, restored from a store
     completion_tokens: int = 0
     first_token_waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS))
     between_token_waits: deque[float] = field(
@@ -36,12 +36,12 @@ class EngineMetrics:
         self.prompt_tokens += request.num_prompt_tokens
 
     def count_prefix_hits(self, usage: Usage) -> None:
-        """What was there of a prompt when it began."""
+        """Add the cached and restored tokens of a prompt, once its prefill starts."""
         self.cached_tokens += usage.cached_tokens
         self.restored_tokens += usage.restored_tokens
 
     def count_token(self, since: float, now: float, *, first: bool) -> None:
-        """A token came; what it waited for came before."""
+        """Count a token at `now` that waited for its predecessor, or its request, from `since`."""
         self.completion_tokens += 1
         (self.first_token_waits if first else self.between_token_waits).append(now - since)
 
@@ -54,11 +54,11 @@ class EngineMetrics:
 
 
 def _summarize_waits(waits: deque[float]) -> dict[str, float]:
-    """The median, and what one wait of twenty passes; nothing before there are any."""
-    some = list(waits)
-    if not some:
+    """Return the median and the 95th percentile; {} without waits."""
+    seconds = list(waits)
+    if not seconds:
         return {}
-    if len(some) == 1:
-        return {"median": some[0], "p95": some[0]}
-    cuts = quantiles(some, n=20, method="inclusive")
+    if len(seconds) == 1:
+        return {"median": seconds[0], "p95": seconds[0]}
+    cuts = quantiles(seconds, n=20, method="inclusive")
     return {"median": cuts[9], "p95": cuts[18]}

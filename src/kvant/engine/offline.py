@@ -1,4 +1,4 @@
-"""Many prompts to one model, in order, with an engine of their own."""
+"""Generate for a list of prompts with a temporary engine, and return results in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvant.generation.settings import derive_seed
 from kvant.progress import ProgressBar
 from kvant.recipes import AnySpec
 
-QUEUE_FACTOR = 8  # times what is served at once: so many are asked for that are not done
+QUEUE_FACTOR = 8  # submitted but unfinished requests per concurrent one
 
 
 def generate_many(
@@ -40,9 +40,9 @@ def generate_many(
     backend: str | None = None,
     quiet: bool = False,
 ) -> list[Result]:
-    """The continuation of each prompt, in their order; `max_sequences` are served at a time.
+    """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
-    With a seed, prompt i is drawn with seed + i. A bar is shown on a terminal, unless `quiet`.
+    With a seed, prompt i is sampled with seed + i. Unless `quiet`, a terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]
     >>> results = kvant.generate_many(model, tokenizer, prompts, max_new_tokens=4, quiet=True)
@@ -50,7 +50,7 @@ def generate_many(
     3
     """
     if isinstance(prompts, str):
-        raise TypeError("prompts is one text: a list of prompts is needed")
+        raise TypeError("prompts is one text: pass a list of prompts")
     engine = Engine(
         model,
         tokenizer,
@@ -61,7 +61,7 @@ def generate_many(
         backend=backend,
     )
 
-    def ask(index: int) -> Stream:
+    def submit(index: int) -> Stream:
         return engine.submit(
             prompts[index],
             max_new_tokens=max_new_tokens,
@@ -76,31 +76,30 @@ def generate_many(
         )
 
     with engine, ProgressBar("prompts", quiet=quiet) as bar:
-        found: list[Result] = []
-        for result in iterate_results(
-            [partial(ask, i) for i in range(len(prompts))], max_sequences
-        ):
+        results: list[Result] = []
+        submits = [partial(submit, index) for index in range(len(prompts))]
+        for result in iterate_results(submits, max_sequences):
             if isinstance(result, Exception):
                 raise result
-            found.append(result)
-            bar.update(len(found), len(prompts))
-    return found
+            results.append(result)
+            bar.update(len(results), len(prompts))
+    return results
 
 
 def iterate_results(
     submits: Sequence[Callable[[], Stream]], max_concurrent: int
 ) -> Iterator[Result | Exception]:
-    """What comes of each, of which `served` are served at once: a result, or why there is none."""
+    """Submit requests and yield their results or errors in order; `max_concurrent` are served."""
     streams: deque[Stream | Exception] = deque()
-    places = Semaphore(QUEUE_FACTOR * max_concurrent)  # for those that are not done
-    for ask in submits:
-        places.acquire()
+    open_requests = Semaphore(QUEUE_FACTOR * max_concurrent)
+    for submit in submits:
+        open_requests.acquire()
         try:
-            stream = ask()
-            stream.add_done_callback(places.release)
+            stream = submit()
+            stream.add_done_callback(open_requests.release)
             streams.append(stream)
-        except (CapacityError, TypeError, ValueError) as error:  # of this one
-            places.release()
+        except (CapacityError, TypeError, ValueError) as error:  # concerns this request alone
+            open_requests.release()
             streams.append(error)
         while streams and _is_done(streams[0]):
             yield _get_result(streams.popleft())
@@ -117,7 +116,7 @@ def _get_result(stream: Stream | Exception) -> Result | Exception:
         return stream
     try:
         return stream.result()
-    except EngineError:  # of all that were asked
+    except EngineError:  # concerns every request
         raise
     except Exception as error:
         return error

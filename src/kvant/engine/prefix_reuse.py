@@ -1,7 +1,7 @@
-"""What requests find of each other's prompts and replies, and leave for others.
+"""Connect an engine's requests to cached prefixes: match, restore from a store, insert, evict.
 
-In memory, prefixes count within the bytes of the engine, and are the first to go where a request
-needs room. A store is asked and written to beside the engine's thread, in which all else happens.
+Prefixes count within the engine's bytes and are evicted first when a request needs memory. Store
+lookups and flushes run in threads of their own; everything else runs in the engine's thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,19 +17,20 @@ from typing import Any
 from kvant.engine.batch import Batch, EngineSequence
 from kvant.engine.request import Request, clear_traceback_frames
 from kvant.engine.scheduler import ScheduledRequest, Scheduler
-from kvant.prefixes import LookupDeadline, PendingRestore
+from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes
 from kvant.prefixes.lookup_deadline import STORE_TIMEOUT_S
 from kvant.prefixes.threads import start_daemon
+from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
-MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # seconds that a request waits for a store at most,
-EVICTION_FLUSH_S = 2.0  # and that prefixes whose memory is needed wait to be written
-LOOKUPS = 4  # that may be under way, where requests did not wait for their ends
+MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # that a request waits for a store
+EVICTION_FLUSH_S = 2.0  # that an eviction waits for pending store writes
+MAX_LOOKUP_THREADS = 4  # including lookups whose requests gave up waiting
 
 
 class PrefixReuse:
-    """Prefixes between the schedule, which counts, and the batch, which has the pages."""
+    """The link between the scheduler's counts of prefixes and the pages of the batch."""
 
     def __init__(
         self,
@@ -39,229 +40,235 @@ class PrefixReuse:
         tokenizer: Any,
         call_in_engine: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`later` has something done in the engine's thread, from any other."""
+        """`call_in_engine` queues a call for the engine's thread, from any thread."""
         self._batch = batch
         self._scheduler = scheduler
         self._requests = requests
         self._tokenizer = tokenizer
         self._call_in_engine = call_in_engine
-        self._lookups = 0  # threads that look into a store
-        self._lookup_queue: deque[tuple[Request, float]] = deque()  # to be looked for, until when
-        self._current_lookup: tuple[ScheduledRequest, LookupDeadline] | None = (
-            None  # who is looked for
-        )
-        self._is_flushing = False  # it does that now
-        self._flush_expired = False  # it did, and what must go may go
+        self._num_lookups = 0  # threads
+        self._lookup_queue: deque[tuple[Request, float]] = deque()  # with end times
+        self._current_lookup: tuple[ScheduledRequest, LookupDeadline] | None = None
+        self._is_flushing = False
+        self._flush_expired = False  # the last flush is over: evict without another one
 
     def close(self) -> None:
-        """Wait for no store any more."""
+        """Cancel the current store lookup."""
         if self._current_lookup is not None:
             self._current_lookup[1].cancel()
 
     def match_prefix(self, scheduled: ScheduledRequest) -> None:
-        """Go on from what there is of a prompt."""
+        """Match a prompt with the prefixes, and give the result to scheduler and stream."""
         self.cancel_lookup(scheduled)
         request = self._requests[scheduled]
         try:
-            held, stops = self._batch.match_prefix(request.sequence, request.branch_points)
-            lost = self._batch.describe_mismatch(request.sequence, self._tokenizer)
-        except Exception as error:  # it can still be read
+            length, checkpoints = self._batch.match_prefix(request.sequence, request.branch_points)
+            mismatch = self._batch.describe_mismatch(request.sequence, self._tokenizer)
+        except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
-            log.warning("prefixes were not looked for: %r", error)
+            log.warning("a prompt was not matched with prefixes: %r", error)
             self._batch.release(request.sequence)
-            held, stops, lost = 0, (), None
-        request.stream.set_prefix_usage(held, request.restored_range, lost)
-        self._scheduler.record_prefix_match(scheduled, held, stops)
+            length, checkpoints, mismatch = 0, (), None
+        request.stream.set_prefix_usage(length, request.restored_range, mismatch)
+        self._scheduler.record_prefix_match(scheduled, length, checkpoints)
         self.update_prefix_slots()
 
     def look_up_store(self, scheduled: ScheduledRequest) -> None:
-        """Look for a prompt in a store, for as long as it would take to read it.
+        """Look up a prompt in a store, for as long as its prefill would take.
 
-        Prompts are looked for one after the other, as they would be read: behind others it may
-        take as long as theirs besides.
+        Lookups run in the order of their prefills, so a queued one may also take the time of those
+        before it.
         """
         request, now = self._requests[scheduled], time.monotonic()
-        before = max((1e-3 * other.store_deadline_ms for other in self._requests), default=0.0)
-        wait = max(before - now, 0.0) + self._batch.estimate_prefill_seconds(
+        queue_end = max((1e-3 * other.store_deadline_ms for other in self._requests), default=0.0)
+        wait = max(queue_end - now, 0.0) + self._batch.estimate_prefill_seconds(
             scheduled.num_prompt_tokens - scheduled.num_computed_tokens
         )
-        until = now + min(wait, MAX_STORE_WAIT_S)
-        scheduled.store_deadline_ms = int(1e3 * until)
-        self._lookup_queue.append((request, until))
+        end_time = now + min(wait, MAX_STORE_WAIT_S)
+        scheduled.store_deadline_ms = int(1e3 * end_time)
+        self._lookup_queue.append((request, end_time))
         self._start_next_lookup()
 
     def cancel_lookup(self, scheduled: ScheduledRequest) -> None:
-        """It goes on without what a store has: what was taken for that is free."""
+        """Cancel the store lookup of a request and free its memory."""
         if self._current_lookup is not None and self._current_lookup[0] is scheduled:
             self._current_lookup[1].cancel()
-            self._current_lookup = (
-                None  # a store that does not answer keeps no other prompt waiting
-            )
+            self._current_lookup = None  # a hung store must not delay other prompts
             self._start_next_lookup()
 
     def insert_prefix(self, scheduled: ScheduledRequest, sequence: EngineSequence) -> None:
-        """Let others go on from a sequence of a request, if there is room for it."""
+        """Insert a sequence of a request into the prefixes, if it fits."""
         length = self._batch.count_tokens(sequence)
         if not length or not self._scheduler.can_insert_prefix(scheduled, length):
             return
         try:
             self._batch.insert_prefix(sequence)
-        except Exception as error:  # whoever asked has all tokens
+        except Exception as error:  # the client already has all tokens
             clear_traceback_frames(error)
-            log.warning("a prefix was not kept: %r", error)
+            log.warning("a prefix was not inserted: %r", error)
         self.update_prefix_slots()
 
     def reject(self, request: Request) -> None:
-        """Drop what a store had of a request whose prompt the model cannot read with it."""
+        """Drop the restored prefix of a request: the model failed on it."""
         if request.restored_range:
             self._batch.reject(request.sequence, request.restored_range.stop)
             self.update_prefix_slots()
 
     def evict_prefixes(self, nbytes: int, *, include_unwritten: bool) -> None:
-        """Let go of prefixes; where nobody is served, also of what those have who wait.
+        """Evict prefixes; if no request runs, also those that waiting requests matched.
 
-        Unless it is to be `at_once`, a store gets the time to have them before, and whoever needs
-        their memory waits for that; others go on.
+        Without `include_unwritten`, pending store writes are flushed first; the request that needs
+        the memory waits for them, and others continue.
         """
         include_unwritten, self._flush_expired = include_unwritten or self._flush_expired, False
-        went = self._batch.evict_prefixes(nbytes, include_unwritten=include_unwritten)
-        writing = not (went or include_unwritten) and self._batch.has_unwritten_prefixes
-        if writing and not self._is_flushing:
+        evicted = self._batch.evict_prefixes(nbytes, include_unwritten=include_unwritten)
+        pending = not (evicted or include_unwritten) and self._batch.has_unwritten_prefixes
+        if pending and not self._is_flushing:
             self._is_flushing = True
             try:
                 start_daemon(self._flush_store, "kvant-hurry")
-            except RuntimeError as error:  # a limit on threads; the store writes without a hurry
+            except RuntimeError as error:  # a limit on threads; the writer continues slowly
                 self._is_flushing = False
-                log.warning("the writes of a store are not hurried: %r", error)
-        if not went and not writing and not self._scheduler.running:
+                log.warning("store writes are not flushed: %r", error)
+        if not evicted and not pending and not self._scheduler.running:
             self.drop_waiting_matches()
-            went = self._batch.evict_prefixes(nbytes, include_unwritten=True, include_used=True)
+            evicted = self._batch.evict_prefixes(nbytes, include_unwritten=True, include_used=True)
         self.update_prefix_slots()
-        self._scheduler.record_eviction(any_freed=went or not (writing or self._scheduler.running))
+        is_final = not (pending or self._scheduler.running)
+        self._scheduler.record_eviction(any_freed=evicted or is_final)
 
     def drop_waiting_matches(self) -> None:
-        """Let go of what requests found that wait."""
-        for job in self._scheduler.waiting:
-            if job.matched_version is not None and not job.is_swapped_out:
-                self._batch.release(self._requests[job].sequence)
-                self._scheduler.clear_prefix_match(job)
+        """Release the matched prefixes of waiting requests."""
+        for scheduled in self._scheduler.waiting:
+            if scheduled.matched_version is not None and not scheduled.is_swapped_out:
+                self._batch.release(self._requests[scheduled].sequence)
+                self._scheduler.clear_prefix_match(scheduled)
 
     def update_prefix_slots(self) -> None:
-        """Tell the schedule what prefixes hold, and who has pages of them."""
-        if (kept := self._batch.measure_prefixes()) is None:
+        """Set the scheduler's slots of prefixes, and those that requests share with them."""
+        if (usage := self._batch.measure_prefixes()) is None:
             return
-        pages = self._scheduler.memory_model.count_page_slots
+        model = self._scheduler.memory_model
         for request in self._requests.values():
-            job, seats = request.scheduled, request.sequences
-            job.shared_slots = pages(
-                self._batch.count_shared_pages(seats[0], job.num_prompt_tokens, kept)
+            scheduled, sequences = request.scheduled, request.sequences
+            shared_pages = self._batch.count_shared_pages(
+                sequences[0], scheduled.num_prompt_tokens, usage
             )
-            waits = (
-                job.matched_version is not None
-                and not job.is_swapped_out
-                and job in self._scheduler.waiting
+            scheduled.shared_slots = model.count_page_slots(shared_pages)
+            holds_match = (
+                scheduled.matched_version is not None
+                and not scheduled.is_swapped_out
+                and scheduled in self._scheduler.waiting
             )
-            if (
-                waits
-                and (
-                    self._scheduler.memory_model.count_shared_slots(job.num_computed_tokens)
-                    > job.shared_slots
-                ).any()
-            ):
-                self._batch.release(request.sequence)  # prefixes went whose pages it held
-                self._scheduler.clear_prefix_match(job)
-        self._scheduler.set_prefix_slots(pages(kept.num_pages, len(kept.unique_nbytes)))
+            if holds_match:
+                needed = model.count_shared_slots(scheduled.num_computed_tokens)
+                if (needed > scheduled.shared_slots).any():  # the matched prefix was evicted
+                    self._batch.release(request.sequence)
+                    self._scheduler.clear_prefix_match(scheduled)
+        slots = model.count_page_slots(usage.num_pages, len(usage.unique_nbytes))
+        self._scheduler.set_prefix_slots(slots)
 
-    # ---- within
+    # ---- internals
 
     def _start_next_lookup(self) -> None:
-        """Look for the next prompt, once the one before it was taken: it lies where that one does.
+        """Start the lookup of the next prompt in a thread, once the previous one was adopted.
 
-        In a thread of its own, beside the engine's. No thread is started while as many as may be
-        are still waiting for a store, whose requests went on without it.
+        The previous restore may create the pools that the next one uses. If `MAX_LOOKUP_THREADS`
+        still wait for a store, the prompt is prefilled without a lookup.
         """
         while self._lookup_queue and self._current_lookup is None:
-            request, until = self._lookup_queue.popleft()
-            waiting = LookupDeadline(partial(self._compute_seconds_left, request.scheduled, until))
+            request, end_time = self._lookup_queue.popleft()
+            deadline = LookupDeadline(
+                partial(self._compute_seconds_left, request.scheduled, end_time)
+            )
+            look_up = None
             try:
-                looks = waiting.compute_seconds_left() > 0 and self._lookups < LOOKUPS
-                scout = (
-                    self._batch.prepare_store_lookup(request.sequence, waiting) if looks else None
-                )
-                if scout is not None:
-                    start_daemon(partial(self._run_lookup, request, waiting, scout), "kvant-fetch")
-            except Exception as error:  # it can still be read
-                waiting.cancel()
+                has_time = deadline.compute_seconds_left() > 0
+                if has_time and self._num_lookups < MAX_LOOKUP_THREADS:
+                    look_up = self._batch.prepare_store_lookup(request.sequence, deadline)
+                    run = partial(self._run_lookup, request, deadline, look_up)
+                    start_daemon(run, "kvant-fetch")
+            except Exception as error:  # the prompt can still be prefilled
+                deadline.cancel()
                 clear_traceback_frames(error)
-                log.warning("a store was not looked into: %r", error)
-                scout = None
-            if scout is None:
+                log.warning("a prompt was not looked up in a store: %r", error)
+                look_up = None
+            if look_up is None:
                 self._scheduler.finish_store_lookup(request.scheduled, 0)
             else:
-                self._current_lookup, self._lookups = (
-                    (request.scheduled, waiting),
-                    self._lookups + 1,
-                )
+                self._current_lookup = request.scheduled, deadline
+                self._num_lookups += 1
 
     def _compute_seconds_left(self, scheduled: ScheduledRequest, end_time: float) -> float:
-        """The seconds for which a request waits; in any thread."""
+        """Return the seconds that a request still waits; for any thread."""
         return end_time - time.monotonic() if scheduled.store_deadline_ms else 0.0
 
     def _run_lookup(
         self,
         request: Request,
-        waiting: LookupDeadline,
+        deadline: LookupDeadline,
         look_up: Callable[[], PendingRestore | None],
     ) -> None:
-        coming = None
-        with suppress(Exception):  # it can still be read
-            coming = look_up()
-        self._call_in_engine(lambda: self._finish_lookup(request, waiting, coming))
+        restore = None
+        with suppress(Exception):  # the prompt can still be prefilled
+            restore = look_up()
+        self._call_in_engine(lambda: self._finish_lookup(request, deadline, restore))
 
     def _finish_lookup(
-        self, request: Request, waiting: LookupDeadline, restore: PendingRestore | None
+        self, request: Request, deadline: LookupDeadline, restore: PendingRestore | None
     ) -> None:
-        """Take what a store had of a prompt, unless its request left, and look for the next one."""
-        self._lookups -= 1
+        """Adopt the result of a lookup unless it was cancelled, and start the next one."""
+        self._num_lookups -= 1
         try:
-            if not waiting.is_cancelled:
+            if not deadline.is_cancelled:
                 self._current_lookup = None
                 self._adopt_restore(request, restore)
         finally:
             self._start_next_lookup()
 
     def _adopt_restore(self, request: Request, restore: PendingRestore | None) -> None:
-        """Go on from what came for a prompt, in the bytes that it was promised."""
-        job, length = request.scheduled, 0 if restore is None else len(restore.restored.tokens)
-        arrived = self._scheduler.finish_store_lookup(job, length)
+        """Continue a prompt from restored tokens, in the memory that was reserved for it."""
+        scheduled = request.scheduled
+        length = 0 if restore is None else len(restore.restored.tokens)
+        is_usable = self._scheduler.finish_store_lookup(scheduled, length)
         if restore is None:
             return
-        if not arrived:
+        if not is_usable:
             restore.restored.cache.clear()
             return
         try:
-            held = self._batch.adopt_restore(
-                request.sequence, restore, insert=self._scheduler.can_insert_prefix(job, length)
-            )
-        except Exception as error:  # it can still be read
+            insert = self._scheduler.can_insert_prefix(scheduled, length)
+            num_cached = self._batch.adopt_restore(request.sequence, restore, insert=insert)
+        except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
-            log.warning("a prefix from a store was not taken: %r", error)
-            held = self._batch.count_tokens(request.sequence)
+            log.warning("a restored prefix was not adopted: %r", error)
+            num_cached = self._batch.count_tokens(request.sequence)
         finally:
             restore.restored.cache.clear()
-        if held > job.num_computed_tokens:
+        if num_cached > scheduled.num_computed_tokens:
             request.restored_range = restore.restored_range
-            request.stream.set_prefix_usage(held, restore.restored_range, None)
-        job.num_computed_tokens = held
+            request.stream.set_prefix_usage(num_cached, restore.restored_range, None)
+        scheduled.num_computed_tokens = num_cached
         self.update_prefix_slots()
 
     def _flush_store(self) -> None:
-        """Wait until prefixes are written, beside the engine's thread, and not for ever."""
+        """Flush pending store writes with a time limit, in a thread of its own."""
         self._batch.flush_store(EVICTION_FLUSH_S)
         self._call_in_engine(self._finish_flush)
 
     def _finish_flush(self) -> None:
-        """From now on nobody waits for a store any more; who needs memory asks for it again."""
+        """Allow the next eviction to include unwritten prefixes."""
         self._is_flushing, self._flush_expired = False, True
         self.update_prefix_slots()
         self._scheduler.record_eviction(any_freed=True)
+
+
+def make_own_prefixes(
+    store: str | Store | Sequence[str | Store] | None,
+    max_bytes: int | str | None,
+    prefixes: Prefixes | None,
+) -> Prefixes | None:
+    """Return prefixes for one engine alone if it has a store of its own."""
+    if store is not None and prefixes is not None:
+        raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")
+    return None if store is None else Prefixes("1GiB" if max_bytes is None else None, store=store)

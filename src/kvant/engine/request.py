@@ -1,10 +1,11 @@
-"""What somebody asked an engine for, and who still continues it."""
+"""A request in the engine: its prompt, its continuations, and the stream of its client."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from kvant.generation.settings import StopConditions
 
 @dataclass(eq=False)
 class RequestChoice:
-    """One continuation of a prompt."""
+    """One continuation of a prompt: its output, sampler and cache sequence."""
 
     index: int
     output: Output
@@ -28,7 +29,7 @@ class RequestChoice:
 
 @dataclass(eq=False)
 class Request:
-    """What was asked, and who still continues it."""
+    """A request, its limits, and its unfinished continuations."""
 
     scheduled: ScheduledRequest
     sequence: EngineSequence
@@ -36,48 +37,80 @@ class Request:
     stop_conditions: StopConditions
     logprobs: int
     stream: Stream
-    branch_points: list[int]  # lengths of the prompt at which others may begin to differ
-    last_token_time: (
-        float  # when the last token came, in seconds; before the first, when it was asked
-    )
-    prefill_started: bool = False  # has reading its prompt begun?
-    restored_range: range = range(0)  # tokens of the prompt that a store had
-    choices: list[RequestChoice] = field(default_factory=list)  # those that go on
+    branch_points: list[int]  # prompt lengths at which other prompts may diverge
+    last_token_time: float  # monotonic seconds; before the first token, the time of arrival
+    prefill_started: bool = False
+    restored_range: range = range(0)  # prompt tokens restored from a store
+    choices: list[RequestChoice] = field(default_factory=list)  # unfinished; [] while prefilling
 
     @property
     def sequences(self) -> list[EngineSequence]:
+        """Sequences of the unfinished continuations; that of the prompt before the fork."""
         return [choice.sequence for choice in self.choices] or [self.sequence]
 
+    def start_choices(self, tokenizer: Any, forks: Sequence[EngineSequence]) -> None:
+        """Make the continuations of a prefilled prompt: its sequence, and forks of it."""
+        sequences = zip([self.sequence, *forks], self.samplers, strict=True)
+        self.choices = [
+            RequestChoice(
+                index, Output(tokenizer, self.stop_conditions, sequence.tokens), sampler, sequence
+            )
+            for index, (sequence, sampler) in enumerate(sequences)
+        ]
+
     def finish(self, error: BaseException | None = None) -> None:
-        """Tell who asked that nothing comes any more."""
+        """Flush the detokenizers and end the stream, with `error` if the request failed."""
         for choice in self.choices:
             self.stream.set_final_text(choice.index, choice.output.detokenizer.flush())
         self.stream.finish(error)
 
 
-def sample_tokens(
-    choices: Sequence[tuple[Request, RequestChoice]], logits: Tensor
-) -> list[SampledToken | Exception]:
-    """The next token of each, all at once; where that fails, one by one."""
+ChoiceOfRequest = tuple[Request, RequestChoice]
 
-    def draw(some: Sequence[tuple[Request, RequestChoice]], rows: Tensor) -> list[SampledToken]:
-        samplers, before = zip(*((c.sampler, c.output.tokens) for _, c in some), strict=True)
-        return sample_batch(rows, samplers, before, [request.logprobs for request, _ in some])
+
+def check_counts(**counts: int) -> None:
+    """Raise unless these arguments of `submit` are whole numbers in range."""
+    for name, value in counts.items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name}={value!r}: a whole number is needed")
+    for name, minimum in (("n", 1), ("logprobs", 0)):
+        if counts[name] < minimum:
+            raise ValueError(f"{name}={counts[name]}: {minimum} or more is needed")
+
+
+def check_biases(
+    biases: Mapping[int, float], vocab_size: int | None
+) -> tuple[tuple[int, float], ...]:
+    """Return sorted biases of logits; raise for tokens outside the vocabulary."""
+    for token in biases:
+        if not 0 <= token < (1 << 31 if vocab_size is None else vocab_size):
+            raise ValueError(f"logit_bias of token {token}: the vocabulary has {vocab_size}")
+    return tuple(sorted(biases.items()))
+
+
+def sample_tokens(
+    choices: Sequence[ChoiceOfRequest], logits: Tensor
+) -> list[SampledToken | Exception]:
+    """Sample the next token of each choice in one batch; if that fails, one by one."""
+
+    def sample(batch: Sequence[ChoiceOfRequest], rows: Tensor) -> list[SampledToken]:
+        samplers, outputs = zip(*((c.sampler, c.output.tokens) for _, c in batch), strict=True)
+        return sample_batch(rows, samplers, outputs, [request.logprobs for request, _ in batch])
 
     try:
-        return [*draw(choices, logits)]
+        return [*sample(choices, logits)]
     except Exception:
-        found: list[SampledToken | Exception] = []
-        for row, one in enumerate(choices):
+        tokens: list[SampledToken | Exception] = []
+        for row, choice in enumerate(choices):
             try:
-                found += draw([one], logits[row : row + 1])
+                tokens += sample([choice], logits[row : row + 1])
             except Exception as error:
-                found.append(error)
-        return found
+                tokens.append(error)
+        return tokens
 
 
 def clear_traceback_frames(error: BaseException | None) -> None:
-    """Somebody may keep an error, but not the caches that its frames hold."""
+    """Clear the frames of an error and its causes: they hold caches, and callers store errors."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,17 +1,25 @@
-"""Which request is served next, and with how many tokens: no model, no memory, no clock.
+"""Choose the next action of an engine: what to prefill, decode, swap or evict.
 
-A request waits until all that it may need fits beside what the others may need; it is never thrown
-out after that. Its prompt is read in chunks, and everybody who decodes gets a token between some of
-them: the more prompts are being read, the more time they get. Who waits gains on priorities with
-time, and nobody overtakes the first who does not fit: so nobody starves.
+The scheduler counts tokens and pages; it has no model, no tensors and no clock.
 
-Prefixes that are kept take room, too, and are let go where a request needs it and nobody uses them.
-Whoever is first in line sees what there is of its prompt: that is not read again, and its pages
-count once. With a store, who has its bytes is looked for there before it is read; one request is
-let in ahead of its place, to be looked for while it waits.
+     add()
+       v
+    waiting  <--------------------------------------------------+
+       v   memory for its longest length fits                   |
+    running, not active: too few free sequences                 |
+       v                                                        |  SwapOut
+    active, in a store lookup: store_deadline_ms > 0            |  (overcommit > 1):
+       v   finish_store_lookup(), or the deadline               |  is_swapped_out
+    active, prefilling: num_computed_tokens < num_prompt_tokens |  until SwapIn
+       v   last Prefill                                         |
+    active, decoding  ------------------------------------------+
+       v   finish_sequence() of the last sequence; remove() at any time
+    removed
 
-With `overcommit` more is promised than there is. Where it comes to that, the newest of those with
-the lowest priority is put aside, pages and all, and is taken back once there is room for all of it.
+With `overcommit` above 1, the newest request of the lowest priority is swapped out when memory runs
+short. Prompts are prefilled in chunks, with decodes between them. No request overtakes the first
+one that does not fit, so none starves. Cached prefixes are evicted when a request needs memory.
+With a store, one request is admitted ahead of its turn: its lookup overlaps with the wait.
 """
 
 from __future__ import annotations
@@ -27,31 +35,31 @@ from kvant.errors import CapacityError, ContextError
 from kvant.page_table import Ints
 from kvant.sizes import format_size
 
-AGING_MS = 10_000  # milliseconds of waiting that count as one step of priority
-MAX_TIMED_PROMPTS = 4  # that get time of their own between two tokens, at most
+AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
+MAX_TIMED_PROMPTS = 4  # prompts that each add `chunk_seconds` to the delay of a token, at most
 
 
 @dataclass(eq=False)
 class ScheduledRequest:
-    """What a schedule knows of a request: counts of tokens."""
+    """The scheduler's record of a request: counts of tokens."""
 
     number: int  # in the order of arrival
     num_prompt_tokens: int
-    max_new_tokens: int  # tokens that it may say at most
+    max_new_tokens: int
     num_choices: int = 1  # sequences that continue the prompt
     priority: int = 0
     tenant: str = ""
-    arrival_ms: int = 0  # in milliseconds
+    arrival_ms: int = 0
     num_computed_tokens: int = 0  # tokens of the prompt
-    num_output_tokens: int = 0  # by each sequence that still goes on
-    matched_version: int | None = None  # after which news of prefixes was its prompt looked for?
-    prefill_started: bool = False  # was anything of its prompt read for it?
-    checkpoint_positions: tuple[int, ...] = ()  # lengths of its prompt at which a chunk is to end
-    shared_slots: Ints | None = None  # slots of it that prefixes hold, too
-    num_finished: int = 0  # sequences that do not
+    num_output_tokens: int = 0  # of each unfinished sequence
+    matched_version: int | None = None  # of the prefixes when the prompt was matched last
+    prefill_started: bool = False
+    checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
+    shared_slots: Ints | None = None  # slots shared with cached prefixes
+    num_finished: int = 0  # finished sequences
     is_swapped_out: bool = False
-    is_active: bool = False  # it has a place among those who are served
-    store_deadline_ms: int = 0  # in milliseconds, for what a store has of its prompt; 0: not
+    is_active: bool = False  # its sequences count towards max_sequences
+    store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
 
     @property
     def is_decoding(self) -> bool:
@@ -62,37 +70,35 @@ class ScheduledRequest:
         return self.num_choices - self.num_finished
 
     def compute_priority(self, now_ms: int) -> int:
-        """Its priority, and what it gained by waiting."""
+        """Return the priority plus the steps gained by waiting."""
         return self.priority + (now_ms - self.arrival_ms) // AGING_MS
 
 
 @dataclass(frozen=True)
 class MatchPrefix:
-    """See what there is of the prompt of a request."""
+    """Look up the prompt of a request in the cached prefixes."""
 
     request: ScheduledRequest
 
 
 @dataclass(frozen=True)
 class Evict:
-    """Let go of prefixes that take so many bytes, or of all that nobody uses."""
+    """Evict unused prefixes of `nbytes` bytes, or all if they are smaller."""
 
     nbytes: int
-    include_unwritten: bool = (
-        False  # also of what a store is yet to have: somebody is served already
-    )
+    include_unwritten: bool = False  # also evict prefixes with pending store writes
 
 
 @dataclass(frozen=True)
 class LookUpStore:
-    """Look for the prompt of a request in a store; its bytes are promised to it."""
+    """Look up the prompt of a request in a store; memory for it is reserved."""
 
     request: ScheduledRequest
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Read so many tokens of the prompt of a request."""
+    """Prefill the next `count` tokens of the prompt of a request."""
 
     request: ScheduledRequest
     count: int
@@ -100,28 +106,28 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """One token for each sequence of these."""
+    """Decode one token for each sequence of `requests`."""
 
     requests: tuple[ScheduledRequest, ...]
 
 
 @dataclass(frozen=True)
 class SwapOut:
-    """Keep the pages of a request elsewhere."""
+    """Write the pages of a request to files and free them."""
 
     request: ScheduledRequest
 
 
 @dataclass(frozen=True)
 class SwapIn:
-    """Bring them back."""
+    """Read the pages of a swapped-out request back."""
 
     request: ScheduledRequest
 
 
 @dataclass(frozen=True)
 class FreePools:
-    """No sequence is left: let go of all memory."""
+    """Free all pools: neither a sequence nor a prefix is left in them."""
 
 
 Action = MatchPrefix | Evict | LookUpStore | Prefill | Decode | SwapOut | SwapIn | FreePools
@@ -129,25 +135,23 @@ Action = MatchPrefix | Evict | LookUpStore | Prefill | Decode | SwapOut | SwapIn
 
 @dataclass
 class Scheduler:
-    """Requests that wait, and those that are served."""
+    """Queues of waiting and running requests, and the memory promised to them."""
 
     memory_model: MemoryModel
     chunk_sizer: ChunkSizer
     max_bytes: int | None = None
     max_sequences: int = 16
     overcommit: float = 1.0
-    chunk_seconds: float = math.inf  # that each prompt which is read has between two tokens
-    has_store: bool = False  # is there a store? Then the next one is let in ahead, and looked for
-    prefix_slots: Ints | None = None  # slots that prefixes hold; None: there are no prefixes
+    chunk_seconds: float = math.inf  # of prefill between two tokens, for each prompt
+    has_store: bool = False  # if so, the next request is admitted early, to look it up
+    prefix_slots: Ints | None = None  # slots of cached prefixes; None: prefixes are off
     waiting: list[ScheduledRequest] = field(default_factory=list)
     running: list[ScheduledRequest] = field(default_factory=list)
-    _last_was_oldest: bool = False  # was the last chunk one of the oldest?
-    _decode_delay_s: float = 0.0  # seconds that chunks have kept others from their next token
-    _prefix_version: int = 0  # how often prefixes became more
-    _may_evict: bool = True  # may there be prefixes that nobody uses?
-    _is_head_blocked: bool = (
-        False  # did the first who waits not fit, and has nobody come or gone since?
-    )
+    _last_was_oldest: bool = False  # whether the last chunk was one of the oldest prompt
+    _decode_delay_s: float = 0.0  # prefill time since the last decode
+    _prefix_version: int = 0  # raised when prefixes gain slots
+    _may_evict: bool = True  # False: the last eviction found nothing to evict
+    _is_head_blocked: bool = False  # the first waiting request did not fit; nothing changed since
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_sequences", "overcommit"):
@@ -155,83 +159,73 @@ class Scheduler:
             if value is not None and not value >= 1:
                 raise ValueError(f"{name}={value}: 1 or more is needed")
         if not self.chunk_seconds > 0:
-            raise ValueError(f"chunk_seconds={self.chunk_seconds}: more than 0 is needed")
+            raise ValueError(f"chunk_seconds={self.chunk_seconds}: must be above 0")
         if self.overcommit > 1 and self.max_bytes is None:
-            raise ValueError(f"overcommit={self.overcommit} of no max_bytes: give max_bytes, too")
+            raise ValueError(f"overcommit={self.overcommit} without max_bytes: set max_bytes, too")
         self.memory_budget = MemoryBudget(self.memory_model, self.max_bytes)
 
     def check_request(self, request: ScheduledRequest) -> None:
-        """Refuse a request that could never be served."""
-        if request.num_choices > self.max_sequences:
+        """Raise an error for a request that could never be served."""
+        if (n := request.num_choices) > self.max_sequences:
             raise CapacityError(
-                f"n={request.num_choices} with max_sequences={self.max_sequences}: ask for fewer, "
-                "or make an "
-                "engine for more"
+                f"n={n} with max_sequences={self.max_sequences}: lower n or raise max_sequences"
             )
-        closing = self.memory_model.count_transient_slots(request.num_prompt_tokens)
-        need = self.memory_budget.compute_fresh_nbytes(self._count_peak_slots(request) + closing)
+        transient = self.memory_model.count_transient_slots(request.num_prompt_tokens)
+        need = self.memory_budget.compute_fresh_nbytes(self._count_peak_slots(request) + transient)
         if self.max_bytes is not None and need > self.max_bytes:
-            one = self._count_slots_at(
-                request, request.num_prompt_tokens + request.max_new_tokens - 1, 1
-            )
-            fits = self.memory_budget.compute_fresh_nbytes(one + closing) <= self.max_bytes
+            final_length = request.num_prompt_tokens + request.max_new_tokens - 1
+            single = self._count_slots_at(request, final_length, 1)  # a smaller n may help
+            fits = self.memory_budget.compute_fresh_nbytes(single + transient) <= self.max_bytes
             raise (CapacityError if fits else ContextError)(
                 f"{request.num_prompt_tokens} tokens and {request.max_new_tokens} new ones need "
-                f"{format_size(need)} of a limit "
-                f"of {format_size(self.max_bytes)}: a smaller format, a window, a shorter prompt, "
-                "a smaller max_new_tokens or n, or a larger max_bytes"
+                f"{format_size(need)} of a limit of {format_size(self.max_bytes)}: use a smaller "
+                "format, a window, a shorter prompt, less max_new_tokens or n, or more max_bytes"
             )
 
     def add(self, request: ScheduledRequest) -> None:
-        """Let a request wait."""
+        """Append a request to the waiting queue."""
         self.waiting.append(request)
         self._is_head_blocked = False
 
     def choose_action(self, now_ms: int) -> Action | None:
-        """What to do at a time in milliseconds; None where there is nothing to do."""
-        admitted = self._admit(now_ms)
-        if admitted is not None:
-            return admitted
+        """Return the action that is due at `now_ms`; None if there is nothing to do."""
+        if (first := self._admit(now_ms)) is not None:
+            return first
         action = self._choose_forward()
         if action is None:
             return FreePools() if self._has_reclaimable_memory and not self.running else None
         if isinstance(action, Prefill) and self._needs_prefix_match(action.request):
             return MatchPrefix(action.request)
         if self.overcommit > 1:
-            used = self._count_slots_after(action)
-            if not self.memory_budget.fits(used):
-                return self._plan_eviction(used, include_unwritten=True) or SwapOut(
-                    self._choose_victim(now_ms)
-                )
-            self.memory_budget.record_slots(used)
+            slots = self._count_slots_after(action)
+            if not self.memory_budget.fits(slots):
+                eviction = self._plan_eviction(slots, include_unwritten=True)
+                return eviction or SwapOut(self._choose_victim(now_ms))
+            self.memory_budget.record_slots(slots)
         return action
 
     def complete(self, action: Action) -> None:
-        """That was done."""
+        """Update requests and memory after `action` was performed."""
         if isinstance(action, Prefill):
-            if any(job.is_decoding and job.is_active for job in self.running):
-                self._decode_delay_s += self.chunk_sizer.predict_seconds(
-                    action.count, action.request.num_computed_tokens
-                )
-            action.request.num_computed_tokens += action.count
-            action.request.prefill_started = True
-            action.request.num_output_tokens += (
-                action.request.is_decoding
-            )  # the last logits of a prompt give a token
+            request = action.request
+            if any(other.is_decoding and other.is_active for other in self.running):
+                num_computed = request.num_computed_tokens
+                self._decode_delay_s += self.chunk_sizer.predict_seconds(action.count, num_computed)
+            request.num_computed_tokens += action.count
+            request.prefill_started = True
+            request.num_output_tokens += request.is_decoding  # last prompt logits give a token
             self._last_was_oldest = not self._last_was_oldest
         elif isinstance(action, Decode):
-            for job in action.requests:
-                job.num_output_tokens += 1
+            for request in action.requests:
+                request.num_output_tokens += 1
             self._decode_delay_s = 0.0
         elif isinstance(action, SwapOut):
-            action.request.is_swapped_out, action.request.shared_slots = (
-                True,
-                None,
-            )  # files share nothing
-            action.request.is_active, action.request.store_deadline_ms = False, 0
-            self.running.remove(action.request)
+            request = action.request
+            request.is_swapped_out, request.shared_slots = True, None  # files share no pages
+            request.is_active, request.store_deadline_ms = False, 0
+            self.running.remove(request)
             self._is_head_blocked, self._may_evict = False, True
-            self.waiting.append(action.request)
+            self.waiting.append(request)
         elif isinstance(action, SwapIn):
             action.request.is_swapped_out = False
         elif isinstance(action, FreePools):
@@ -239,332 +233,268 @@ class Scheduler:
             self._is_head_blocked = False
 
     def finish_store_lookup(self, request: ScheduledRequest, length: int) -> bool:
-        """So much of its prompt came from a store: can it go on from that, and is there room?
+        """End a store lookup that found `length` tokens; return whether they may be used.
 
-        It may be late: then nobody waits for it any more, but nothing of the prompt was read yet.
+        They may be if they fit and no chunk was prefilled yet, even after the deadline.
         """
         request.store_deadline_ms = 0
         if request.prefill_started or request not in self.running:
             return False
-        used = self._count_charged_slots()
+        slots = self._count_charged_slots()
         if self.overcommit > 1:
-            used = (
-                used
-                - self._count_current_slots(request)
-                + self._count_slots_at(request, max(length, request.num_computed_tokens), 1)
-            )
-        return self.memory_budget.fits(used)
+            slots = slots + self._count_growth(request, max(length, request.num_computed_tokens))
+        return self.memory_budget.fits(slots)
 
     def compute_timeout(self, now_ms: int) -> float | None:
-        """The seconds after which somebody waits no longer for a store."""
-        found = [
-            job.store_deadline_ms for job in self.running if job.is_active and job.store_deadline_ms
-        ]
-        return max(min(found) - now_ms, 0) / 1e3 if found else None
+        """Return the seconds until the next store deadline; None without one."""
+        deadlines = {r.store_deadline_ms for r in self.running if r.is_active} - {0}
+        return max(min(deadlines) - now_ms, 0) / 1e3 if deadlines else None
 
     def record_prefix_match(
         self, request: ScheduledRequest, num_cached: int, checkpoint_positions: tuple[int, ...]
     ) -> None:
-        """So many tokens of its prompt are there; where chunks are to end behind them."""
-        request.num_computed_tokens, request.checkpoint_positions, request.matched_version = (
-            num_cached,
-            checkpoint_positions,
-            self._prefix_version,
-        )
+        """Set the cached tokens of a prompt, and where chunks after them must end."""
+        request.num_computed_tokens, request.matched_version = num_cached, self._prefix_version
+        request.checkpoint_positions = checkpoint_positions
 
     def clear_prefix_match(self, request: ScheduledRequest) -> None:
-        """A job that waits has nothing of its prompt any more."""
-        (
-            request.num_computed_tokens,
-            request.checkpoint_positions,
-            request.matched_version,
-            request.shared_slots,
-        ) = 0, (), None, None
+        """Undo `record_prefix_match` of a waiting request: its pages were released."""
+        request.num_computed_tokens, request.checkpoint_positions = 0, ()
+        request.matched_version, request.shared_slots = None, None
 
     def record_eviction(self, *, any_freed: bool) -> None:
-        """Prefixes went; or there were none that could."""
+        """Note whether an eviction freed prefixes; if not, none is tried until a change."""
         self._may_evict = any_freed
 
     def set_prefix_slots(self, slots: Ints) -> None:
-        """Prefixes hold so many."""
+        """Set the slots that cached prefixes hold."""
         self._prefix_version += self.prefix_slots is None or bool((slots > self.prefix_slots).any())
         self.prefix_slots = slots
         self._is_head_blocked, self._may_evict = False, True
         self.memory_budget.record_slots(self._count_charged_slots())
 
     def can_insert_prefix(self, request: ScheduledRequest, length: int) -> bool:
-        """Is there room for a prefix of such a length, which a request has?
-
-        Whoever goes on shares pages with it; whoever was served leaves what was promised to it.
-        """
-        goes_on = request in self.running
-        own = (
-            self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
-            if goes_on
-            else self._count_shared_slots(request)
-        )
-        more = np.maximum(self.memory_model.count_slots(length) - own, 0)
-        return self.prefix_slots is not None and self.memory_budget.fits(
-            self._count_charged_slots() + more
-        )
+        """Return whether the first `length` tokens of a request fit as a cached prefix."""
+        if request in self.running:  # it goes on to share the pages of its prompt
+            counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
+        else:  # the memory reserved for it is free
+            counted = self._or_zeros(request.shared_slots)
+        new_slots = np.maximum(self.memory_model.count_slots(length) - counted, 0)
+        fits = self.memory_budget.fits(self._count_charged_slots() + new_slots)
+        return self.prefix_slots is not None and fits
 
     def finish_sequence(self, request: ScheduledRequest) -> None:
-        """One of its sequences says no more."""
+        """Count a finished sequence of a request; remove the request after the last one."""
         request.num_finished += 1
         self._is_head_blocked, self._may_evict = False, True
         if not request.num_sequences:
             self.remove(request)
 
     def remove(self, request: ScheduledRequest) -> None:
-        """Forget a request, wherever it is."""
+        """Remove a request from both queues."""
         self._is_head_blocked, self._may_evict = False, True
         request.store_deadline_ms = 0
-        for place in (self.waiting, self.running):
-            if request in place:
-                place.remove(request)
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
 
     def load(self, tenant: str | None = None) -> dict[str, int]:
-        """Count requests that wait and that run, and sequences; with `tenant`, its own alone."""
-        every = (*self.waiting, *self.running)
-        jobs = [job for job in every if tenant is None or job.tenant == tenant]
-        running = [job.num_sequences for job in jobs if job.is_active]
-        return {
-            "waiting": len(jobs) - len(running),
-            "running": len(running),
-            "sequences": sum(running),
-        }
+        """Count waiting and running requests, and sequences; with `tenant`, only of this one."""
+        requests = [r for r in (*self.waiting, *self.running) if tenant in (None, r.tenant)]
+        active = [request.num_sequences for request in requests if request.is_active]
+        waiting = len(requests) - len(active)
+        return {"waiting": waiting, "running": len(active), "sequences": sum(active)}
 
     @property
     def num_sequences(self) -> int:
-        """That are served, or for which there is a place."""
-        return sum(job.num_sequences for job in self.running if job.is_active)
+        """Unfinished sequences of active requests."""
+        return sum(request.num_sequences for request in self.running if request.is_active)
 
-    # ---- within
+    # ---- internals
 
     def _count_charged_slots(self) -> Ints:
-        """Slots that are taken, or may come to be."""
-        return (
-            self._count_committed_slots() if self.overcommit == 1 else self._count_allocated_slots()
-        )
+        """Return the slots that count against the limit: reserved ones, or current ones."""
+        commits = self.overcommit == 1
+        return self._count_committed_slots() if commits else self._count_allocated_slots()
 
     def _admit(self, now_ms: int) -> Action | None:
-        """Let those in that fit, in order; what has to be done before anything else is."""
-        for job in self.running:
-            job.is_active = job.is_active or self._has_capacity_for(job)
-            if job.is_active and job.store_deadline_ms <= now_ms:
-                job.store_deadline_ms = 0
+        """Admit waiting requests that fit, in order; return an action that must come first."""
+        for request in self.running:
+            request.is_active = request.is_active or self._has_capacity_for(request)
+            if request.is_active and request.store_deadline_ms <= now_ms:
+                request.store_deadline_ms = 0
         while not self._is_head_blocked and self.waiting:
-            job = min(self.waiting, key=lambda one: self._rank(one, now_ms))
-            ahead = any(not one.is_active for one in self.running)
-            if ahead or not (
-                self._has_capacity_for(job) or (self.has_store and not job.is_swapped_out)
-            ):
+            request = min(self.waiting, key=lambda other: self._rank(other, now_ms))
+            any_ahead = any(not other.is_active for other in self.running)
+            can_look_up = self.has_store and not request.is_swapped_out
+            if any_ahead or not (self._has_capacity_for(request) or can_look_up):
                 self._is_head_blocked = True
                 break
-            if self._needs_prefix_match(job):
-                return MatchPrefix(job)
-            if not self._fits_budget(job):
-                if evict := self._plan_eviction(self._count_committed_slots(job)):
-                    return evict
+            if self._needs_prefix_match(request):
+                return MatchPrefix(request)
+            if not self._fits_budget(request):
+                if eviction := self._plan_eviction(self._count_committed_slots(request)):
+                    return eviction
                 if not self.running and self._has_reclaimable_memory:
                     return FreePools()
                 self._is_head_blocked = True
                 break
-            self.waiting.remove(job)
-            job.is_active = self._has_capacity_for(job)
-            self.running.append(job)
+            self.waiting.remove(request)
+            request.is_active = self._has_capacity_for(request)
+            self.running.append(request)
             if self.overcommit == 1:
                 self.memory_budget.record_slots(self._count_committed_slots())
-            if job.is_swapped_out:
+            if request.is_swapped_out:
                 self.memory_budget.record_slots(self._count_allocated_slots())
-                return SwapIn(job)
-            if self._can_look_up_store(job):
-                return LookUpStore(job)
+                return SwapIn(request)
+            if self._can_look_up_store(request):
+                return LookUpStore(request)
         return None
 
     def _can_look_up_store(self, request: ScheduledRequest) -> bool:
-        """Is there a store, and room for all that it may have of a prompt?"""
+        """Return whether there is a store, and memory for all that it may have of a prompt."""
         if not self.has_store or self.overcommit == 1:
             return self.has_store
-        return self.memory_budget.fits(
-            self._count_allocated_slots()
-            - self._count_current_slots(request)
-            + self._count_slots_at(request, request.num_prompt_tokens, 1)
-        )
+        growth = self._count_growth(request, request.num_prompt_tokens)
+        return self.memory_budget.fits(self._count_allocated_slots() + growth)
 
     def _needs_prefix_match(self, request: ScheduledRequest) -> bool:
-        """May there be more of its prompt than when it was looked for?"""
-        new = self.prefix_slots is not None and request.matched_version != self._prefix_version
-        return new and not (request.prefill_started or request.is_swapped_out)
+        """Return whether prefixes were added since the prompt was matched."""
+        is_stale = self.prefix_slots is not None and request.matched_version != self._prefix_version
+        return is_stale and not (request.prefill_started or request.is_swapped_out)
 
     def _has_capacity_for(self, request: ScheduledRequest) -> bool:
-        """Is there a place for all of its sequences?"""
+        """Return whether all sequences of a request fit in max_sequences."""
         return self.num_sequences + request.num_sequences <= self.max_sequences
 
     def _plan_eviction(self, slots: Ints, *, include_unwritten: bool = False) -> Evict | None:
-        """What has to go for these to fit, if there are prefixes that could."""
-        if self.prefix_slots is None or self.max_bytes is None:
+        """Return the eviction after which `slots` fit; None if no prefix can be evicted."""
+        has_evictable = self._may_evict and self._or_zeros(self.prefix_slots).any()
+        if self.max_bytes is None or not has_evictable:
             return None
-        if not (self._may_evict and self.prefix_slots.any()):
-            return None
-        return Evict(
-            max(self.memory_budget.compute_nbytes(slots) - self.max_bytes, 1), include_unwritten
-        )
+        excess = self.memory_budget.compute_nbytes(slots) - self.max_bytes
+        return Evict(max(excess, 1), include_unwritten)
 
     @property
     def _has_reclaimable_memory(self) -> bool:
-        """Is there memory that nobody uses, prefixes neither?"""
-        return self.memory_budget.has_allocations and (
-            self.prefix_slots is None or not self.prefix_slots.any()
-        )
+        """Whether pools have memory, and no prefix is in them."""
+        return self.memory_budget.has_allocations and not self._or_zeros(self.prefix_slots).any()
 
-    @property
-    def _prefix_slots_or_zeros(self) -> Ints:
-        return self.memory_budget.zero_slots if self.prefix_slots is None else self.prefix_slots
+    def _or_zeros(self, slots: Ints | None) -> Ints:
+        return self.memory_budget.zero_slots if slots is None else slots
 
     def _count_committed_slots(self, *extra_requests: ScheduledRequest) -> Ints:
-        """Slots that the running jobs, and these, may come to need."""
-        jobs = (*self.running, *extra_requests)
-        own = sum(
-            (self._count_peak_slots(job) - self._count_shared_slots(job) for job in jobs),
-            self._prefix_slots_or_zeros,
+        """Return the most slots that prefixes, running requests and `extra_requests` may need."""
+        requests = (*self.running, *extra_requests)
+        peaks = (self._count_peak_slots(r) - self._or_zeros(r.shared_slots) for r in requests)
+        return sum(peaks, self._or_zeros(self.prefix_slots)) + self._count_transient_slots(
+            *requests
         )
-        return own + self._count_transient_slots(*jobs)
 
     def _count_transient_slots(self, *requests: ScheduledRequest) -> Ints:
-        """Slots that reading a prompt of these jobs holds for a moment, one at a time."""
-        found = [self.memory_model.count_transient_slots(job.num_prompt_tokens) for job in requests]
-        most: Ints = np.max([self.memory_budget.zero_slots, *found], axis=0)
-        return most
-
-    def _count_shared_slots(self, request: ScheduledRequest) -> Ints:
-        return (
-            self.memory_budget.zero_slots if request.shared_slots is None else request.shared_slots
-        )
+        """Return the extra slots while one of `requests` is prefilled, one at a time."""
+        counts = [self.memory_model.count_transient_slots(r.num_prompt_tokens) for r in requests]
+        largest: Ints = np.max([self.memory_budget.zero_slots, *counts], axis=0)
+        return largest
 
     def _count_allocated_slots(self) -> Ints:
-        """Slots that they have now."""
-        own = (
-            self._count_current_slots(job) - self._count_shared_slots(job) for job in self.running
+        """Return the slots that prefixes and running requests hold now."""
+        slots = (
+            self._count_current_slots(r) - self._or_zeros(r.shared_slots) for r in self.running
         )
-        return sum(own, self._prefix_slots_or_zeros)
+        return sum(slots, self._or_zeros(self.prefix_slots))
 
     def _rank(self, request: ScheduledRequest, now_ms: int) -> tuple[bool, int, int, int]:
-        """Who was put aside comes first, then by priority, by what a tenant has, by arrival."""
-        taken = sum(one.num_sequences for one in self.running if one.tenant == request.tenant)
-        return not request.is_swapped_out, -request.compute_priority(now_ms), taken, request.number
+        """Return the sort key: swapped-out ones, then priority, load of the tenant, arrival."""
+        load = sum(other.num_sequences for other in self.running if other.tenant == request.tenant)
+        return not request.is_swapped_out, -request.compute_priority(now_ms), load, request.number
 
     def _fits_budget(self, request: ScheduledRequest) -> bool:
-        """Is there room for all that it may need, beside what the others may need?"""
+        """Return whether a waiting request may be admitted within the limit of bytes."""
         if self.max_bytes is None:
             return True
-        most = self._count_committed_slots(request)
+        budget, committed = self.memory_budget, self._count_committed_slots(request)
         if self.overcommit == 1:
-            return self.memory_budget.fits(most)
-        if (
-            request.is_swapped_out
-        ):  # what comes back lies beside its place in the pools for a moment
-            twice = (
-                self._count_current_slots(request)
-                if self.memory_budget.has_allocations
-                else self.memory_budget.zero_slots
-            )
-            return self.memory_budget.fits(most, extra_slots=twice)
-        first = self.memory_model.count_slots(
-            min(request.num_prompt_tokens, request.num_computed_tokens + self.chunk_sizer.max_chunk)
-        )
-        first = first - self._count_shared_slots(request) + self._count_transient_slots(request)
-        fits = self.memory_budget.fits(self._count_allocated_slots() + first)
-        return (
-            fits
-            and self.memory_budget.compute_fresh_nbytes(most) <= self.overcommit * self.max_bytes
-        )
+            return budget.fits(committed)
+        if request.is_swapped_out:  # a swap-in copies: its pages exist twice for a moment
+            second_copy = self._count_current_slots(request) if budget.has_allocations else None
+            return budget.fits(committed, extra_slots=second_copy)
+        chunk_end = request.num_computed_tokens + self.chunk_sizer.max_chunk
+        chunk = self.memory_model.count_slots(min(request.num_prompt_tokens, chunk_end))
+        chunk = chunk - self._or_zeros(request.shared_slots) + self._count_transient_slots(request)
+        if not budget.fits(self._count_allocated_slots() + chunk):
+            return False
+        return budget.compute_fresh_nbytes(committed) <= self.overcommit * self.max_bytes
 
     def _choose_forward(self) -> Prefill | Decode | None:
-        served = [job for job in self.running if job.is_active and not job.store_deadline_ms]
-        reading = [job for job in served if not job.is_decoding]
-        decoding = tuple(job for job in served if job.is_decoding)
-        if reading:
-            job = self._choose_prefill(reading)
-            stop = min(
-                [
-                    job.num_prompt_tokens,
-                    *(stop for stop in job.checkpoint_positions if stop > job.num_computed_tokens),
-                ]
-            )
-            most = (
-                self.chunk_seconds * min(len(reading), MAX_TIMED_PROMPTS) if decoding else math.inf
-            )
-            count = self.chunk_sizer.choose_chunk(job.num_computed_tokens, stop, most)
-            wait = self._decode_delay_s + self.chunk_sizer.predict_seconds(
-                count, job.num_computed_tokens
-            )
-            if not self._decode_delay_s or wait <= CHUNK_TIME_TOLERANCE * most:
-                return Prefill(job, count)
+        """Return the next chunk if its time has come, else a decode of all that can."""
+        active = [r for r in self.running if r.is_active and not r.store_deadline_ms]
+        prefilling = [request for request in active if not request.is_decoding]
+        decoding = tuple(request for request in active if request.is_decoding)
+        if prefilling:
+            request = self._choose_prefill(prefilling)
+            num_computed = request.num_computed_tokens
+            stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
+            stop = min([request.num_prompt_tokens, *stops])
+            num_timed = min(len(prefilling), MAX_TIMED_PROMPTS)
+            max_seconds = self.chunk_seconds * num_timed if decoding else math.inf
+            count = self.chunk_sizer.choose_chunk(num_computed, stop, max_seconds)
+            delay = self._decode_delay_s + self.chunk_sizer.predict_seconds(count, num_computed)
+            if not self._decode_delay_s or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
+                return Prefill(request, count)
         return Decode(decoding) if decoding else None
 
     def _choose_prefill(self, prefilling: list[ScheduledRequest]) -> ScheduledRequest:
-        """The one that is done soonest, and every other time the oldest."""
+        """Return the prompt with the fewest tokens left, every other time the oldest."""
+        prefilling = sorted(prefilling, key=lambda request: request.number)
         if not self._last_was_oldest:
-            return min(prefilling, key=lambda job: job.number)
-        return min(
-            prefilling,
-            key=lambda job: (job.num_prompt_tokens - job.num_computed_tokens, job.number),
-        )
+            return prefilling[0]
+        return min(prefilling, key=lambda r: r.num_prompt_tokens - r.num_computed_tokens)
 
     def _choose_victim(self, now_ms: int) -> ScheduledRequest:
-        return max(self.running, key=lambda job: (-job.compute_priority(now_ms), job.number))
+        return max(self.running, key=lambda r: (-r.compute_priority(now_ms), r.number))
 
     def _count_slots_after(self, action: Prefill | Decode) -> Ints:
-        used = self._count_allocated_slots()
+        """Return the slots of all running requests after `action`, and while it runs."""
+        slots = self._count_allocated_slots()
         if isinstance(action, Prefill):
-            job, read = action.request, action.request.num_computed_tokens + action.count
-            width = 1 if read < job.num_prompt_tokens else job.num_choices
-            return (
-                used
-                - self._count_current_slots(job)
-                + self._count_slots_at(job, read, width)
-                + self._count_transient_slots(job)
-            )
-        for job in action.requests:
-            used = (
-                used
-                - self._count_current_slots(job)
-                + self._count_slots_at(
-                    job, job.num_prompt_tokens + job.num_output_tokens, job.num_sequences
-                )
-            )
-        return used
+            request = action.request
+            num_computed = request.num_computed_tokens + action.count
+            is_last = num_computed >= request.num_prompt_tokens
+            num_sequences = request.num_choices if is_last else 1
+            slots = slots + self._count_growth(request, num_computed, num_sequences)
+            return slots + self._count_transient_slots(request)
+        for request in action.requests:
+            length = request.num_prompt_tokens + request.num_output_tokens
+            slots = slots + self._count_growth(request, length, request.num_sequences)
+        return slots
+
+    def _count_growth(self, request: ScheduledRequest, length: int, num_sequences: int = 1) -> Ints:
+        """Return the slots that a request at a length needs beyond its current ones."""
+        slots = self._count_slots_at(request, length, num_sequences)
+        return slots - self._count_current_slots(request)
 
     def _count_current_slots(self, request: ScheduledRequest) -> Ints:
-        """What it holds; the newest token is not stored before the next one is computed."""
-        if not request.is_decoding:  # what comes from a store takes its slots before it is here
-            return self._count_slots_at(
-                request,
-                request.num_prompt_tokens
-                if request.store_deadline_ms
-                else request.num_computed_tokens,
-                1,
-            )
-        return self._count_slots_at(
-            request,
-            request.num_prompt_tokens + request.num_output_tokens - 1,
-            request.num_sequences,
-        )
+        """Return the slots of a request; its newest token is stored with the next forward."""
+        num_prompt = request.num_prompt_tokens
+        if request.is_decoding:
+            length = num_prompt + request.num_output_tokens - 1
+            return self._count_slots_at(request, length, request.num_sequences)
+        # A store lookup reserves slots for the whole prompt.
+        length = num_prompt if request.store_deadline_ms else request.num_computed_tokens
+        return self._count_slots_at(request, length, 1)
 
     def _count_peak_slots(self, request: ScheduledRequest) -> Ints:
-        return self._count_slots_at(
-            request, request.num_prompt_tokens + request.max_new_tokens - 1, request.num_sequences
-        )
+        final_length = request.num_prompt_tokens + request.max_new_tokens - 1
+        return self._count_slots_at(request, final_length, request.num_sequences)
 
     def _count_slots_at(self, request: ScheduledRequest, length: int, num_sequences: int) -> Ints:
-        """So many sequences of a request, at a length.
+        """Return the slots of `num_sequences` sequences of a request at a length.
 
-        They share what was the prompt, unless they may be put aside: files share nothing.
+        They share the pages of the prompt, unless they may be swapped out: files share no pages.
         """
         slots = num_sequences * self.memory_model.count_slots(length)
         if num_sequences == 1 or self.overcommit > 1:
             return slots
-        return slots - (num_sequences - 1) * self.memory_model.count_shared_slots(
-            request.num_prompt_tokens
-        )
+        shared = self.memory_model.count_shared_slots(request.num_prompt_tokens)
+        return slots - (num_sequences - 1) * shared

@@ -1,6 +1,6 @@
-"""What somebody holds who asked an engine for something: steps as they come, and the whole of it.
+"""The client's side of a request: tokens as they arrive, and the result.
 
-The engine's thread writes, any thread or event loop reads.
+The engine's thread writes to a stream; any thread or event loop reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Outcome = Literal["finished", "cancelled", "failed"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that a request took.
+    """Token counts of a request.
 
     >>> with kvant.Engine(model, tokenizer) as engine:
     ...     usage = engine.submit([5, 6, 7], max_new_tokens=4, ignore_end=True).result().usage
@@ -33,9 +33,9 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0  # of all continuations
-    cached_tokens: int = 0  # of the prompt, that were not read again,
-    restored_tokens: int = 0  # and of those, that a store had
-    prefix_lost: str | None = None  # where the prompt left what is kept, in words
+    cached_tokens: int = 0  # of the prompt, not prefilled again
+    restored_tokens: int = 0  # of the cached ones, restored from a store
+    prefix_lost: str | None = None  # where the prompt diverges from the cached prefixes, as text
 
     @property
     def total_tokens(self) -> int:
@@ -46,8 +46,8 @@ class Usage:
 class Result:
     """One continuation of a prompt.
 
-    >>> asked = {"max_new_tokens": 4, "ignore_end": True, "quiet": True}
-    >>> [result] = kvant.generate_many(model, tokenizer, ["import "], **asked)
+    >>> options = {"max_new_tokens": 4, "ignore_end": True, "quiet": True}
+    >>> [result] = kvant.generate_many(model, tokenizer, ["import "], **options)
     >>> len(result.tokens), result.finish_reason
     (4, 'length')
     """
@@ -60,12 +60,12 @@ class Result:
 
 
 class Stream(Iterator[Step], AsyncIterator[Step]):
-    """The reply to a request. Steps of several continuations come mixed; `choice` tells them.
+    """The reply to a request; steps of several continuations are interleaved, see `Step.choice`.
 
     >>> with kvant.Engine(model, tokenizer) as engine:
     ...     stream = engine.submit("import ", max_new_tokens=4, ignore_end=True)
-    ...     said = [step.text for step in stream]
-    >>> len(said), stream.done
+    ...     texts = [step.text for step in stream]
+    >>> len(texts), stream.done
     (4, True)
     """
 
@@ -82,11 +82,9 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         self._cancel = cancel
         self._on_step = on_step
         self._unread: deque[Step] = deque()
-        self._final_texts = [
-            ""
-        ] * num_choices  # texts that were held back when a request was cancelled
-        self._is_done = False  # does nothing come any more?
-        self._done_callbacks: list[Callable[[], object]] = []  # once it is over
+        self._final_texts = [""] * num_choices  # flushed by a detokenizer when cancelled
+        self._is_done = False  # no step follows
+        self._done_callbacks: list[Callable[[], object]] = []
         self._error: BaseException | None = None
         self._changed = Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -106,25 +104,25 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                         return step
                 except StopIteration:
                     raise StopAsyncIteration from None
-                woken = loop.create_future()
-                self._waiters.append((loop, woken))
-            await woken
+                future = loop.create_future()
+                self._waiters.append((loop, future))
+            await future
 
     def __aiter__(self) -> Stream:
         return self
 
     def cancel(self) -> None:
-        """Say no more, from the next token on; what was said stays."""
+        """Stop generating after the current token; the steps so far stay readable."""
         self._cancel()
 
     @property
     def done(self) -> bool:
-        """Does nothing come any more? There may still be steps to read."""
+        """Whether the request ended; unread steps may be left."""
         return self._is_done
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the request ended; None before it did."""
+        """How the request ended; None while it is open."""
         if not self._is_done:
             return None
         if self._error is not None:
@@ -133,7 +131,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         return "finished" if ended else "cancelled"
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call this once nothing comes any more, in the engine's thread, or now if it is so."""
+        """Call `callback` in the engine's thread when the request ends, or now if it has."""
         with self._changed:
             if not self._is_done:
                 self._done_callbacks.append(callback)
@@ -142,25 +140,26 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     @property
     def usage(self) -> Usage:
+        """Token counts so far, over all continuations."""
         return Usage(len(self.prompt), sum(map(len, self._steps)), *self._prefix_usage)
 
     def result(self, timeout: float | None = None) -> Result:
-        """The first continuation, once all of it is there."""
+        """Wait for the end of the request and return the first continuation."""
         return self.results(timeout)[0]
 
     def results(self, timeout: float | None = None) -> list[Result]:
-        """Every continuation, once all of them are there."""
+        """Wait for the end of the request and return every continuation."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_done, timeout):
                 raise TimeoutError(f"no result after {timeout} seconds")
         if self._error is not None:
             raise self._error
-        return [self._make_result(*one) for one in zip(self._steps, self._final_texts, strict=True)]
+        return [self._make_result(*x) for x in zip(self._steps, self._final_texts, strict=True)]
 
-    # ---- what the engine calls, in its thread
+    # ---- for the engine's thread
 
     def put_step(self, step: Step) -> None:
-        """A step; an error of somebody who is told of it is an error of this request."""
+        """Append a step and call `on_step`, whose error fails the request."""
         with self._changed:
             self._steps[step.choice].append(step)
             self._unread.append(step)
@@ -169,7 +168,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             self._on_step(step)
 
     def set_prefix_usage(self, num_cached: int, restored: range, mismatch: str | None) -> None:
-        """So many tokens of the prompt were there, and which from a store; where it left them."""
+        """Set the cached tokens of the prompt, those from a store, and the mismatch as text."""
         self._prefix_usage = (
             num_cached,
             len(range(restored.start, min(restored.stop, num_cached))),
@@ -177,27 +176,27 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         )
 
     def set_final_text(self, choice: int, text: str) -> None:
-        """What was held back of a continuation that is cancelled."""
+        """Set the text that the detokenizer held back when a continuation was cancelled."""
         self._final_texts[choice] = text
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Nothing comes any more; continuations without an end of their own were cancelled."""
-        if isinstance(error, StopIteration | StopAsyncIteration):  # would be taken for the end
+        """End the stream; continuations without a finish reason count as cancelled."""
+        if isinstance(error, StopIteration | StopAsyncIteration):  # would end the iteration
             error = RuntimeError(repr(error))
         with self._changed:
             self._is_done, self._error = True, error
-            told, self._done_callbacks = self._done_callbacks, []
+            callbacks, self._done_callbacks = self._done_callbacks, []
             self._wake_waiters()
-        for tell in told:
+        for callback in callbacks:
             try:
-                tell()
-            except Exception:  # who is told late is nobody's request
-                log.exception("a callback of a stream that is over")
+                callback()
+            except Exception:  # a failing callback must not fail the request
+                log.exception("a done callback of a stream failed")
 
-    # ---- within
+    # ---- internals
 
     def _take_step(self) -> Step | None:
-        """None where there may be one later."""
+        """Return the next unread step; None if one may follow later."""
         if self._unread:
             return self._unread.popleft()
         if not self._is_done:
@@ -208,10 +207,10 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     def _wake_waiters(self) -> None:
         self._changed.notify_all()
-        waiting, self._waiters = self._waiters, []
-        for loop, woken in waiting:
-            with suppress(RuntimeError):  # of a loop that is closed
-                loop.call_soon_threadsafe(_wake_future, woken)
+        waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_wake_future, future)
 
     def _make_result(self, steps: list[Step], final_text: str) -> Result:
         text = "".join(step.text for step in steps) + final_text

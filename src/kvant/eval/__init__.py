@@ -1,4 +1,4 @@
-"""What every format does to a model, measured: `evaluate(model, tokenizer, formats)`."""
+"""Measure what every format does to a model: `evaluate(model, tokenizer, formats)`."""
 
 from kvant.eval.evaluation import evaluate
 from kvant.eval.result import EvaluationResult, EvaluationSettings

@@ -1,7 +1,7 @@
-"""Every format on one model and one text, through the caches that users get.
+"""Evaluate formats on one model and one text, with the caches that users get.
 
-The text is cut in pieces of tokens, as long as the model's context. Several documents take turns, a
-piece each, so that no long one decides alone.
+The text is cut into pieces of the model's context length. Pieces of several documents alternate, so
+that a long document does not dominate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.demo import held_out
+from kvant.demo import load_held_out_texts
 from kvant.eval.result import (
     EvaluationResult,
     EvaluationSettings,
@@ -45,7 +45,7 @@ from kvant.spec import to_json
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """Pieces [1, T] of token ids; each begins as the tokenizer begins a text."""
+    """Pieces [1, T] of token ids; each starts with the tokenizer's leading tokens."""
 
     pieces: tuple[Tensor, ...]
 
@@ -55,12 +55,12 @@ class EvaluationText:
 
     @property
     def full_pieces(self) -> list[Tensor]:
-        """Those that are as long as the first: the last of a text is shorter."""
+        """The pieces of full length; the last piece of a document may be shorter."""
         return [piece for piece in self.pieces if piece.shape == self.pieces[0].shape]
 
     @property
     def digest(self) -> str:
-        """The same for the same tokens in the same pieces."""
+        """Hash of the tokens and their pieces."""
         sha = hashlib.sha256()
         for piece in self.pieces:
             sha.update(str(piece[0].tolist()).encode())
@@ -68,21 +68,21 @@ class EvaluationText:
 
 
 def split_text(tokenizer: Any, text: str | None, context: int, tokens: int) -> EvaluationText:
-    """The first `tokens` tokens of a text; without one, of files held out from the demo model."""
-    begin = get_leading_tokens(tokenizer)
-    room = context - len(begin)
-    if room < 2:
-        raise ValueError(f"pieces of {context} tokens: {2 + len(begin)} or more are needed")
+    """Split the first `tokens` tokens of a text; the default is the held-out library files."""
+    leading = get_leading_tokens(tokenizer)
+    num_free = context - len(leading)
+    if num_free < 2:
+        raise ValueError(f"pieces of {context} tokens: {2 + len(leading)} or more are needed")
     documents = [
         tokenizer.encode(document, add_special_tokens=False)
-        for document in (held_out() if text is None else [text])
+        for document in (load_held_out_texts() if text is None else [text])
     ]
-    whole = [document for document in documents if len(document) >= room]
+    full = [document for document in documents if len(document) >= num_free]
     pieces: list[Tensor] = []
-    for piece in _interleave_documents(whole or documents, room):
-        missing = tokens - sum(one.shape[1] for one in pieces)
-        ids = [*begin, *piece][: max(0, missing)]
-        if len(ids) > 1 + len(begin):
+    for piece in _interleave_documents(full or documents, num_free):
+        num_missing = tokens - sum(p.shape[1] for p in pieces)
+        ids = [*leading, *piece][: max(0, num_missing)]
+        if len(ids) > 1 + len(leading):
             pieces.append(torch.tensor([ids]))
     if not pieces:
         raise ValueError("the text has fewer than 2 tokens: give a longer one")
@@ -90,9 +90,9 @@ def split_text(tokenizer: Any, text: str | None, context: int, tokens: int) -> E
 
 
 def get_leading_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer sets before a text."""
-    told: list[int] = tokenizer.encode("")
-    return [one for one in told[:1] if one == tokenizer.bos_token_id]
+    """Return the tokens that the tokenizer puts before a text."""
+    leading: list[int] = tokenizer.encode("")
+    return [token for token in leading[:1] if token == tokenizer.bos_token_id]
 
 
 def _interleave_documents(documents: Sequence[list[int]], piece_length: int) -> Iterator[list[int]]:
@@ -103,30 +103,30 @@ def _interleave_documents(documents: Sequence[list[int]], piece_length: int) -> 
 
 @dataclass
 class GreedyContinuation:
-    """One that is being written."""
+    """A greedy continuation of a prompt, token by token, and its decode time."""
 
     model: PreTrainedModel
     spec: AnySpec
     prompt: Tensor  # [1, T]
     tokens: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # that tokens took after the first
+    seconds: float = 0.0  # of the tokens after the first
 
     def __post_init__(self) -> None:
         self._cache = make_empty_cache(self.model, self.spec)
         self.tokens.append(int(read_prompt(self.model, self.prompt, self._cache).argmax()))
 
     def decode_token(self) -> None:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         token = int(read_prompt(self.model, torch.tensor([self.tokens[-1:]]), self._cache).argmax())
-        self.seconds += time.perf_counter() - begin
+        self.seconds += time.perf_counter() - start
         self.tokens.append(token)
 
 
 @dataclass(frozen=True)
 class ContinuationSummary:
-    """What came of all prompts."""
+    """Figures over all prompts."""
 
-    identical: float  # tokens that are the same as raw's before the first that differs: a mean
+    identical: float  # mean number of tokens before the first that differs from raw's
     tokens_s: float
     vs_raw: float
 
@@ -134,55 +134,57 @@ class ContinuationSummary:
 def compare_continuations(
     model: PreTrainedModel, prompts: Iterable[Tensor], spec: AnySpec, num_tokens: int
 ) -> ContinuationSummary:
-    """Of `count` tokens each."""
+    """Continue each prompt by `num_tokens` tokens with raw and with a spec, in turn."""
     specs = make_stored_prefill_spec(model, "raw"), make_stored_prefill_spec(model, spec)
-    same: list[int] = []
+    num_identical: list[int] = []
     seconds: list[tuple[float, float]] = []
     for prompt in prompts:
-        raw, ours = (GreedyContinuation(model, one, prompt) for one in specs)
+        raw, continuation = (GreedyContinuation(model, cache_spec, prompt) for cache_spec in specs)
         for _ in range(num_tokens - 1):
             raw.decode_token()
-            ours.decode_token()
-        same.append(count_shared_prefix(raw.tokens, ours.tokens))
-        seconds.append((raw.seconds, ours.seconds))
-    theirs, own = (statistics.median(column) for column in zip(*seconds, strict=True))
-    return ContinuationSummary(statistics.fmean(same), (num_tokens - 1) / own, theirs / own)
+            continuation.decode_token()
+        num_identical.append(count_shared_prefix(raw.tokens, continuation.tokens))
+        seconds.append((raw.seconds, continuation.seconds))
+    raw_seconds, spec_seconds = (statistics.median(column) for column in zip(*seconds, strict=True))
+    speed = (num_tokens - 1) / spec_seconds
+    return ContinuationSummary(statistics.fmean(num_identical), speed, raw_seconds / spec_seconds)
 
 
-EvaluationProgress = Callable[[int, int], None]  # steps that are done, and all of them
+EvaluationProgress = Callable[[int, int], None]  # steps done, and all steps
 Item = TypeVar("Item")
 DEFAULT_SETTINGS = EvaluationSettings()
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Nobody looks."""
+    """Show no progress."""
 
 
 @dataclass
 class Evaluation:
-    """What is measured, and on what."""
+    """The model, the text and the settings of an evaluation; measures one format at a time."""
 
     model: PreTrainedModel
     tokenizer: Any
     text: EvaluationText
     settings: EvaluationSettings
-    report_step: Callable[[], None]  # told of each piece, prompt and exam
+    report_step: Callable[[], None]  # called after each piece, prompt and exam
 
     def measure_format(self, name: str, spec: AnySpec) -> EvaluationResult:
         continued = self.settings.continued
-        found = measure_divergence(self.model, self._report_each(self.text.pieces), spec)
-        shares = self.raw_recall, measure_recall(self.model, self._report_each(self._exams), spec)
-        written = compare_continuations(
+        divergence = measure_divergence(self.model, self._report_each(self.text.pieces), spec)
+        raw_recall = self.raw_recall
+        recall = measure_recall(self.model, self._report_each(self._exams), spec)
+        continuations = compare_continuations(
             self.model, self._report_each(self._prompts), spec, continued
         )
         return EvaluationResult(
             format=name,
             continued=continued,
-            raw_recall=shares[0],
-            recall=shares[1],
-            **summarize_quality(found, self.settings.seed),
+            raw_recall=raw_recall,
+            recall=recall,
+            **summarize_quality(divergence, self.settings.seed),
             **summarize_nbytes(self.model, spec),
-            **asdict(written),
+            **asdict(continuations),
         )
 
     @cached_property
@@ -196,10 +198,10 @@ class Evaluation:
 
     @cached_property
     def _prompts(self) -> list[Tensor]:
-        """The first halves of pieces, so that there is room behind."""
-        whole = self.text.full_pieces
-        chosen = [whole[i % len(whole)] for i in range(self.settings.prompts)]
-        return [piece[:, : max(1, piece.shape[1] // 2)] for piece in chosen]
+        """The first halves of pieces; the context has room for their continuations."""
+        full = self.text.full_pieces
+        pieces = [full[i % len(full)] for i in range(self.settings.prompts)]
+        return [piece[:, : max(1, piece.shape[1] // 2)] for piece in pieces]
 
     def _report_each(self, items: Iterable[Item]) -> Iterator[Item]:
         for item in items:
@@ -217,34 +219,38 @@ def evaluate(
     save: Path | None = None,
     progress: EvaluationProgress = ignore_progress,
 ) -> list[EvaluationResult]:
-    """A result for each format, by its name.
+    """Evaluate each format, by its name.
 
-    Without a text it is that of files of the Python library which the model inside was not trained
-    on. Results that `save` holds are not measured again; those that are new are added to it.
+    The default text is the files of the Python library that the built-in model was not trained on.
+    Results in the file `save` are not measured again; new results are appended to it.
     """
     recipes = {name: _compute_recipe_id(model, spec) for name, spec in formats.items()}
-    longest = max_context(model)
-    context = settings.context if longest is None else min(settings.context, longest)
+    model_context = max_context(model)
+    context = settings.context if model_context is None else min(settings.context, model_context)
     if 2 * settings.continued > context:
         raise ValueError(
-            f"{settings.continued} tokens behind half of a context of {context}: continue by fewer"
+            f"{settings.continued} tokens after half of a context of {context}: continue by fewer"
         )
-    found = split_text(tokenizer, text, context, settings.tokens)
-    saved = ResultFile(save, make_result_header(model, found, settings))
-    steps = len(found.pieces) + 2 * settings.prompts
+    evaluation_text = split_text(tokenizer, text, context, settings.tokens)
+    result_file = ResultFile(save, make_result_header(model, evaluation_text, settings))
+    steps = len(evaluation_text.pieces) + 2 * settings.prompts
     done = count(1)
-    measured = Evaluation(
-        model, tokenizer, found, settings, lambda: progress(next(done), steps * len(formats))
+    evaluation = Evaluation(
+        model,
+        tokenizer,
+        evaluation_text,
+        settings,
+        lambda: progress(next(done), steps * len(formats)),
     )
     results = []
     for name, spec in formats.items():
-        result = saved.get(name, recipes[name])
+        result = result_file.get(name, recipes[name])
         if result is None:
-            result = measured.measure_format(name, spec)
-            saved.add(recipes[name], result)
+            result = evaluation.measure_format(name, spec)
+            result_file.add(recipes[name], result)
         else:
             for _ in range(steps):
-                measured.report_step()
+                evaluation.report_step()
         results.append(result)
     return results
 
@@ -252,7 +258,7 @@ def evaluate(
 def make_result_header(
     model: PreTrainedModel, text: EvaluationText, settings: EvaluationSettings
 ) -> dict[str, Any]:
-    """What results depend on, beside the format."""
+    """Return what results depend on, apart from the format."""
     return {
         "eval": version("kvant"),
         "model": compute_model_fingerprint(model),
@@ -262,9 +268,8 @@ def make_result_header(
 
 
 def _compute_recipe_id(model: PreTrainedModel, spec: AnySpec) -> str:
-    """A short name for the recipes of a format; what the model cannot have is refused."""
-    full = make_empty_cache(
-        model, make_stored_prefill_spec(model, spec)
-    ).spec  # with scales that are fitted
+    """Hash the recipes of a format; raise if the model does not support them."""
+    # With fitted channel scales, which are part of the recipe.
+    full = make_empty_cache(model, make_stored_prefill_spec(model, spec)).spec
     summarize_nbytes(model, spec)
     return hashlib.sha256(to_json(full).encode()).hexdigest()[:16]

@@ -1,10 +1,11 @@
-"""What is measured of one format, and how it is kept and drawn.
+"""The results of an evaluation: figures of one format, the result file and the plot.
 
-Kept are plain numbers, a line of JSON each. A run that was ended goes on where its file ends. The
-first line says what is measured: another model, text or settings is another file. A line that was
-not finished is dropped. A format is known by its name and its recipes.
+The result file has one JSON line per format, so an interrupted run continues where it stopped. The
+first line holds the model, the text and the settings; a run with others needs another file. An
+incomplete last line is dropped. A format is identified by its name and its recipes.
 
-Drawn is divergence against bytes: what no other format beats in both is the front.
+The plot shows divergence against bytes, and the Pareto front: formats that no other format beats in
+both.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from kvant.recipes import AnySpec
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """The defaults are for a small model on a few cores: two minutes for four formats."""
+    """Settings of an evaluation; the defaults take two minutes for four formats on a few cores."""
 
-    tokens: int = 16384  # of text, whose every next token is predicted
-    context: int = 2048  # tokens of a piece of it, or what the model has positions for
-    prompts: int = 8  # pieces that are continued, and pieces that something is planted in
-    continued: int = 64  # tokens that a prompt is continued by
-    seed: int = 0  # of what is planted, and of the intervals
+    tokens: int = 16384  # of the text; every next token is predicted
+    context: int = 2048  # tokens per piece, at most the model's context
+    prompts: int = 8  # pieces to continue, and pieces to plant items in
+    continued: int = 64  # tokens to continue a prompt by
+    seed: int = 0  # of planted items and bootstrap intervals
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 2), ("context", 2), ("prompts", 1), ("continued", 2)):
+        for name, minimum in (("tokens", 2), ("context", 2), ("prompts", 1), ("continued", 2)):
             value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name}={value}: {least} or more is needed")
+            if value < minimum:
+                raise ValueError(f"{name}={value}: {minimum} or more is needed")
 
 
-BOOTSTRAP_BLOCK_POSITIONS = 128  # positions
+BOOTSTRAP_BLOCK_POSITIONS = 128  # neighbours are correlated, so whole blocks are drawn
 NUM_BOOTSTRAP_DRAWS = 1000
 ConfidenceInterval = tuple[float, float]
 
@@ -53,54 +54,53 @@ ConfidenceInterval = tuple[float, float]
 def bootstrap_mean_interval(
     values: Tensor, *, block: int = BOOTSTRAP_BLOCK_POSITIONS, level: float = 0.95, seed: int = 0
 ) -> ConfidenceInterval:
-    """What the mean of such values lies between, with this confidence."""
-    block = max(1, min(block, len(values) // 8))  # of a short text there are still some to draw
-    parts = values.double().split(block)  # type: ignore[no-untyped-call]
-    sums = torch.stack([part.sum() for part in parts])
-    counts = torch.tensor([len(part) for part in parts])
-    drawn = torch.randint(
-        len(parts), (NUM_BOOTSTRAP_DRAWS, len(parts)), generator=torch.Generator().manual_seed(seed)
+    """Return a confidence interval of the mean, by a block bootstrap."""
+    block = max(1, min(block, len(values) // 8))  # at least 8 blocks of a short text
+    blocks = values.double().split(block)  # type: ignore[no-untyped-call]
+    sums = torch.stack([part.sum() for part in blocks])
+    counts = torch.tensor([len(part) for part in blocks])
+    samples = torch.randint(
+        len(blocks),
+        (NUM_BOOTSTRAP_DRAWS, len(blocks)),
+        generator=torch.Generator().manual_seed(seed),
     )
-    means = (sums[drawn].sum(1) / counts[drawn].sum(1)).sort().values
-    outside = round(NUM_BOOTSTRAP_DRAWS * (1 - level) / 2)
-    return float(means[outside]), float(means[-1 - outside])
+    means = (sums[samples].sum(1) / counts[samples].sum(1)).sort().values
+    num_outside = round(NUM_BOOTSTRAP_DRAWS * (1 - level) / 2)
+    return float(means[num_outside]), float(means[-1 - num_outside])
 
 
-REPORTED_CONTEXT_LENGTHS = {
-    "2k": 2048,
-    "32k": 32768,
-}  # tokens at which the bytes of a whole cache are told
+REPORTED_CONTEXT_LENGTHS = {"2k": 2048, "32k": 32768}  # for the bytes of a whole cache
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Quality against the raw cache of the same model, and what it costs."""
+    """The quality of a format against the raw cache of the same model, and its costs."""
 
     format: str
     positions: int
     raw_perplexity: float
     perplexity: float
-    perplexity_change: float  # 0.01 is one percent more
+    perplexity_change: float  # relative: 0.01 is one percent more
     perplexity_change_interval: ConfidenceInterval  # 95%
-    mean_kl: float  # nats, as all KL
+    mean_kl: float  # nats, as all KL values
     mean_kl_interval: ConfidenceInterval
     p99_kl: float
     p999_kl: float
     top1: float
-    identical: float  # tokens of a greedy continuation, of `continued`
+    identical: float  # tokens of the greedy continuation that equal raw's, of `continued`
     continued: int
     recall: RecallShares
     raw_recall: RecallShares
-    row_nbytes: float  # of a token in all layers, once it is sealed
+    row_nbytes: float  # of a sealed token in all layers
     raw_row_nbytes: float
-    nbytes: Mapping[str, int | None]  # of a whole cache; None where its capacity is less
+    nbytes: Mapping[str, int | None]  # of a whole cache; None above its capacity
     raw_nbytes: Mapping[str, int | None]
     tokens_s: float
     vs_raw: float
 
     @property
     def recall_shares(self) -> dict[str, float]:
-        """Of the answers that were right, at all depths."""
+        """Shares of correct answers by kind, over all depths."""
         return {kind: fmean(depths.values()) for kind, depths in self.recall.items()}
 
     @property
@@ -108,20 +108,20 @@ class EvaluationResult:
         return {kind: fmean(depths.values()) for kind, depths in self.raw_recall.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """JSON has no infinity: null is what a format gets that gives no numbers."""
+        """Return the fields; infinity, of formats with NaN logits, becomes null."""
         return {name: _encode_infinity(value) for name, value in asdict(self).items()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> EvaluationResult:
         return EvaluationResult(
-            **{one.name: _decode_infinity(data[one.name]) for one in fields(EvaluationResult)}
+            **{field.name: _decode_infinity(data[field.name]) for field in fields(EvaluationResult)}
         )
 
 
 def summarize_quality(divergence: Divergence, seed: int) -> dict[str, Any]:
-    """The figures of all positions."""
-    more = bootstrap_mean_interval(divergence.loss - divergence.raw_loss, seed=seed)
-    change = torch.tensor(more, dtype=torch.float64).expm1()  # which may be infinite
+    """Return the quality figures over all positions."""
+    interval = bootstrap_mean_interval(divergence.loss - divergence.raw_loss, seed=seed)
+    change = torch.tensor(interval, dtype=torch.float64).expm1()  # may be infinite
     return {
         "positions": divergence.num_positions,
         "raw_perplexity": divergence.raw_perplexity,
@@ -137,41 +137,41 @@ def summarize_quality(divergence: Divergence, seed: int) -> dict[str, Any]:
 
 
 def summarize_nbytes(model: Any, spec: AnySpec) -> dict[str, Any]:
-    """What the rows of a checkpoint take, whatever it computes in here."""
-    shape = model.config
+    """Return the bytes of rows and caches in the dtype of the checkpoint."""
+    config = model.config
     return {
-        "row_nbytes": plan(shape, spec, context=1).nbytes_per_token,
-        "raw_row_nbytes": plan(shape, "raw").nbytes_per_token,
+        "row_nbytes": plan(config, spec, context=1).nbytes_per_token,
+        "raw_row_nbytes": plan(config, "raw").nbytes_per_token,
         "nbytes": {
-            name: _plan_nbytes(shape, spec, count)
+            name: _plan_nbytes(config, spec, count)
             for name, count in REPORTED_CONTEXT_LENGTHS.items()
         },
         "raw_nbytes": {
-            name: _plan_nbytes(shape, "raw", count)
+            name: _plan_nbytes(config, "raw", count)
             for name, count in REPORTED_CONTEXT_LENGTHS.items()
         },
     }
 
 
 def flatten_result(result: EvaluationResult) -> dict[str, Any]:
-    """One scalar a name, for a table of CSV."""
-    found: dict[str, Any] = {}
+    """Flatten a result to one scalar per name, for a row of CSV."""
+    cells: dict[str, Any] = {}
     for name, value in result.to_json().items():
         if isinstance(value, list):
-            found |= {f"{name}_low": value[0], f"{name}_high": value[1]}
+            cells |= {f"{name}_low": value[0], f"{name}_high": value[1]}
         elif isinstance(value, dict):
-            told = {"recall": result.recall_shares, "raw_recall": result.raw_recall_shares}.get(
+            numbers = {"recall": result.recall_shares, "raw_recall": result.raw_recall_shares}.get(
                 name, value
             )
-            found |= {f"{name}_{key}": number for key, number in told.items()}
+            cells |= {f"{name}_{key}": number for key, number in numbers.items()}
         else:
-            found[name] = value
-    return found
+            cells[name] = value
+    return cells
 
 
-def _plan_nbytes(shape: Any, spec: AnySpec, context: int) -> int | None:
+def _plan_nbytes(config: Any, spec: AnySpec, context: int) -> int | None:
     try:
-        return plan(shape, spec, context=context).nbytes_kept
+        return plan(config, spec, context=context).nbytes_kept
     except CapacityError:
         return None
 
@@ -189,7 +189,7 @@ def _decode_infinity(value: Any) -> Any:
 
 
 class ResultFile:
-    """The results of one measurement; without a path only in memory."""
+    """The file of an evaluation's results; without a path, only in memory."""
 
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.path = path
@@ -198,8 +198,8 @@ class ResultFile:
             return
         first, *rest = _read_lines(path) if path.exists() else [dict(header)]
         _check_header(path, first, header)
-        for told in rest:
-            self._results[told["format"], told["recipe"]] = EvaluationResult.from_json(told)
+        for row in rest:
+            self._results[row["format"], row["recipe"]] = EvaluationResult.from_json(row)
         if not path.exists():
             self._append_line(header)
 
@@ -218,32 +218,32 @@ class ResultFile:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace")
-    whole, end, torn = text.rpartition("\n")
+    complete, end, incomplete = text.rpartition("\n")
     try:
-        found: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+        rows: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
     except ValueError:
-        found = []
-    if not found or "eval" not in found[0]:
-        raise ValueError(f"{path} is no file of saved results: name another, or a new one")
-    if torn:
-        path.write_text(whole + end, encoding="utf-8")
-    return found
+        rows = []
+    if not rows or "eval" not in rows[0]:
+        raise ValueError(f"{path} is not a file of saved results: name another, or a new one")
+    if incomplete:
+        path.write_text(complete + end, encoding="utf-8")
+    return rows
 
 
 def _check_header(path: Path, header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         if header.get(name) != value:
             raise ValueError(
-                f"{path} holds results with {name} {header.get(name)}, and this is {value}: "
+                f"{path} holds results with {name} {header.get(name)}, and this run has {value}: "
                 "give the same settings, or save to another file"
             )
 
 
-MIN_PLOTTED_KL = 1e-7  # nats: below is rounding, and a scale in powers has no zero
+MIN_PLOTTED_KL = 1e-7  # nats; below it is rounding, and the axis is logarithmic
 
 
 class FormatPoint(NamedTuple):
-    """A format: bytes of a sealed row, of raw, and the mean divergence."""
+    """A format in the plot: bytes of a sealed row relative to raw, and the mean divergence."""
 
     relative_nbytes: float
     kl: float
@@ -255,37 +255,42 @@ class FormatPoint(NamedTuple):
 
 
 def find_pareto_front(points: Iterable[FormatPoint]) -> list[FormatPoint]:
-    """From few bytes to many, each with less divergence than all that are smaller."""
-    found: list[FormatPoint] = []
-    for one in sorted(points):
-        if not found or one.kl < found[-1].kl:
-            found.append(one)
-    return found
+    """Return the Pareto front: points, by bytes, each with less divergence than all before."""
+    front: list[FormatPoint] = []
+    for point in sorted(points):
+        if not front or point.kl < front[-1].kl:
+            front.append(point)
+    return front
 
 
 def _is_near(point: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Would one name lie over the other?"""
+    """Return whether the labels of two points would overlap."""
     return abs(point[0] - other[0]) < 0.03 and abs(math.log10(point[1] / other[1])) < 0.1
 
 
 def plot_results(points: Sequence[FormatPoint], title: str, file: Path) -> None:
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    places = [
-        (one.relative_nbytes, max(MIN_PLOTTED_KL, one.kl)) for one in find_pareto_front(points)
+    front = [
+        (point.relative_nbytes, max(MIN_PLOTTED_KL, point.kl))
+        for point in find_pareto_front(points)
     ]
-    axes.plot(*zip(*places, strict=True), color="0.7", zorder=1)
-    named: list[tuple[float, float]] = []
-    for one in points:
-        place = one.relative_nbytes, max(MIN_PLOTTED_KL, one.kl)
-        axes.scatter(*place, s=18, zorder=2)
-        near = sum(_is_near(place, other) for other in named)  # whose names stand there already
+    axes.plot(*zip(*front, strict=True), color="0.7", zorder=1)
+    labelled: list[tuple[float, float]] = []
+    for point in points:
+        position = point.relative_nbytes, max(MIN_PLOTTED_KL, point.kl)
+        axes.scatter(*position, s=18, zorder=2)
+        num_overlapping = sum(_is_near(position, other) for other in labelled)
         axes.annotate(
-            one.name, place, textcoords="offset points", xytext=(4, 4 - 11 * near), fontsize="small"
+            point.name,
+            position,
+            textcoords="offset points",
+            xytext=(4, 4 - 11 * num_overlapping),
+            fontsize="small",
         )
-        named.append(place)
+        labelled.append(position)
     axes.margins(x=0.12)
     axes.set(yscale="log", title=title, ylabel="mean KL against raw (nats)")
-    axes.set(xlabel="bytes of a sealed row, of raw")
+    axes.set(xlabel="bytes of a sealed row, relative to raw")
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})

@@ -1,6 +1,6 @@
-"""The library's own loop: streaming generation over a cache of any format.
+"""Streaming generation over a cache of any format.
 
-`kvant.generate` is one call from a prompt to a stream of steps.
+`kvant.generate` turns a prompt into a stream of steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Grammar", "Messages", "Sampling", "Session", "Step", "TransformersDecoder", "generate"]
 
-if not TYPE_CHECKING:  # or any name would be a good one
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
         {

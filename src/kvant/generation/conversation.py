@@ -1,11 +1,10 @@
-"""A conversation in tokens, and what it says about itself in the file of its memory.
+"""Conversations as tokens, and as JSON in the header of a cache file.
 
-Prompts or messages become tokens by the chat template of a model, or as one text that goes on. What
-a model is shown is all of a conversation every time; that the memory holds most of it already is
-somebody else's business.
+A prompt becomes tokens by the model's chat template, or as one continuous text. It always holds
+the whole conversation; reusing the cached part is the prefiller's task.
 
-A file is somebody's word: what is missing, of another model or does not fit together is refused
-with the file's name, before anything changes.
+Files are not trusted: missing fields, another model or values that do not fit together raise an
+error with the file's name, before anything changes.
 """
 
 from __future__ import annotations
@@ -23,20 +22,28 @@ from transformers import PreTrainedTokenizerBase
 
 from kvant.errors import CacheError, CacheFileError, ContextError, PromptError
 from kvant.generation.prefill import count_shared_prefix
-from kvant.generation.tools import Message, has_tools, knows_tools, takes_system, tools_as_text
-
-CHARACTERS_PER_TOKEN = 4  # of a token, as a first guess
-MAX_CUT_TOKENS = (
-    64  # tokens by which a part of a text may have more than the same part of the whole
+from kvant.generation.tools import (
+    Message,
+    convert_tools_to_text,
+    has_tools,
+    supports_system_message,
+    supports_tools,
 )
+
+CHARACTERS_PER_TOKEN = 4  # initial estimate
+MAX_CUT_TOKENS = 64  # tokens that cutting a text may add, compared with the uncut text
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message and its reply, and all tokens that the model was shown and said, up to its end.
+    """A message, its reply, and all tokens up to the end of the reply.
 
-    Those are the first `shared` tokens of the turn before, and `tokens` behind them: a template
-    may lay out what is past in another way than what is new. The reply begins at `begin`.
+        0            shared          begin         end
+        |-- last turn --|--- prompt ---|--- reply ---|
+                        |---------- tokens ----------|
+
+    The first `shared` tokens are those of the previous turn: a template may render past messages
+    in another way than new ones.
     """
 
     message: str
@@ -51,7 +58,7 @@ class Turn:
 
 
 def join_turns(turns: Sequence[Turn]) -> list[int]:
-    """All tokens of a conversation, at the end of its last turn."""
+    """Return all tokens of a conversation up to the end of its last turn."""
     tokens: list[int] = []
     for turn in turns:
         tokens[turn.shared :] = turn.tokens
@@ -59,7 +66,7 @@ def join_turns(turns: Sequence[Turn]) -> list[int]:
 
 
 class PromptFormat(Protocol):
-    """How a conversation is shown to a model."""
+    """Renders a conversation as tokens."""
 
     system: str | None
     uses_template: bool
@@ -67,16 +74,16 @@ class PromptFormat(Protocol):
     def make_prompt(
         self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
     ) -> list[int]:
-        """All tokens before the reply to `message`, behind `turns` that took `tokens`."""
+        """Return all tokens before the reply to `message`."""
 
     def find_branch_points(
         self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
     ) -> list[int]:
-        """The lengths of that prompt at which another conversation may begin to differ."""
+        """Return the lengths of a prompt at which other conversations may differ."""
 
 
 class PlainTextFormat:
-    """One text: a message stands right behind what was said before it."""
+    """One continuous text: a message follows the previous tokens directly."""
 
     uses_template = False
 
@@ -98,7 +105,7 @@ class PlainTextFormat:
 
 
 class ChatTemplateFormat:
-    """Messages with roles, laid out as the model learned them."""
+    """Messages with roles, rendered by the chat template."""
 
     uses_template = True
 
@@ -119,19 +126,19 @@ class ChatTemplateFormat:
         )
 
     def _make_messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
-        said = [] if self.system is None else [("system", self.system)]
+        messages = [] if self.system is None else [("system", self.system)]
         for turn in turns:
-            said += [("user", turn.message), ("assistant", turn.reply)]
-        return [{"role": role, "content": text} for role, text in (*said, ("user", message))]
+            messages += [("user", turn.message), ("assistant", turn.reply)]
+        return [{"role": role, "content": text} for role, text in (*messages, ("user", message))]
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages with roles, and what a chat template is told beside them.
+    """Messages with roles, and the tools and options of the chat template.
 
-    >>> tokenizer.chat_template = "{{ messages[0].content }}"  # a chat model brings its own
-    >>> asked = kvant.Messages([{"role": "user", "content": "import "}])
-    >>> steps = kvant.generate(model, tokenizer, asked, max_new_tokens=4, ignore_end=True)
+    >>> tokenizer.chat_template = "{{ messages[0].content }}"  # chat models have their own
+    >>> prompt = kvant.Messages([{"role": "user", "content": "import "}])
+    >>> steps = kvant.generate(model, tokenizer, prompt, max_new_tokens=4, ignore_end=True)
     >>> len(list(steps))
     4
     """
@@ -141,29 +148,29 @@ class Messages:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the template: enable_thinking
 
     def __post_init__(self) -> None:
-        taken = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-        if wrong := sorted(set(self.options) & set(taken)):
-            raise PromptError(f"{wrong[0]!r} is no option of a template")
+        reserved = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        if invalid := sorted(set(self.options) & set(reserved)):
+            raise PromptError(f"{invalid[0]!r} is not an option of a chat template")
 
     def adapt_to(self, tokenizer: Any) -> Messages:
-        """Return these messages as text alone, where the template of a tokenizer knows no tools."""
+        """Return these messages with tools as text, if the template does not support tools."""
         if not (self.tools or has_tools(self.messages)):
             return self
-        if knows_tools(tokenizer, self.messages, self.options):
+        if supports_tools(tokenizer, self.messages, self.options):
             return self
-        system = takes_system(tokenizer, self.options)
-        plain = tools_as_text(self.messages, self.tools, system=system)
+        system = supports_system_message(tokenizer, self.options)
+        plain = convert_tools_to_text(self.messages, self.tools, system=system)
         return replace(self, messages=plain, tools=())
 
     def render_text(self, tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
-        """Some of the messages as the template of a tokenizer lays them out."""
-        told = dict(self.options) | ({"tools": list(self.tools)} if self.tools else {})
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **told, **options)
+        """Render messages with the chat template and its options."""
+        more = dict(self.options) | ({"tools": list(self.tools)} if self.tools else {})
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options)
         return text
 
 
 def check_unicode(text: str) -> str:
-    """Return a prompt as it is; refuse one that is no Unicode text."""
+    """Return a prompt unchanged; raise if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -177,10 +184,10 @@ def check_unicode(text: str) -> str:
 def encode_text(
     tokenizer: Any, text: str, limit: int | None = None, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Encode a prompt, and refuse one that has far more than `limit` tokens by its front.
+    """Encode a prompt; raise early if it has far more than `limit` tokens.
 
-    A tokenizer takes hundreds of bytes a token while it works. So a long text is encoded in slices
-    that double, from its front, until that passes the limit.
+    A tokenizer needs hundreds of bytes per token while it works. So growing slices of a long text
+    are encoded, each twice as long, until one exceeds the limit.
     """
     options = {} if add_special_tokens else {"add_special_tokens": False}
     size = len(text) if limit is None else CHARACTERS_PER_TOKEN * (limit + MAX_CUT_TOKENS)
@@ -199,7 +206,7 @@ def encode_text(
 def encode_messages(
     tokenizer: Any, conversation: Messages, max_context: int | None = None
 ) -> list[int]:
-    """The tokens before the reply to the last of these."""
+    """Return the tokens before the reply to the last message."""
     if getattr(tokenizer, "chat_template", None) is None:
         if conversation.tools:
             raise PromptError(
@@ -207,41 +214,42 @@ def encode_messages(
             )
         raise PromptError("messages for a tokenizer without a chat template: give one text")
     try:
-        shown = conversation.adapt_to(tokenizer)
-        text = shown.render_text(tokenizer, shown.messages, add_generation_prompt=True)
-    except PromptError:  # of what cannot be shown as text
+        adapted = conversation.adapt_to(tokenizer)
+        text = adapted.render_text(tokenizer, adapted.messages, add_generation_prompt=True)
+    except PromptError:  # content that cannot be rendered as text
         raise
-    except Exception as error:  # a template is a program of the model's, and may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
     return encode_text(tokenizer, check_unicode(text), max_context, add_special_tokens=False)
 
 
 def find_branch_points(tokenizer: Any, conversation: Messages, prompt: Sequence[int]) -> list[int]:
-    """The lengths of a prompt behind what the system says, and before the last message."""
+    """Return the lengths after the system messages and before the last message."""
     conversation = conversation.adapt_to(tokenizer)
     messages = conversation.messages
-    first = next((i for i, one in enumerate(messages) if one.get("role") != "system"), 0)
-    found = set()
-    for head in (messages[:first], messages[:-1]):
+    roles = [message.get("role") for message in messages]
+    num_system = next((i for i, role in enumerate(roles) if role != "system"), 0)
+    branch_points = set()
+    for head in (messages[:num_system], messages[:-1]):
         if head:
-            with suppress(Exception):  # a template may want more messages than these
+            with suppress(Exception):  # a template may reject a part of the messages
                 ids = tokenizer.encode(
                     conversation.render_text(tokenizer, head), add_special_tokens=False
                 )
-                found.add(count_shared_prefix(ids, prompt))
-    return sorted(found)
+                branch_points.add(count_shared_prefix(ids, prompt))
+    return sorted(branch_points)
 
 
 def make_prompt_format(
     tokenizer: Any, system: str | None = None, template: bool = True
 ) -> PromptFormat:
-    """By the tokenizer's own template where it has one."""
-    templated = template and getattr(tokenizer, "chat_template", None) is not None
-    return (ChatTemplateFormat if templated else PlainTextFormat)(tokenizer, system)
+    """Make the chat template's format if there is a template, else the plain text format."""
+    uses_template = template and getattr(tokenizer, "chat_template", None) is not None
+    return (ChatTemplateFormat if uses_template else PlainTextFormat)(tokenizer, system)
 
 
 ONE_PROMPT_MESSAGE = (
-    "one prompt at a time is generated; of several, "
+    "one prompt at a time is generated; for several, "
     "[list(kvant.generate(model, tokenizer, one)) for one in prompts]"
 )
 Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
@@ -250,13 +258,13 @@ Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
 def resolve_prompt(
     tokenizer: Any, prompt: Prompt, max_context: int | None = None
 ) -> str | list[int]:
-    """Text as it is; of ids [T] or [1, T] the numbers; of messages what the template makes."""
+    """Resolve a prompt: text unchanged, token ids [T] or [1, T] as a list, messages as tokens."""
     if isinstance(prompt, str):
         return check_unicode(prompt)
-    if (asked := _parse_messages(prompt)) is not None:
-        return encode_messages(tokenizer, asked, max_context)
+    if (messages := _parse_messages(prompt)) is not None:
+        return encode_messages(tokenizer, messages, max_context)
     if isinstance(prompt, Mapping):
-        raise PromptError("a mapping is no prompt: of a tokenizer's output give ['input_ids']")
+        raise PromptError("a mapping is no prompt: from a tokenizer's output give ['input_ids']")
     parts: Any = prompt if isinstance(prompt, list | tuple) else [prompt]
     if any(isinstance(part, str) or (len(parts) > 1 and _is_batch(part)) for part in parts):
         raise PromptError(ONE_PROMPT_MESSAGE)
@@ -266,17 +274,17 @@ def resolve_prompt(
 def find_prompt_branch_points(
     tokenizer: Any, prompt: Prompt, tokens: str | Sequence[int]
 ) -> list[int]:
-    """Where other prompts may begin to differ from one of messages; of others nobody knows."""
-    asked = _parse_messages(prompt)
-    if asked is None or isinstance(tokens, str):
+    """Return the lengths at which prompts of messages may differ; other prompts have none."""
+    messages = _parse_messages(prompt)
+    if messages is None or isinstance(tokens, str):
         return []
-    return find_branch_points(tokenizer, asked, tokens)
+    return find_branch_points(tokenizer, messages, tokens)
 
 
 def _parse_messages(prompt: Any) -> Messages | None:
     if isinstance(prompt, list | tuple) and prompt:
-        whole = all(isinstance(one, Mapping) for one in prompt)
-        return Messages(prompt) if whole else None
+        is_messages = all(isinstance(message, Mapping) for message in prompt)
+        return Messages(prompt) if is_messages else None
     return prompt if isinstance(prompt, Messages) else None
 
 
@@ -307,27 +315,27 @@ HEADER_KEY = "session"
 
 @dataclass(frozen=True)
 class Transcript:
-    """All turns of a conversation, and how they came about."""
+    """All turns of a conversation, and how they were rendered."""
 
     turns: tuple[Turn, ...]
     system: str | None
     template: bool
-    model: str | None  # whose tokens and rows they are, where that is known
+    model: str | None  # fingerprint of the model, if known
 
     def to_header(self) -> dict[str, Any]:
-        """As JSON, for the header of a file."""
+        """Return the transcript as JSON for the header of a file."""
         return {HEADER_KEY: asdict(self)}
 
     @classmethod
     def from_header(cls, path: str | os.PathLike[str], header: Mapping[str, Any]) -> Transcript:
         if HEADER_KEY not in header:
-            raise CacheFileError(f"{path}: a cache, but no conversation: kvant.load reads it")
+            raise CacheFileError(f"{path}: a cache without a conversation: kvant.load reads it")
         with convert_errors(path):
-            said = header[HEADER_KEY]
-            turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in said["turns"]]
-            made = cls(tuple(turns), said["system"], said["template"], said["model"])
-            made._check_fields()
-        return made
+            fields = header[HEADER_KEY]
+            turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in fields["turns"]]
+            transcript = cls(tuple(turns), fields["system"], fields["template"], fields["model"])
+            transcript._check_fields()
+        return transcript
 
     def check_model(self, path: str | os.PathLike[str], model: str | None) -> None:
         if None not in (self.model, model) and self.model != model:
@@ -337,12 +345,12 @@ class Transcript:
             )
 
     def get_tokens(self, cache_length: int, vocab_size: int | None) -> list[int]:
-        """All of them, if a memory of `held` tokens and a model of that vocabulary fit."""
+        """Return all tokens; raise if the cache's length or the vocabulary does not fit."""
         tokens = join_turns(self.turns)
         if cache_length > len(tokens):
-            raise ValueError(f"{cache_length} tokens in memory, {len(tokens)} were said")
+            raise ValueError(f"{cache_length} tokens in the cache, {len(tokens)} in the turns")
         if vocab_size is not None and max(tokens, default=0) >= vocab_size:
-            raise ValueError(f"token {max(tokens)} of a vocabulary of {vocab_size}")
+            raise ValueError(f"token {max(tokens)} for a vocabulary of {vocab_size}")
         return tokens
 
     def _check_fields(self) -> None:
@@ -350,10 +358,10 @@ class Transcript:
             raise ValueError(f"template={self.template!r}: true or false is needed")
         if not all(isinstance(text, str | None) for text in (self.system, self.model)):
             raise ValueError("a system message or a model that is no text")
-        before = 0
+        previous_end = 0
         for turn in self.turns:
-            _check_turn(turn, before)
-            before = turn.end
+            _check_turn(turn, previous_end)
+            previous_end = turn.end
 
 
 def _check_turn(turn: Turn, previous_end: int) -> None:
@@ -361,14 +369,14 @@ def _check_turn(turn: Turn, previous_end: int) -> None:
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a turn whose tokens or counts are not whole numbers from 0 on")
     if not (turn.shared <= previous_end and turn.begin <= turn.end):
-        raise ValueError("a turn that does not fit behind the one before")
+        raise ValueError("a turn that does not fit after the previous one")
     if not isinstance(turn.message, str) or not isinstance(turn.reply, str):
         raise ValueError("a turn that is no text")
 
 
 @contextmanager
 def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What does not fit within is the file's fault, and said of it."""
+    """Raise errors about the contents of a file as `CacheFileError` with its name."""
     try:
         yield
     except CacheFileError:

@@ -1,7 +1,7 @@
-"""What the loop asks of a model: logits for new tokens, and a memory that it can rewind.
+"""Decoders: compute the logits of new tokens over a cache that can be rewound.
 
-The loop knows no transformer. A model of transformers, or any callable `model(ids, cache)`, becomes
-a `Decoder` here.
+The generation loop needs no transformers API. This module wraps a transformers model, or any
+callable `model(ids, cache)`, as a `Decoder`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LogitsFunction = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logit
 
 @runtime_checkable
 class SequenceCache(Protocol):
-    """A cache of one sequence: `kvant.Cache`, or the one of a host's model."""
+    """A cache of one sequence: `kvant.Cache`, or the cache of a transformers model."""
 
     @property
     def length(self) -> int: ...
@@ -84,38 +84,39 @@ class Decoder(Protocol):
 
     @property
     def max_context(self) -> int | None:
-        """The longest sequence that the model knows positions for."""
+        """Longest sequence that the model has positions for."""
 
     @property
     def supports_chunked_prefill(self) -> bool:
-        """Does a forward of several tokens go on from what the memory holds?"""
+        """Whether a forward of several tokens can continue a non-empty cache."""
 
     @property
     def vocab_size(self) -> int | None:
-        """How many tokens it knows."""
+        """Number of tokens in the vocabulary."""
 
     @property
     def end_tokens(self) -> frozenset[int]: ...
     @property
     def fingerprint(self) -> str | None:
-        """Tells one model from another, where that can be known."""
+        """Hash that identifies the model's weights, or None if they are unknown."""
 
     def make_cache(self, kv_cache: AnySpec | SequenceCache, tokenizer: Any = None) -> SequenceCache:
-        """A new one by a spec, or the one that is given; what `auto` is, a text tells."""
+        """Make a cache from a spec, or accept an empty cache; `auto` is tried on a text."""
 
     def compute_logits(
         self, ids: list[int], cache: SequenceCache | None, num_logits: int = 1
     ) -> Tensor:
-        """[last, vocabulary] in float32 for the newest of `ids`, which the memory now holds.
+        """Return logits [num_logits, vocabulary] in float32 of the newest `ids`.
 
-        Without a memory `ids` are all there is, and nothing is kept.
+        The tokens are appended to the cache. Without a cache, `ids` is the whole sequence and
+        nothing is stored.
         """
 
 
 class TransformersDecoder:
-    """A model of transformers.
+    """Decode with a transformers model.
 
-    Single tokens are replayed, where that can be: on a GPU from a graph, on a CPU from a recording.
+    Single-token forwards are replayed where possible: as a CUDA graph, or natively on the CPU.
     """
 
     def __init__(self, model: PreTrainedModel, capture: CaptureFunction | None = None) -> None:
@@ -127,7 +128,7 @@ class TransformersDecoder:
 
     @cached_property
     def support(self) -> Support:
-        """What the model supports: the first decoder of its class and configuration finds out."""
+        """Support level of the model, computed once for each class and configuration."""
         return get_support(self.model)
 
     @property
@@ -140,8 +141,10 @@ class TransformersDecoder:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        told = self.model.generation_config.eos_token_id
-        return frozenset(told if isinstance(told, list) else [] if told is None else [told])
+        end_token = self.model.generation_config.eos_token_id
+        return frozenset(
+            end_token if isinstance(end_token, list) else [] if end_token is None else [end_token]
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -161,7 +164,7 @@ class TransformersDecoder:
         if is_auto(kv_cache):
             kv_cache = resolve_auto(self.model, kv_cache, make_trial(self.model, tokenizer))
         cache = cache_for(self.model, kv_cache)
-        assert isinstance(cache, TransformersCache)  # others read an encoder, and are refused
+        assert isinstance(cache, TransformersCache)  # encoder-decoders were refused above
         return cache
 
     @property
@@ -197,22 +200,21 @@ class TransformersDecoder:
         cache: TransformersCache,
         replayer: Replayer | None = None,
     ) -> Tensor:
-        """[sequences, vocabulary] in float32 behind one token of each, at its position.
+        """Return logits [sequences, vocabulary] in float32 for one token of each sequence.
 
-        It is replayed where there is a replayer, and where that can.
+        The forward is replayed if there is a replayer that supports it.
         """
         if replayer is not None and (out := replayer.compute_logits(cache, tokens)) is not None:
             return out[:, -1].to(torch.float32, copy=True)
-        both = torch.tensor([tokens, positions], device=self.model.device)
-        ids, places = both[:, :, None]
-        out = self._forward(ids, places, cache)[:, -1].float()
+        ids, position_ids = torch.tensor([tokens, positions], device=self.model.device)[:, :, None]
+        out = self._forward(ids, position_ids, cache)[:, -1].float()
         if replayer is not None:
             replayer.confirm_forward()
         return out
 
     @property
     def captures_graphs(self) -> bool:
-        """Are forwards captured as graphs, each of which is there for one number of sequences?"""
+        """Whether forwards are captured as graphs, each for a fixed number of sequences."""
         return self._capture is not None
 
     @cached_property
@@ -220,9 +222,9 @@ class TransformersDecoder:
         return self.model.device.type == "cpu" and get_library().functions is not None
 
     def make_replayer(self, buffers: ReplayBuffers | None = None) -> Replayer | None:
-        """A new one, for so many sequences as it sees first.
+        """Make a replayer for the number of sequences that it sees first.
 
-        Those that are never asked at one time may share the memory of their recordings.
+        Replayers that never run at the same time may share `buffers`.
         """
         if self._capture is not None:
             capture = make_capture_function(
@@ -242,9 +244,9 @@ class TransformersDecoder:
 
 
 class CallableDecoder:
-    """Any callable that takes ids and a cache and gives logits; its cache is made by its user.
+    """Decode with a callable that maps ids and a cache to logits; its user makes the cache.
 
-    Where a strategy keeps nothing, the cache that it gets is None.
+    If the strategy stores nothing, the cache is None.
     """
 
     max_context: int | None = None
@@ -262,7 +264,7 @@ class CallableDecoder:
         if isinstance(kv_cache, SequenceCache):
             return kv_cache
         raise TypeError(
-            f"kv_cache={short(kv_cache)} for a plain callable, whose layers nobody knows: "
+            f"kv_cache={short(kv_cache)} for a plain callable, whose number of layers is unknown: "
             "give kv_cache=kvant.Cache(num_layers, spec)"
         )
 
@@ -274,12 +276,12 @@ class CallableDecoder:
 
 
 def make_decoder(model: nn.Module | LogitsFunction) -> Decoder:
-    inside = unwrap_model(model)
-    if inside is not None:
-        return TransformersDecoder(inside)
+    transformers_model = unwrap_model(model)
+    if transformers_model is not None:
+        return TransformersDecoder(transformers_model)
     if not callable(model):
         raise TypeError(
-            f"{short(model)} is no model: a loaded one of transformers is needed, or a callable "
+            f"{short(model)} is not a model: give a loaded transformers model, or a callable "
             "model(ids, cache) -> logits"
         )
     return CallableDecoder(model)

@@ -1,34 +1,34 @@
-"""Speculation: tokens that are guessed cheaply, to be verified many in one forward.
+"""Speculative decoding: propose cheap draft tokens, which one forward verifies together.
 
-A guess comes from what was said before (`NGrams`) or from a smaller model (`DraftModel`). What is
-said is as if there were no guesses: the sampler sees to that.
+Drafts come from earlier tokens (`NGramDrafter`) or from a smaller model (`ModelDrafter`). The
+sampler verifies them, so drafting does not change the distribution of the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvant.generation.decoder import make_decoder
+from kvant.generation.decoder import LogitsFunction, make_decoder
 from kvant.generation.prefill import Prefiller
 from kvant.generation.sampling import NEGATIVE_INFINITY, DraftToken, Sampler
 
-NGRAM_SIZES = (4, 3, 2)  # of the n-grams: the longest that was there before is believed
+NGRAM_SIZES = (4, 3, 2)  # the longest n-gram with an earlier copy is used
 
 
 @dataclass(frozen=True)
 class DraftTarget:
-    """What is guessed: tokens of a vocabulary, drawn as this sampler draws."""
+    """The distribution that drafts aim at: a sampler and the size of its vocabulary."""
 
     sampler: Sampler
     vocab_size: int
 
     def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> DraftToken:
-        """A token for the logits of another model, whose vocabulary may be padded differently."""
+        """Sample a draft from another model's logits, padded to the target's vocabulary."""
         missing = self.vocab_size - len(logits)
         return self.sampler.sample_draft(
             pad(logits, (0, missing), value=NEGATIVE_INFINITY), previous_tokens
@@ -37,18 +37,18 @@ class DraftTarget:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses how a text goes on."""
+    """Propose the next tokens of a sequence."""
 
     def propose_drafts(
         self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
     ) -> list[DraftToken]:
-        """At most `most` tokens behind `tokens`; none is an answer too."""
+        """Propose at most `max_drafts` tokens after `tokens`; an empty list is allowed."""
 
     def fork(self) -> Drafter: ...
 
 
 class NoDrafter:
-    """Guesses nothing: one forward, one token."""
+    """Propose no drafts: one token per forward."""
 
     def propose_drafts(
         self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
@@ -60,11 +60,11 @@ class NoDrafter:
 
 
 class NGramDrafter:
-    """Guesses that what followed the last few tokens before will follow them again."""
+    """Propose the tokens that followed the newest earlier copy of the last n-gram."""
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []  # those that are indexed
-        self._ngram_ends: dict[tuple[int, ...], int] = {}  # n-gram: where its newest copy ends
+        self._tokens: list[int] = []  # tokens in the index
+        self._ngram_ends: dict[tuple[int, ...], int] = {}  # n-gram: end of its newest copy
 
     def propose_drafts(
         self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
@@ -80,9 +80,9 @@ class NGramDrafter:
         return NGramDrafter()
 
     def _index_ngrams(self, tokens: Sequence[int]) -> None:
-        """Every n-gram that ends before the newest token, so that something follows each."""
+        """Index the n-grams that end before the newest token: each has a successor."""
         begin = len(self._tokens)
-        if self._tokens != tokens[:begin]:  # another text, or one that went back
+        if self._tokens != tokens[:begin]:  # another sequence, or a rewound one
             self._tokens, self._ngram_ends, begin = [], {}, 0
         for end in range(max(begin, 1), len(tokens)):
             for size in NGRAM_SIZES:
@@ -92,9 +92,9 @@ class NGramDrafter:
 
 
 class ModelDrafter:
-    """Guesses with a model of the same tokenizer, on a memory of its own."""
+    """Propose drafts with a smaller model of the same tokenizer, which has its own cache."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module | LogitsFunction) -> None:
         decoder = make_decoder(model)
         self._prefiller = Prefiller(decoder, decoder.make_cache("raw"))
 
@@ -104,7 +104,7 @@ class ModelDrafter:
         text, drafts = list(tokens), list[DraftToken]()
         decoder = self._prefiller.decoder
         if decoder.vocab_size is not None and max(text) >= decoder.vocab_size:
-            return []  # a smaller vocabulary, and a token that is not in it
+            return []  # the draft model's vocabulary is smaller and lacks a token
         if decoder.max_context is not None:
             max_drafts = min(max_drafts, decoder.max_context - len(text) + 1)
         self._prefiller.cache.ensure_slack(max_drafts + 1)
@@ -120,13 +120,13 @@ class ModelDrafter:
         return drafts
 
     def fork(self) -> ModelDrafter:
-        twin = ModelDrafter.__new__(ModelDrafter)
-        twin._prefiller = self._prefiller.fork()
-        return twin
+        copy = ModelDrafter.__new__(ModelDrafter)
+        copy._prefiller = self._prefiller.fork()
+        return copy
 
 
-def make_drafter(draft: Any) -> Drafter:
-    """None, "ngram", a drafter, or a model that is to be one."""
+def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction | None) -> Drafter:
+    """Make a drafter from None, "ngram", a `Drafter` or a draft model."""
     if draft is None:
         return NoDrafter()
     if draft == "ngram":

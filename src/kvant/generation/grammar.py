@@ -1,8 +1,8 @@
-"""What a reply may be: JSON of a schema, or any text of a grammar.
+"""Grammars: constrain a reply to a JSON schema, a regular expression or a grammar.
 
-Before every token a grammar says which tokens may stand there; the others are never drawn. The end
-of a reply may be drawn where the text is whole, and nothing else where it cannot go on. Grammars
-are read by llguidance, which is optional; a `Vocabulary` is a tokenizer as it knows one.
+Before each token the grammar tells which tokens may follow; the others are never sampled. An end
+token may be sampled where the text is complete, and must be where it cannot continue. llguidance,
+an optional dependency, parses the grammars; a `GrammarVocabulary` is its form of a tokenizer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from kvant.errors import GrammarError
 from kvant.generation.prefill import count_shared_prefix
 
-# Between the parts of JSON: a new line, and so many spaces. A model that is not sure of what comes
-# would else write spaces for ever.
+# Whitespace between the parts of JSON: a newline and at most 16 spaces. An uncertain model could
+# otherwise emit whitespace until its token limit.
 JSON_WHITESPACE = r"\n?[ \t]{0,16}"
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A set of texts, in the words of llguidance. `Grammar.json(schema)` is the usual one.
+    """A set of texts, in llguidance's syntax; most common is `Grammar.json(schema)`.
 
     >>> grammar = kvant.Grammar.regex("[0-9]{3}")
     >>> steps = kvant.generate(model, tokenizer, "size = ", grammar=grammar)
@@ -39,56 +39,56 @@ class Grammar:
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None) -> Grammar:
-        """What fits a JSON schema; without one, any JSON object."""
-        wanted = {"type": "object"} if schema is None else schema
+        """Return the grammar of a JSON schema; without one, of any JSON object."""
+        root_schema = {"type": "object"} if schema is None else schema
         return cls(
             _import_llguidance().LLMatcher.grammar_from_json_schema(
-                json.dumps(wanted), overrides={"whitespace_pattern": JSON_WHITESPACE}
+                json.dumps(root_schema), overrides={"whitespace_pattern": JSON_WHITESPACE}
             )
         )
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """What a regular expression matches as a whole; it may look neither ahead nor behind."""
+        """Return the grammar of a regular expression, which may not use lookaround."""
         return cls(_import_llguidance().LLMatcher.grammar_from_regex(pattern))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """What a grammar in the language of Lark, as llguidance reads it, gives for `start`."""
+        """Return a Lark grammar, as llguidance reads it, with the start rule `start`."""
         return cls(_import_llguidance().LLMatcher.grammar_from_lark(text))
 
     @classmethod
     def calls(cls, functions: Mapping[str, Mapping[str, Any]], max_calls: int = 1) -> Grammar:
-        """A list of calls of functions, by name with the schemas of their arguments.
+        """Return the grammar of a list of function calls; schemas are of the arguments.
 
-        `[{"name": ..., "arguments": {...}}]`, with `most` calls at most.
+        `[{"name": ..., "arguments": {...}}]`, with at most `max_calls` calls.
         """
-        call = " | ".join(f"call{place}" for place in range(len(functions)))
-        more = f'("," " "? call){{0,{max_calls - 1}}}' if max_calls > 1 else ""
-        lines = [f'start: "[" call {more} "]"', f"call: {call}"]
-        for place, (name, schema) in enumerate(functions.items()):
+        call = " | ".join(f"call{index}" for index in range(len(functions)))
+        more_calls = f'("," " "? call){{0,{max_calls - 1}}}' if max_calls > 1 else ""
+        lines = [f'start: "[" call {more_calls} "]"', f"call: {call}"]
+        for index, (name, schema) in enumerate(functions.items()):
             head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-            told = {
+            arguments_schema = {
                 "type": "object",
                 **schema,
                 "x-guidance": {"whitespace_pattern": JSON_WHITESPACE},
             }
             lines += [
-                f'call{place}: {head} args{place} "}}"',
-                f"args{place}: %json {json.dumps(told)}",
+                f'call{index}: {head} args{index} "}}"',
+                f"args{index}: %json {json.dumps(arguments_schema)}",
             ]
         return cls.lark("\n".join(lines))
 
 
 class GrammarVocabulary:
-    """The tokens of a tokenizer, and those that end a reply."""
+    """A tokenizer's vocabulary for llguidance, and its end tokens."""
 
     def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
         if not end_tokens:
-            raise GrammarError("a grammar without a token that ends a reply: no text could end")
+            raise GrammarError("a grammar needs an end token, or no text could end")
         if not getattr(tokenizer, "is_fast", False):
-            kind = type(tokenizer).__name__
-            raise GrammarError(f"a grammar for {kind}: a fast tokenizer of transformers is needed")
+            name = type(tokenizer).__name__
+            raise GrammarError(f"a grammar for {name}: a fast tokenizer of transformers is needed")
         _import_llguidance()
         from llguidance.hf import from_tokenizer
 
@@ -101,17 +101,17 @@ class GrammarVocabulary:
             ) from None
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Refuses what is no grammar, or more of one than can be followed."""
+        """Compile a grammar; raise if it is invalid or too large."""
         matcher = _import_llguidance().LLMatcher(self._llg_tokenizer, grammar.text, log_level=0)
         if matcher.is_error():
             raise GrammarError(
-                f"a grammar that cannot be followed: {_shorten_message(matcher.get_error())}"
+                f"a grammar that cannot be compiled: {_shorten_message(matcher.get_error())}"
             )
         return CompiledGrammar(grammar, self, matcher)
 
 
 class CompiledGrammar:
-    """A grammar over a vocabulary; two of the same are equal."""
+    """A grammar over a vocabulary; instances of the same pair are equal."""
 
     def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, matcher: Any) -> None:
         self._key = grammar, vocabulary
@@ -128,7 +128,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Rules along one reply, which may be taken back as far as it was guessed."""
+    """Matches one reply token by token; rolls back over rejected drafts."""
 
     def __init__(self, matcher: Any, end_tokens: frozenset[int]) -> None:
         self._matcher = matcher
@@ -136,14 +136,14 @@ class GrammarMatcher:
         self._consumed_tokens: list[int] = []
 
     def compute_token_mask(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
-        """Which of `size` tokens may stand behind these: bool [size]; behind the end, any."""
-        if not self._end_tokens.isdisjoint(tokens):  # somebody guesses on
+        """Return which tokens may follow `tokens`: bool [vocab_size]; after an end, all."""
+        if not self._end_tokens.isdisjoint(tokens):  # drafts may extend past the end
             return torch.ones(vocab_size, dtype=torch.bool)
         self._advance_to(list(tokens))
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(
-                "the grammar cannot be followed any further: "
+                "the grammar cannot be matched any further: "
                 f"{_shorten_message(self._matcher.get_error())}"
             )
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=vocab_size)
@@ -151,18 +151,18 @@ class GrammarMatcher:
 
     def _advance_to(self, tokens: list[int]) -> None:
         shared = count_shared_prefix(self._consumed_tokens, tokens)
-        if shared < len(self._consumed_tokens):  # what was guessed, and is not so
+        if shared < len(self._consumed_tokens):  # drafts were rejected
             self._matcher.rollback(len(self._consumed_tokens) - shared)
         if not self._matcher.consume_tokens(tokens[shared:]):
-            why = _shorten_message(self._matcher.get_error())
-            raise GrammarError(f"the grammar does not go on with {tokens[shared:]}: {why}")
+            reason = _shorten_message(self._matcher.get_error())
+            raise GrammarError(f"the grammar does not allow the tokens {tokens[shared:]}: {reason}")
         self._consumed_tokens = tokens
 
 
 def compile_grammar(
     grammar: Grammar | None, tokenizer: Any, end_tokens: frozenset[int]
 ) -> CompiledGrammar | None:
-    """A grammar over the tokens of a model, where there is one."""
+    """Compile a grammar for a model's tokens; None stays None."""
     return None if grammar is None else _compile_grammar(grammar, tokenizer, end_tokens)
 
 
@@ -175,7 +175,7 @@ def _compile_grammar(
 
 @lru_cache(maxsize=4)
 def _make_vocabulary(tokenizer: Any, end_tokens: frozenset[int]) -> GrammarVocabulary:
-    """Of a large tokenizer it takes a second."""
+    """Make a vocabulary; cached, as a large tokenizer takes a second."""
     return GrammarVocabulary(tokenizer, end_tokens)
 
 
@@ -188,5 +188,5 @@ def _import_llguidance() -> Any:
 
 
 def _shorten_message(message: str) -> str:
-    """The first lines of an error, as one."""
+    """Return the beginning of an error message as one line."""
     return " ".join(message.split())[:300]

@@ -1,11 +1,15 @@
-"""The loop: prompt in, tokens out, one `Step` each, with the text that is certain.
+"""The generation loop: turn a prompt into a stream of steps, one `Step` per token.
 
-The memory is always one token behind: after N steps it holds the prompt and N - 1 tokens, and the
-next step is computed when it is asked for, or all at once for whoever takes them later. So a caller
-may stop at any step, and memory and tokens agree. While the drafts of one forward are handed out
-the memory is ahead by those that are left; closing the stream takes them back. A token may be part
-of a character: what is not yet certain is held back. So is text that may turn out to be the
-beginning of a stop string, which is never shown. Knows neither transformers nor a format.
+    tokens   |--- prompt ---|-- generated --|
+    cache    |----------------------------|      one token behind
+
+The cache is one token behind: the forward of the next step runs only when that step is requested.
+So a caller may stop after any step, and cache and tokens agree. While accepted drafts are handed
+out, the cache is ahead of the steps; closing the stream rewinds it.
+
+Text is held back while it is uncertain: a token may end inside a character, and the last
+characters may begin a stop string, which is never part of the output. The loop needs neither
+transformers nor a cache format.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ from kvant.generation.prefill import Prefiller, PrefillProgress
 from kvant.generation.sampling import DraftToken, SampledToken, Sampler
 from kvant.generation.settings import Sampling, StopConditions
 
-# An end token or stop string; a limit; the one who asked.
+# "stop": end token or stop string; "length": token limit or context; "cancelled": by the caller.
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """`text` is what the token adds to what was said before: it may be nothing, or a late part.
+    """One generated token; `text` is the newly certain text, which may be empty.
 
     >>> step = next(kvant.generate(model, tokenizer, "import "))
     >>> isinstance(step.text, str), step.logprob <= 0, step.finish_reason
@@ -38,41 +42,44 @@ class Step:
 
     token: int
     text: str
-    logprob: float  # of the token, under the distribution that it was drawn from
+    logprob: float  # of the token, under the distribution that it was sampled from
     finish_reason: FinishReason | None = None
-    drafted: bool = False  # guessed before, and verified together with others
-    likeliest: tuple[tuple[int, float], ...] = ()  # tokens and logprobs, where they were asked for
-    choice: int = 0  # which of several continuations of a prompt
+    drafted: bool = False  # an accepted draft
+    likeliest: tuple[tuple[int, float], ...] = ()  # alternatives and logprobs, if requested
+    choice: int = 0  # index among several continuations of a prompt
 
 
 class StepStream(Iterator[Step]):
-    """An iterator over steps. Who drops it, or closes it, has ended the reply."""
+    """An iterator over steps; dropping or closing it ends the reply."""
 
     def __init__(self, steps: Generator[Step, None, None]) -> None:
         self._steps = steps
-        self._ready: deque[Step] = deque()  # computed, and not taken yet
+        self._ready: deque[Step] = deque()  # computed by `finish`, not yet returned
 
     def __next__(self) -> Step:
         return self._ready.popleft() if self._ready else next(self._steps)
 
     def finish(self) -> None:
-        """Compute what is left; it can still be taken."""
+        """Compute the remaining steps; they can still be iterated."""
         self._ready.extend(self._steps)
 
     def close(self) -> None:
-        """End the reply here, unless it is asked for this from within."""
+        """End the reply; do nothing if the generator itself calls this."""
         if getgeneratorstate(self._steps) != GEN_RUNNING:
             self._steps.close()
 
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-DETOKENIZER_CONTEXT_TOKENS = (
-    8  # tokens that a tokenizer may look back at when it puts text together
-)
+DETOKENIZER_CONTEXT_TOKENS = 8  # preceding tokens that affect how a tokenizer joins text
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens."""
+    """Turn a growing list of tokens into text.
+
+        _prefix_offset      _read_offset
+    ----|-------------------|-------------------> tokens
+        | decoded again     | text uncertain
+    """
 
     def __init__(
         self,
@@ -82,39 +89,39 @@ class IncrementalDetokenizer:
         *,
         include_special_tokens: bool = False,
     ) -> None:
-        """`before` are tokens that it stands behind: a tokenizer may join words to them.
+        """Continue `previous_tokens`, which affect how a tokenizer joins words.
 
-        With `special` the names of special tokens are part of the text.
+        With `include_special_tokens` the names of special tokens are part of the text.
         """
         self.tokenizer = tokenizer
         self.include_special_tokens = include_special_tokens
         self.stop = tuple(stop)
         self.stopped = False
         self._tokens = list(previous_tokens[-DETOKENIZER_CONTEXT_TOKENS:])
-        self._prefix_offset = 0  # of the tokens that are decoded again
-        self._read_offset = len(self._tokens)  # tokens whose text is certain
-        self._pending_text = ""  # text that may become a stop string
+        self._prefix_offset = 0  # where decoding starts
+        self._read_offset = len(self._tokens)  # where the uncertain text starts
+        self._pending_text = ""  # possible beginning of a stop string
 
     def append_token(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """Append a token; return the text that became certain."""
         self._tokens.append(token)
-        before = self._decode_range(self._prefix_offset, self._read_offset)
-        after = self._decode_range(self._prefix_offset, len(self._tokens))
-        if after.endswith(REPLACEMENT_CHARACTER) or len(after) < len(before):
+        old_text = self._decode_range(self._prefix_offset, self._read_offset)
+        new_text = self._decode_range(self._prefix_offset, len(self._tokens))
+        if new_text.endswith(REPLACEMENT_CHARACTER) or len(new_text) < len(old_text):
             return ""
         self._prefix_offset = max(
             self._prefix_offset, self._read_offset - DETOKENIZER_CONTEXT_TOKENS
         )
-        piece = after[len(before) :]
+        piece = new_text[len(old_text) :]
         self._read_offset = len(self._tokens)
         return self._cut_at_stop(piece) if self.stop else piece
 
     def flush(self) -> str:
-        """What was held back, now that nothing comes any more."""
+        """Return the text that was held back: no more tokens follow."""
         if self.stopped:
             return ""
-        before = self._decode_range(self._prefix_offset, self._read_offset)
-        piece = self._decode_range(self._prefix_offset, len(self._tokens))[len(before) :]
+        old_text = self._decode_range(self._prefix_offset, self._read_offset)
+        piece = self._decode_range(self._prefix_offset, len(self._tokens))[len(old_text) :]
         self._read_offset = len(self._tokens)
         text = self._cut_at_stop(piece)
         text, self._pending_text = text + self._pending_text, ""
@@ -129,65 +136,65 @@ class IncrementalDetokenizer:
 
     def _cut_at_stop(self, piece: str) -> str:
         text = self._pending_text + piece
-        ends = [at for at in (text.find(string) for string in self.stop) if at >= 0]
-        if ends:
+        stop_positions = [at for at in (text.find(string) for string in self.stop) if at >= 0]
+        if stop_positions:
             self.stopped, self._pending_text = True, ""
-            return text[: min(ends)]
-        keep = max((_count_overlap(text, string) for string in self.stop), default=0)
-        self._pending_text = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: min(stop_positions)]
+        num_pending = max((_count_overlap(text, string) for string in self.stop), default=0)
+        self._pending_text = text[len(text) - num_pending :]
+        return text[: len(text) - num_pending]
 
 
 def _count_overlap(text: str, string: str) -> int:
-    """How many of the last characters are a beginning of the string."""
-    most = min(len(text), len(string) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)
+    """Return the length of the longest suffix of `text` that begins `string`."""
+    limit = min(len(text), len(string) - 1)
+    return next((n for n in range(limit, 0, -1) if text.endswith(string[:n])), 0)
 
 
 @dataclass
 class Output:
-    """What is said behind a prompt: tokens become steps, and end somewhere."""
+    """The tokens after a prompt as steps, and the conditions that end them."""
 
     tokenizer: Any
     stop_conditions: StopConditions
-    tokens: list[int]  # prompt and all that was said
+    tokens: list[int]  # prompt and generated tokens
     num_generated: int = 0
 
     def __post_init__(self) -> None:
-        limits = self.stop_conditions
+        conditions = self.stop_conditions
         self.detokenizer = IncrementalDetokenizer(
             self.tokenizer,
-            limits.stop,
+            conditions.stop,
             self.tokens,
-            include_special_tokens=limits.include_special_tokens,
+            include_special_tokens=conditions.include_special_tokens,
         )
 
     @property
     def num_remaining(self) -> int:
-        """How many tokens may still come."""
+        """Number of tokens that may still be generated."""
         return self.stop_conditions.count_remaining(self.num_generated, len(self.tokens))
 
     def append_token(
         self, sampled: SampledToken, *, drafted: bool = False, choice: int = 0
     ) -> Step:
-        """The next token: the step it makes, which ends the reply where it has a finish reason."""
-        token, text = sampled.token, self.detokenizer
+        """Append a token; return its step, which has a finish reason if it is the last."""
+        token, detokenizer = sampled.token, self.detokenizer
         self.tokens.append(token)
         self.num_generated += 1
         reason: FinishReason | None = None
         if token in self.stop_conditions.end_tokens:
-            piece, reason = text.flush(), "stop"
+            piece, reason = detokenizer.flush(), "stop"
         else:
-            piece = text.append_token(token)
-            if text.stopped or self.num_remaining <= 0:
-                piece += text.flush()
-                reason = "stop" if text.stopped else "length"
+            piece = detokenizer.append_token(token)
+            if detokenizer.stopped or self.num_remaining <= 0:
+                piece += detokenizer.flush()
+                reason = "stop" if detokenizer.stopped else "length"
         return Step(token, piece, sampled.logprob, reason, drafted, sampled.top_logprobs, choice)
 
 
 @dataclass
 class GenerationLoop:
-    """One generation: the tokens so far, and how the next one comes about."""
+    """One generation: its tokens, and the forwards and samples of the next ones."""
 
     prefiller: Prefiller
     sampling: Sampling
@@ -200,7 +207,7 @@ class GenerationLoop:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and all that was said."""
+        """The prompt and the generated tokens."""
         return [] if self.output is None else self.output.tokens
 
     @property
@@ -213,54 +220,53 @@ class GenerationLoop:
         progress: PrefillProgress | None = None,
         branch_points: Sequence[int] = (),
     ) -> Generator[Step, None, None]:
-        """Continue `prompt`; what the memory shares with it is not read again.
+        """Generate the steps after `prompt`; prefill only what the cache does not hold.
 
-        At `marks`, lengths, other prompts may begin to differ from this one.
+        `branch_points` are lengths at which other prompts may differ from this one.
         """
         self.stop_conditions.check_prompt(prompt)
-        self.output = reply = Output(self.tokenizer, self.stop_conditions, list(prompt))
+        self.output = output = Output(self.tokenizer, self.stop_conditions, list(prompt))
         sampler, drafts = Sampler(self.sampling, len(prompt)), list[DraftToken]()
         try:
-            rows = self.prefiller.prefill(reply.tokens, progress, branch_points)[None]
+            rows = self.prefiller.prefill(output.tokens, progress, branch_points)[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
-                    step = self._sample_step(sampler, logits, draft, reply)
+                    step = self._sample_step(sampler, logits, draft, output)
                     yield step
                     if step.finish_reason is not None:
                         return
                     if not step.drafted:
                         break
-                drafts = self._propose_drafts(DraftTarget(sampler, rows.shape[-1]), reply)
-                ahead = [*reply.tokens, *(draft.token for draft in drafts)]
-                rows = self.prefiller.compute_next_logits(ahead, len(drafts) + 1)
+                drafts = self._propose_drafts(DraftTarget(sampler, rows.shape[-1]), output)
+                with_drafts = [*output.tokens, *(draft.token for draft in drafts)]
+                rows = self.prefiller.compute_next_logits(with_drafts, len(drafts) + 1)
         finally:
-            self.prefiller.align_cache(reply.tokens)
+            self.prefiller.align_cache(output.tokens)
 
     def _sample_step(
         self, sampler: Sampler, logits: Tensor, draft: DraftToken | None, output: Output
     ) -> Step:
         if draft is None:
             return output.append_token(sampler.sample(logits, output.tokens))
-        drawn = sampler.verify_draft(logits, output.tokens, draft)
-        self.num_accepted_drafts += drawn.token == draft.token
-        return output.append_token(drawn, drafted=drawn.token == draft.token)
+        sampled = sampler.verify_draft(logits, output.tokens, draft)
+        self.num_accepted_drafts += sampled.token == draft.token
+        return output.append_token(sampled, drafted=sampled.token == draft.token)
 
     def _propose_drafts(self, target: DraftTarget, output: Output) -> list[DraftToken]:
-        """Guesses, where at least one and the token behind it may still be said."""
+        """Propose drafts, if at least one and the token after it may still be generated."""
         length, capacity = len(output.tokens), self.prefiller.cache.capacity
-        most = min(self.stop_conditions.max_drafts, output.num_remaining - 1)
+        limit = min(self.stop_conditions.max_drafts, output.num_remaining - 1)
         if capacity is not None:
-            most = min(most, capacity - length)
-        if (
-            room := self.prefiller.cache.tokens_until_prune
-        ) is not None:  # and the token before them
-            most = min(most, room - 1)
-        drafts = self.drafter.propose_drafts(output.tokens, most, target) if most > 0 else []
+            limit = min(limit, capacity - length)
+        until_prune = self.prefiller.cache.tokens_until_prune
+        if until_prune is not None:  # the forward also has the token before the drafts
+            limit = min(limit, until_prune - 1)
+        drafts = self.drafter.propose_drafts(output.tokens, limit, target) if limit > 0 else []
         self.num_drafts += len(drafts)
         if drafts:
             self.prefiller.cache.ensure_slack(self.stop_conditions.max_drafts + 1)
         return drafts
 
     def flush(self) -> str:
-        """What was held back for a longer text, where that does not come any more."""
+        """Return the text held back by the detokenizer; no more tokens follow."""
         return "" if self.output is None else self.output.detokenizer.flush()

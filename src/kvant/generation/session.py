@@ -1,9 +1,11 @@
-"""A conversation: what was said, and a memory that is never asked to read it twice.
+"""A conversation over one cache: no token of it is prefilled twice.
 
-The tokens of the conversation are one list; the memory holds a beginning of it. A reply belongs to
-the conversation as far as it was taken from the stream: who stops early has said that much. A
-reply of which nothing was taken is computed to its end before anything else is done with the
-session, so no message is lost.
+    tokens   |--- prompt ---|-- reply --|--- prompt ---|-- reply --|
+    cache    |-------------------------------------------------|       a prefix of the tokens
+
+A reply belongs to the conversation as far as its steps were iterated; stopping early ends it
+there. A reply that was never iterated is computed to its end before the session's next operation,
+so no message is lost.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from kvant.attention import explain
 from kvant.cache import files
@@ -24,7 +28,13 @@ from kvant.generation.conversation import (
     join_turns,
     make_prompt_format,
 )
-from kvant.generation.decoder import Decoder, SequenceCache, TransformersDecoder, make_decoder
+from kvant.generation.decoder import (
+    Decoder,
+    LogitsFunction,
+    SequenceCache,
+    TransformersDecoder,
+    make_decoder,
+)
 from kvant.generation.drafters import Drafter, make_drafter
 from kvant.generation.grammar import Grammar, compile_grammar
 from kvant.generation.loop import GenerationLoop, Step, StepStream
@@ -50,7 +60,7 @@ class Session:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module | LogitsFunction,
         tokenizer: Any,
         kv_cache: AnySpec | SequenceCache = "raw",
         *,
@@ -61,40 +71,40 @@ class Session:
         strategy: str = "always",
         threshold: int = 512,
         budget: int | str | None = None,
-        draft: Any | Drafter | None = None,
+        draft: str | Drafter | nn.Module | LogitsFunction | None = None,
         max_drafts: int = 8,
         backend: str | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        """`template=False` lets messages continue one text, whatever template there is.
+        """Create a conversation; `template=False` makes its messages one continuous text.
 
-        The other options are those of `kvant.generate`. With `prefixes` the memory may be another
-        one after each message: one that holds more of it.
+        The other options are those of `kvant.generate`. With `prefixes` the session may replace its
+        cache before each message by one that holds a longer prefix.
         """
         if tokenizer is None:
-            raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
+            raise TypeError("tokenizer=None: the model's own is needed, to encode and decode text")
         decoder = make_decoder(model)
-        memory = decoder.make_cache(kv_cache, tokenizer)
+        cache = decoder.make_cache(kv_cache, tokenizer)
         if backend is not None:
-            memory.backend = backend
-        if memory.length:
+            cache.backend = backend
+        if cache.length:
             raise ValueError(
-                f"a cache of {memory.length} tokens: begin with an empty one; kvant.Session keeps "
+                f"a cache of {cache.length} tokens: start with an empty one; kvant.Session keeps "
                 "one cache over many turns"
             )
-        chosen = make_strategy(strategy, threshold, budget)
-        if budget is not None and memory.spec.prunes:
-            raise ValueError("a budget beside a prune: what goes, goes by one of them")
+        cache_strategy = make_strategy(strategy, threshold, budget)
+        if budget is not None and cache.spec.prunes:
+            raise ValueError("a budget and a prune in the spec: use one of them to drop rows")
         self._prefixes = prefixes
         if prefixes is not None:
             if isinstance(kv_cache, TransformersCache):
-                raise TypeError("a cache beside prefixes: they bring their own; give a spec")
+                raise TypeError("a cache and prefixes: prefixes make their own cache; give a spec")
             if budget is not None:
-                raise ValueError("a budget beside prefixes: what is kept is of one spec")
+                raise ValueError("a budget and prefixes: all prefixes are stored with one spec")
             if draft is not None:
-                memory.ensure_slack(max_drafts + 1)  # as it will be
-        shelf = self._make_prefix_namespace(decoder, memory)
-        self.prefiller = Prefiller(decoder, memory, chosen, prefill_chunk, shelf)
+                cache.ensure_slack(max_drafts + 1)  # the namespace depends on it
+        namespace = self._make_prefix_namespace(decoder, cache)
+        self.prefiller = Prefiller(decoder, cache, cache_strategy, prefill_chunk, namespace)
         self.tokenizer = tokenizer
         self.prompt_format = make_prompt_format(tokenizer, system, template)
         self.drafter = make_drafter(draft)
@@ -103,11 +113,11 @@ class Session:
             vocab_size=decoder.vocab_size,
             max_drafts=max_drafts,
         )
-        self._tokens: list[int] = []  # those of the last turn
+        self._tokens: list[int] = []  # tokens up to the end of the last turn
         self._turns: list[Turn] = []
         self._num_drafts = self._num_accepted_drafts = 0
-        self._unread_stream: StepStream | None = None  # a reply of which nothing was taken yet
-        self._stream_ref: weakref.ref[StepStream] | None = None  # who drops it has ended the reply
+        self._unread_stream: StepStream | None = None  # a reply of which no step was iterated
+        self._stream_ref: weakref.ref[StepStream] | None = None  # dropping the stream ends it
 
     @property
     def cache(self) -> SequenceCache:
@@ -115,7 +125,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """All that was said; the memory holds a beginning of it."""
+        """All tokens of the conversation; the cache holds a prefix of them."""
         self._finish_stream()
         return list(self._tokens)
 
@@ -143,16 +153,16 @@ class Session:
         progress: PrefillProgress | None = None,
         branch_points: Sequence[int] = (),
     ) -> StepStream:
-        """Stream the reply to a message, or to tokens that stand behind all others as they are.
+        """Stream the reply to a message, or to tokens that are appended as they are.
 
-        `marks` are lengths at which other prompts may begin to differ, for prefixes: of messages
-        they are known. What is wrong with the arguments is said here, before the first step, and
-        changes nothing.
-        The reply is computed as its steps are taken; one that nobody took a step of is computed to
-        its end by the next call of any other method, and its steps can still be taken then.
+        `branch_points` are lengths at which other prompts may differ from this one. Prefixes store
+        checkpoints there; for messages the points are found automatically.
+        Invalid arguments raise here, before the first step, and change nothing.
+        The reply is computed as its steps are iterated. If no step was iterated, the next call of
+        any other method computes the whole reply, whose steps can still be iterated then.
         """
         self._finish_stream()
-        limits = replace(
+        conditions = replace(
             self.stop_conditions,
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -167,17 +177,17 @@ class Session:
             seed,
             presence_penalty,
             frequency_penalty,
-            grammar=compile_grammar(grammar, self.tokenizer, limits.end_tokens),
+            grammar=compile_grammar(grammar, self.tokenizer, conditions.end_tokens),
         )
         prompt, text = self._make_prompt(message)
         if self._prefixes is not None and isinstance(message, str):
             branch_points = branch_points or self.prompt_format.find_branch_points(
                 self._turns, text, prompt
             )
-        limits.check_prompt(prompt)
-        run = GenerationLoop(self.prefiller, sampling, limits, self.tokenizer, self.drafter)
+        conditions.check_prompt(prompt)
+        loop = GenerationLoop(self.prefiller, sampling, conditions, self.tokenizer, self.drafter)
         self._unread_stream = stream = StepStream(
-            self._generate_reply(run, prompt, text, progress, branch_points)
+            self._generate_reply(loop, prompt, text, progress, branch_points)
         )
         self._stream_ref = weakref.ref(stream)
         return stream
@@ -185,16 +195,16 @@ class Session:
     def read(
         self, message: str | Sequence[int], *, progress: PrefillProgress | None = None
     ) -> None:
-        """Read a text, or tokens, that a later message continues; there is no reply yet."""
+        """Prefill text or tokens that a later message continues; no reply is generated."""
         self._finish_stream()
         if self.prompt_format.uses_template:
-            raise ValueError("a text without a reply, where a template lays out turns: use send")
+            raise ValueError("a chat template needs messages with replies: use send")
         prompt, text = self._make_prompt(message)
-        held = len(self._tokens)
-        if len(prompt) == held:
+        num_tokens = len(self._tokens)
+        if len(prompt) == num_tokens:
             raise PromptError("the text has no tokens: there is nothing to read")
         self.stop_conditions.check_prompt(prompt)
-        turn = Turn(text, "", held, tuple(prompt[held:]), len(prompt))
+        turn = Turn(text, "", num_tokens, tuple(prompt[num_tokens:]), len(prompt))
         try:
             self.prefiller.prefill(prompt, progress, ())
             self._turns, self._tokens = [*self._turns, turn], prompt
@@ -202,58 +212,60 @@ class Session:
             self._sync_cache()
 
     def rewind(self, to: int) -> None:
-        """Go back to length `to`: a reply may be cut short, a message is taken back whole."""
+        """Rewind to length `to`: a reply may be cut, a message is removed as a whole."""
         self._finish_stream()
-        kept = self._truncate_turns(to)
-        tokens = join_turns(kept)
+        turns = self._truncate_turns(to)
+        tokens = join_turns(turns)
         self.prefiller.align_cache(tokens)
-        self._turns, self._tokens = kept, tokens
+        self._turns, self._tokens = turns, tokens
 
     def reset(self) -> None:
-        """Begin a new conversation; of the old one not even an unread reply is computed."""
+        """Start a new conversation; discard an unread reply without computing it."""
         self._unread_stream = None
         self._finish_stream()
         self.prefiller.reset()
         self._turns, self._tokens = [], []
 
     def fork(self) -> Session:
-        """A second conversation with the same past, independent of this one from now on."""
+        """Return an independent copy of the conversation."""
         self._finish_stream()
-        twin = Session.__new__(Session)
-        twin.__dict__.update(self.__dict__)
-        twin.prefiller, twin.drafter = self.prefiller.fork(), self.drafter.fork()
-        twin._tokens, twin._turns = list(self._tokens), list(self._turns)
-        return twin
+        copy = Session.__new__(Session)
+        copy.__dict__.update(self.__dict__)
+        copy.prefiller, copy.drafter = self.prefiller.fork(), self.drafter.fork()
+        copy._tokens, copy._turns = list(self._tokens), list(self._turns)
+        return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the conversation and its memory to a file, for `load` to continue."""
+        """Write the conversation and its cache to a file, which `load` continues."""
         self._finish_stream()
         model = self.prefiller.decoder.fingerprint
-        said = Transcript(
+        transcript = Transcript(
             tuple(self._turns), self.prompt_format.system, self.prompt_format.uses_template, model
         )
-        files.save(self.cache, path, about=said.to_header())
+        files.save(self.cache, path, about=transcript.to_header())
 
     @classmethod
     def load(
         cls,
         path: str | os.PathLike[str],
-        model: Any,
+        model: nn.Module | LogitsFunction,
         tokenizer: Any,
         *,
         backend: str | None = None,
     ) -> Session:
-        """The conversation in a file, with the model that held it."""
-        saved = files.read(path)
-        said = Transcript.from_header(path, saved.about)
-        said.check_model(path, make_decoder(model).fingerprint)
+        """Load a conversation from a file; `model` must be the one that wrote it."""
+        saved_cache = files.read(path)
+        transcript = Transcript.from_header(path, saved_cache.about)
+        transcript.check_model(path, make_decoder(model).fingerprint)
         with convert_errors(path):
-            session = cls(model, tokenizer, saved.spec, template=said.template, backend=backend)
-        session._load_conversation(path, saved)
+            session = cls(
+                model, tokenizer, saved_cache.spec, template=transcript.template, backend=backend
+            )
+        session._load_conversation(path, saved_cache)
         return session
 
     def resume(self, path: str | os.PathLike[str]) -> None:
-        """Go on with the conversation in a file in place of this one, stored as it is there."""
+        """Replace this conversation by one from a file, with the file's spec."""
         self._finish_stream()
         self._load_conversation(path, files.read(path))
 
@@ -262,61 +274,66 @@ class Session:
             format_count(len(self._turns), "turn"),
             format_count(len(self._tokens), "token"),
         )
-        held = f"{turns}, {tokens}, {format_size(self.cache.nbytes)}"
-        return f"Session({describe_spec(self.cache.spec)}: {held})"
+        contents = f"{turns}, {tokens}, {format_size(self.cache.nbytes)}"
+        return f"Session({describe_spec(self.cache.spec)}: {contents})"
 
     def stats(self) -> dict[str, Any]:
-        """What the memory holds, and how much of what was asked it held already."""
+        """Return the statistics of the cache and the share of prompt tokens it already held."""
         self._finish_stream()
-        asked, reused = self.prefiller.num_prompt_tokens, self.prefiller.num_cached_tokens
+        prefiller = self.prefiller
+        num_prompt_tokens = prefiller.num_prompt_tokens
         return self.cache.stats() | {
             "tokens": len(self._tokens),
-            "tokens_asked": asked,
-            "tokens_reused": reused,
-            "tokens_restored": self.prefiller.num_restored_tokens,
-            "hit_rate": reused / asked if asked else 0.0,
+            "tokens_asked": num_prompt_tokens,
+            "tokens_reused": prefiller.num_cached_tokens,
+            "tokens_restored": prefiller.num_restored_tokens,
+            "hit_rate": prefiller.num_cached_tokens / max(num_prompt_tokens, 1),
             "drafts": self._num_drafts,
             "drafts_accepted": self._num_accepted_drafts,
-            "prefix_lost": self.prefiller.prefixes.describe_mismatch(self.tokenizer),
+            "prefix_lost": prefiller.prefixes.describe_mismatch(self.tokenizer),
         }
 
     def _load_conversation(
         self, path: str | os.PathLike[str], saved_cache: files.SavedCache
     ) -> None:
-        old, said = self.prefiller, Transcript.from_header(path, saved_cache.about)
-        said.check_model(path, old.decoder.fingerprint)
+        prefiller, transcript = self.prefiller, Transcript.from_header(path, saved_cache.about)
+        transcript.check_model(path, prefiller.decoder.fingerprint)
         with convert_errors(path):
-            memory = old.decoder.make_cache(saved_cache.spec)
-            memory.backend = old.cache.backend
-            memory.restore(saved_cache.snapshot)
-            tokens = said.get_tokens(memory.length, old.decoder.vocab_size)
-            shelf = self._make_prefix_namespace(old.decoder, memory)
-        self.prefiller = Prefiller(old.decoder, memory, old.strategy, old.chunk_size, shelf)
-        self.prefiller.set_tokens(tokens[: memory.length])
-        self.prompt_format = make_prompt_format(self.tokenizer, said.system, said.template)
-        self._tokens, self._turns = tokens, list(said.turns)
+            cache = prefiller.decoder.make_cache(saved_cache.spec)
+            cache.backend = prefiller.cache.backend
+            cache.restore(saved_cache.snapshot)
+            tokens = transcript.get_tokens(cache.length, prefiller.decoder.vocab_size)
+            namespace = self._make_prefix_namespace(prefiller.decoder, cache)
+        self.prefiller = Prefiller(
+            prefiller.decoder, cache, prefiller.strategy, prefiller.chunk_size, namespace
+        )
+        self.prefiller.set_tokens(tokens[: cache.length])
+        self.prompt_format = make_prompt_format(
+            self.tokenizer, transcript.system, transcript.template
+        )
+        self._tokens, self._turns = tokens, list(transcript.turns)
 
     def _truncate_turns(self, to: int) -> list[Turn]:
-        """The turns up to a length that the conversation had, the newest such."""
+        """Return the turns cut at length `to`, of several possible cuts the newest."""
         if to == 0:
             return []
         for index in reversed(range(len(self._turns))):
-            turn, before = self._turns[index], self._turns[:index]
+            turn, earlier_turns = self._turns[index], self._turns[:index]
             if to == turn.end or turn.begin < to < turn.end:
-                cut = replace(turn, tokens=turn.tokens[: to - turn.shared])
-                said = join_turns([*before, cut])[turn.begin :]
-                text = turn.reply
+                cut_turn = replace(turn, tokens=turn.tokens[: to - turn.shared])
+                reply_tokens = join_turns([*earlier_turns, cut_turn])[turn.begin :]
+                reply = turn.reply
                 if to < turn.end:
-                    text = self.tokenizer.decode(said, skip_special_tokens=True)
-                return [*before, replace(cut, reply=text)]
+                    reply = self.tokenizer.decode(reply_tokens, skip_special_tokens=True)
+                return [*earlier_turns, replace(cut_turn, reply=reply)]
         ends = [0, *(turn.end for turn in self._turns)]
         raise RewindError(
-            f"length {to}: replies can be cut short, but a message is taken back whole; the turns "
-            f"end at {ends}"
+            f"length {to}: replies can be cut short, but a message is removed as a whole; the "
+            f"turns end at {ends}"
         )
 
     def _make_prompt(self, message: str | Sequence[int]) -> tuple[list[int], str]:
-        """All tokens before the reply to a message, and its text; tokens are told none."""
+        """Return all tokens before the reply, and the message's text ("" for tokens)."""
         if isinstance(message, str):
             return self.prompt_format.make_prompt(self._turns, self._tokens, message), message
         if self.prompt_format.uses_template:
@@ -332,17 +349,17 @@ class Session:
         branch_points: Sequence[int],
     ) -> Generator[Step, None, None]:
         self._unread_stream = None
-        steps, said = loop.generate_steps(prompt, progress, branch_points), ""
+        steps, reply = loop.generate_steps(prompt, progress, branch_points), ""
         try:
             for step in steps:
-                said += step.text
+                reply += step.text
                 yield step
         finally:
             steps.close()
-            self._add_turn(loop, prompt, message, said)
+            self._add_turn(loop, prompt, message, reply)
 
     def _add_turn(self, loop: GenerationLoop, prompt: list[int], message: str, text: str) -> None:
-        """Remember a turn as far as it came; without a reply there was none."""
+        """Append the turn as far as its reply was generated; without a reply there is no turn."""
         self._num_drafts += loop.num_drafts
         self._num_accepted_drafts += loop.num_accepted_drafts
         if loop.num_generated:
@@ -353,31 +370,31 @@ class Session:
         self._sync_cache()
 
     def _sync_cache(self) -> None:
-        """Hold what the conversation shares with what was read."""
-        self.prefiller.insert_prefix()  # of a prompt that was not read whole, what there is of it
-        self.prefiller.align_cache(self._tokens)  # undoes a forward that died
+        """Rewind the cache to the prefix that it shares with the conversation."""
+        self.prefiller.insert_prefix()  # the prompt, or as much of it as was prefilled
+        self.prefiller.align_cache(self._tokens)  # rolls back a failed forward
         self.cache.checkpoint()
 
     def _finish_stream(self) -> None:
-        """A reply that nobody began is computed now; one that was begun ends where it is."""
+        """Compute a reply that was never iterated; end one that was."""
         if self._unread_stream is not None:
             self._unread_stream.finish()
-        begun = None if self._stream_ref is None else self._stream_ref()
-        if begun is not None:
-            begun.close()
+        stream = None if self._stream_ref is None else self._stream_ref()
+        if stream is not None:
+            stream.close()
 
     def _make_prefix_namespace(
         self, decoder: Decoder, cache: SequenceCache
     ) -> PrefixNamespace | None:
-        """Prefixes of this model, stored as this memory stores them."""
+        """Open the prefixes of this model and this spec."""
         if self._prefixes is None:
             return None
         if not isinstance(decoder, TransformersDecoder) or not isinstance(cache, TransformersCache):
-            raise TypeError("prefixes are of models of transformers: others have no weights")
+            raise TypeError("prefixes need a transformers model: its weights identify them")
         return self._prefixes.open_namespace(decoder.model, cache)
 
 
 @explain.register
 def _(session: Session) -> Any:
-    """Explain the cache of a session."""
+    """Explain which backend reads a session's cache."""
     return explain(session.cache)

@@ -1,6 +1,6 @@
-"""How tokens are drawn, how many, and what is kept of them: values that check themselves.
+"""Settings of sampling, of the end of generation, and of caching; values validate themselves.
 
-They need no torch, so a command refuses a wrong number at once.
+The module does not import torch, so a command rejects invalid values at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRATEGIES = ("always", "disabled", "long", "adaptive")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -29,10 +29,10 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
-    presence_penalty: float = 0.0  # taken from the logit of what was said,
-    frequency_penalty: float = 0.0  # and as often as it was
-    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
-    grammar: CompiledGrammar | None = None  # of the grammar that a reply follows
+    presence_penalty: float = 0.0  # subtracted from the logit of each generated token,
+    frequency_penalty: float = 0.0  # and this times its count
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias), added to its logit
+    grammar: CompiledGrammar | None = None  # constrains the reply
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -43,7 +43,7 @@ class Sampling:
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: 1 or more, or None for all tokens")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
-            raise ValueError(f"seed={self.seed}: a number of 64 bits is needed")
+            raise ValueError(f"seed={self.seed}: a 64-bit integer is needed")
         if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
             raise ValueError(
                 f"repetition_penalty={self.repetition_penalty}: {1 / MAX_PENALTY} to {MAX_PENALTY} "
@@ -59,36 +59,36 @@ class Sampling:
 
     @property
     def modifies_logits(self) -> bool:
-        """Does it change logits, by what came before, by a bias or by a grammar?"""
+        """Whether penalties, biases or a grammar change the logits."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
         return any(penalties) or bool(self.logit_bias) or self.grammar is not None
 
     def derive_choice(self, index: int) -> Sampling:
-        """The same with other random numbers, for one of several continuations."""
+        """Return a copy with the seed of one of several continuations."""
         return replace(self, seed=derive_seed(self.seed, index))
 
     @property
     def keeps_all_tokens(self) -> bool:
-        """May every token be drawn?"""
+        """Whether no filter (top-k, top-p, min-p) excludes tokens."""
         return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
 
 
 def derive_seed(seed: int | None, index: int) -> int | None:
-    """The seed of one of several texts; it begins again behind the largest."""
+    """Return the seed of one of several texts, modulo 2**64."""
     return None if seed is None else (seed + index) % 2**64
 
 
 @dataclass(frozen=True)
 class StopConditions:
-    """Where the loop ends, and how far it guesses."""
+    """Limits that end generation, and the number of drafts."""
 
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     end_tokens: frozenset[int] = frozenset()
     max_context: int | None = None
     vocab_size: int | None = None
-    max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
-    include_special_tokens: bool = False  # are the names of special tokens part of the text?
+    max_drafts: int = 8  # drafts per forward
+    include_special_tokens: bool = False  # whether text includes the names of special tokens
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_context", "max_drafts"):
@@ -96,36 +96,39 @@ class StopConditions:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: 1 or more is needed")
         if any(not string for string in self.stop):
-            raise ValueError(f"stop={list(self.stop)}: strings that are not empty are needed")
+            raise ValueError(f"stop={list(self.stop)}: an empty string cannot be a stop string")
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
-        count, most = len(tokens), self.vocab_size
-        if count == 0:
+        """Raise if the prompt is empty, has an invalid token, or fills the context."""
+        num_tokens, vocab_size = len(tokens), self.vocab_size
+        if num_tokens == 0:
             raise PromptError("the prompt has no tokens: give at least one")
-        if min(tokens) < 0 or (most is not None and max(tokens) >= most):
-            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            allowed = "0 or more" if most is None else f"0 to {most - 1}"
-            raise PromptError(f"the prompt has token {wrong}: {allowed} is needed")
-        if self.max_context is not None and count >= self.max_context:
+        if min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size):
+            invalid = min(tokens) if min(tokens) < 0 else max(tokens)
+            allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+            raise PromptError(f"the prompt has token {invalid}: {allowed} is needed")
+        if self.max_context is not None and num_tokens >= self.max_context:
             raise ContextError(
-                f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "
-                "keep a window (window=N in the spec) and allow a longer context"
+                f"a prompt of {num_tokens} tokens for a context of {self.max_context}: shorten "
+                "it, or keep a window (window=N in the spec) and allow a longer context"
             )
 
     def count_remaining(self, num_generated: int, num_tokens: int) -> int:
-        """How many tokens may still come after `said` of them, with `length` in all."""
-        more = self.max_new_tokens - num_generated
-        return more if self.max_context is None else min(more, self.max_context - num_tokens)
+        """Return how many more tokens may be generated."""
+        num_remaining = self.max_new_tokens - num_generated
+        if self.max_context is None:
+            return num_remaining
+        return min(num_remaining, self.max_context - num_tokens)
 
 
 def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:
-    """Refuse a strategy that is not known, or whose numbers are wrong."""
+    """Raise for an unknown strategy or invalid numbers."""
     if budget is not None and name != "adaptive":
-        raise SpecError(f"budget={budget} with strategy={name!r}: only 'adaptive' has one")
+        raise SpecError(f"budget={budget} with strategy={name!r}: only 'adaptive' has a budget")
     if name not in STRATEGIES:
         raise SpecError(f"strategy={name!r}: allowed are {', '.join(STRATEGIES)}")
     if name == "adaptive" and budget is None:
-        raise SpecError("strategy='adaptive' needs budget=, the bytes that the cache may take")
+        raise SpecError("strategy='adaptive' needs budget=, the maximum bytes of the cache")
     if budget is not None and as_bytes(budget) < 1:
         raise ValueError(f"budget={budget}: 1 byte or more is needed")
     if threshold < 0:

@@ -1,6 +1,7 @@
-"""How a loop uses its memory: what is kept, what is computed anew, and who makes room.
+"""Cache strategies of the generation loop: what to store, what to recompute.
 
-An adaptive memory stays under a budget: before it would pass it, it is stored smaller.
+The adaptive strategy stays within a budget: before a forward would exceed it, it recodes the cache
+to a smaller spec.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from kvant.codecs import Affine, Codebook, Fp8
+from kvant.codecs import Affine
 from kvant.contracts import Codec, Retention
 from kvant.errors import CacheError
 from kvant.generation.decoder import SequenceCache
@@ -24,23 +25,25 @@ from kvant.sizes import as_bytes, format_size
 from kvant.spec import describe_spec
 
 T = TypeVar("T")
-SpecSizer = Callable[[CacheSpec], float]  # bytes by a spec; infinite where the rows cannot have it
+SpecSizer = Callable[[CacheSpec], float]  # bytes under a spec; infinite if it does not fit the rows
 log = logging.getLogger("kvant")
 
-CODEC_LADDER = (Affine(8, group=64), Affine(4, group=32))  # what affine8 and affine4 mean in a spec
-RAW_BITS = 16  # bits, more than any step has
-MIN_WINDOW = 64  # tokens: a window below this is no memory
+# affine8 and affine4 of the spec language.
+CODEC_LADDER = (Affine(8, group=64), Affine(4, group=32))
+RAW_BITS = 16  # more bits than any codec of the ladder
+MIN_WINDOW = 64  # tokens; a smaller window is not useful
 
 
 @dataclass
 class AdaptiveStrategy:
-    """Keep everything, in at most `budget` bytes."""
+    """Store every token, in at most `budget` bytes."""
 
     budget: int
     _warned: bool = field(default=False, init=False, repr=False, compare=False)
-    _unreachable: Any = field(
+    # Spec and bytes for which no smaller spec was found.
+    _unreachable: tuple[CacheSpec, int] | None = field(
         default=None, init=False, repr=False, compare=False
-    )  # no step helps there
+    )
 
     def should_cache(self, num_tokens: int) -> bool:
         return True
@@ -49,45 +52,46 @@ class AdaptiveStrategy:
         return 1
 
     def make_room(self, cache: SequenceCache, coming: int) -> None:
-        need = cache.nbytes_after(coming)
-        if need <= self.budget or (cache.spec, need) == self._unreachable:
+        needed_nbytes = cache.nbytes_after(coming)
+        if needed_nbytes <= self.budget or (cache.spec, needed_nbytes) == self._unreachable:
             return
-        step = self._choose_spec(cache, coming, need)
-        if step is not None:
-            self._recode(cache, step)
-            need = cache.nbytes_after(coming)
-        if need > self.budget:
-            self._unreachable = (cache.spec, need)
-            self._warn_over_budget(cache, coming, need)
+        smaller_spec = self._choose_spec(cache, coming, needed_nbytes)
+        if smaller_spec is not None:
+            self._recode(cache, smaller_spec)
+            needed_nbytes = cache.nbytes_after(coming)
+        if needed_nbytes > self.budget:
+            self._unreachable = (cache.spec, needed_nbytes)
+            self._warn_over_budget(cache, coming, needed_nbytes)
 
     def _choose_spec(
         self, cache: SequenceCache, coming: int, needed_nbytes: int
     ) -> CacheSpec | None:
-        """The nearest that fits; where none does, the smallest, if it is smaller at all."""
+        """Return the nearest spec that fits; if none does, the smallest, if that saves bytes."""
 
         def measure_nbytes(spec: CacheSpec) -> float:
             try:
                 return cache.nbytes_after(coming, spec)
-            except (CacheError, ValueError):  # a format that these rows cannot have
+            except (CacheError, ValueError):  # a format that does not fit these rows
                 return math.inf
 
-        whole = list_smaller_formats(cache.spec)
-        for spec in whole:
+        formats = list_smaller_formats(cache.spec)
+        for spec in formats:
             if measure_nbytes(spec) <= self.budget:
                 return spec
-        forms, top = [*whole, cache.spec], _find_window_limit(cache.spec, cache.num_rows + coming)
-        widest = [(self._find_widest_window(form, top, measure_nbytes), form) for form in forms]
-        window, form = max(widest, key=itemgetter(0))  # of equal windows, the one with more bits
+        specs = [*formats, cache.spec]
+        limit = _find_window_limit(cache.spec, cache.num_rows + coming)
+        widest = [(self._find_widest_window(spec, limit, measure_nbytes), spec) for spec in specs]
+        window, spec = max(widest, key=itemgetter(0))  # a tie goes to the spec with more bits
         if window:
-            return limit_window(form, window)
-        narrowest = [limit_window(form, MIN_WINDOW) for form in forms if top > MIN_WINDOW]
-        smallest = min([*whole, *narrowest], key=measure_nbytes, default=None)
+            return limit_window(spec, window)
+        narrowest = [limit_window(spec, MIN_WINDOW) for spec in specs if limit > MIN_WINDOW]
+        smallest = min([*formats, *narrowest], key=measure_nbytes, default=None)
         return (
             smallest if smallest is not None and measure_nbytes(smallest) < needed_nbytes else None
         )
 
     def _find_widest_window(self, spec: CacheSpec, limit: int, measure: SpecSizer) -> int:
-        """The window below `top` that leaves least of the budget; 0 where none fits."""
+        """Return the widest window below `limit` that fits the budget; 0 if none does."""
         windows = range(MIN_WINDOW, limit)
         fitting = bisect_right(
             windows, float(self.budget), key=lambda w: measure(limit_window(spec, w))
@@ -95,16 +99,16 @@ class AdaptiveStrategy:
         return windows[fitting - 1] if fitting else 0
 
     def _recode(self, cache: SequenceCache, spec: CacheSpec) -> None:
-        before = cache.nbytes
+        old_nbytes = cache.nbytes
         cache.recode(spec)
         log.warning(
             "%s of %s: %d tokens are stored as %s from now on, in %s",
-            *(format_size(before), format_size(self.budget), cache.length),
+            *(format_size(old_nbytes), format_size(self.budget), cache.length),
             *(describe_spec(cache.spec), format_size(cache.nbytes)),
         )
 
     def _warn_over_budget(self, cache: SequenceCache, coming: int, needed_nbytes: int) -> None:
-        """That the budget cannot be met; once, or it would be said at every token."""
+        """Log, once, that the budget cannot be met."""
         if not self._warned:
             log.warning(
                 "a budget of %s cannot be met: %d tokens take %s as %s, and no step makes it less",
@@ -115,7 +119,7 @@ class AdaptiveStrategy:
 
 
 def list_smaller_formats(spec: CacheSpec) -> list[CacheSpec]:
-    """What has fewer bits than a spec and keeps all that it keeps, the nearest first."""
+    """Return the specs with fewer bits that store the same rows, the nearest first."""
     return [
         form
         for form in _deduplicate(_lower_codecs(spec, step) for step in CODEC_LADDER)
@@ -124,16 +128,16 @@ def list_smaller_formats(spec: CacheSpec) -> list[CacheSpec]:
 
 
 def _find_window_limit(spec: CacheSpec, coming: int) -> int:
-    """What a window has to be below: the widest of a layer, and the rows that there will be.
+    """Return the exclusive upper limit of windows: rows present, and the widest existing window.
 
-    The narrowest is one of few rows too, since memory is taken for more of them than there are.
+    At least one window is tried even for few rows: allocation is rounded up, so it may save bytes.
     """
     widest = max((layer.effective_window for layer in iterate_attention(*spec.layers)), default=0)
     return int(min(widest, max(coming, MIN_WINDOW + 1)))
 
 
 def _lower_codecs(spec: CacheSpec, target: Affine) -> CacheSpec:
-    """Each attention layer with codecs of at most those bits, in the frames that they have."""
+    """Lower the codecs of all attention layers to at most the target's bits; keep the frames."""
 
     def lower_codec(codec: Codec) -> Codec:
         return replace(target, frame=codec.frame) if _get_bits(codec) > target.bits else codec
@@ -144,18 +148,16 @@ def _lower_codecs(spec: CacheSpec, target: Affine) -> CacheSpec:
 
 
 def _get_bits(codec: Codec) -> int:
-    """0 for codecs of others: nobody knows what is below them."""
-    if isinstance(codec, Affine | Codebook):
-        return codec.bits
-    if isinstance(codec, Fp8):
-        return 8
-    return RAW_BITS if codec.exact else 0
+    """Return the bits of a stored value; 0 for a codec whose form does not state them."""
+    if codec.exact:
+        return RAW_BITS
+    return 0 if codec.form is None else codec.form.bits
 
 
 def limit_window(spec: CacheSpec, window: int) -> CacheSpec:
-    """Each attention layer within a window.
+    """Limit each attention layer to a window.
 
-    One that is there keeps its sinks: others are gone, or the model does not see them.
+    An existing window keeps its sinks: rows outside it are gone, or the model does not see them.
     """
 
     def narrow_retention(rule: Retention) -> Retention:
@@ -170,28 +172,28 @@ def limit_window(spec: CacheSpec, window: int) -> CacheSpec:
 
 def _deduplicate(items: Iterable[T]) -> list[T]:
     seen: list[T] = []
-    for thing in items:
-        if thing not in seen:
-            seen.append(thing)
+    for item in items:
+        if item not in seen:
+            seen.append(item)
     return seen
 
 
 class Strategy(Protocol):
-    """How a loop uses a memory; it changes no token where the memory is exact."""
+    """How the generation loop uses a cache; an exact cache gives the same tokens with each."""
 
     def should_cache(self, num_tokens: int) -> bool:
-        """Is a sequence of so many tokens kept? What is kept once stays so as it grows."""
+        """Return whether to cache a sequence of this length; it must stay true as it grows."""
 
     def choose_first_chunk(self, chunk_size: int) -> int:
-        """How many tokens are read first, of which at most so many go into a forward."""
+        """Return how many tokens the first forward of a prompt prefills."""
 
     def make_room(self, cache: SequenceCache, coming: int) -> None:
-        """Make room for so many tokens, if need be: before every forward, and after the first."""
+        """Make room for `coming` tokens; called before each forward and after the first."""
 
 
 @dataclass(frozen=True)
 class AlwaysStrategy:
-    """Keep everything."""
+    """Cache everything."""
 
     def should_cache(self, num_tokens: int) -> bool:
         return True
@@ -204,7 +206,7 @@ class AlwaysStrategy:
 
 @dataclass(frozen=True)
 class DisabledStrategy:
-    """Compute everything anew: slow, and the reference for all others."""
+    """Cache nothing and recompute everything: slow, the reference for all others."""
 
     def should_cache(self, num_tokens: int) -> bool:
         return False
@@ -217,7 +219,7 @@ class DisabledStrategy:
 
 @dataclass(frozen=True)
 class LongStrategy:
-    """Keep only what is longer than `threshold` tokens."""
+    """Cache only sequences longer than `threshold` tokens."""
 
     threshold: int = 512
 
@@ -234,13 +236,13 @@ ALWAYS = AlwaysStrategy()
 
 
 def make_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> Strategy:
-    """The strategy of that name; the numbers are those of `long` and of `adaptive`: 64MiB too."""
+    """Make a strategy by name; `threshold` is for long, `budget` for adaptive."""
     check_strategy(name, threshold, budget)
     if budget is not None:
         return AdaptiveStrategy(as_bytes(budget))
-    made: dict[str, Strategy] = {
+    strategies: dict[str, Strategy] = {
         "always": ALWAYS,
         "disabled": DisabledStrategy(),
         "long": LongStrategy(threshold),
     }
-    return made[name]
+    return strategies[name]

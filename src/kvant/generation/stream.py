@@ -1,12 +1,14 @@
-"""`kvant.generate`: one call from a prompt to a stream of steps."""
+"""`kvant.generate`: stream the continuation of a prompt in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from kvant.generation.conversation import Prompt, find_prompt_branch_points, resolve_prompt
-from kvant.generation.decoder import SequenceCache
+from kvant.generation.decoder import LogitsFunction, SequenceCache
 from kvant.generation.drafters import Drafter
 from kvant.generation.grammar import Grammar
 from kvant.generation.loop import Step
@@ -17,7 +19,7 @@ from kvant.recipes import AnySpec
 
 
 def generate(
-    model: Any,
+    model: nn.Module | LogitsFunction,
     tokenizer: Any,
     prompt: Prompt,
     *,
@@ -39,7 +41,7 @@ def generate(
     strategy: str = "always",
     threshold: int = 512,
     budget: int | str | None = None,
-    draft: Any | Drafter | None = None,
+    draft: str | Drafter | nn.Module | LogitsFunction | None = None,
     max_drafts: int = 8,
     backend: str | None = None,
     prefixes: Prefixes | None = None,
@@ -47,15 +49,16 @@ def generate(
 ) -> Iterator[Step]:
     """Stream the continuation of a prompt, a `Step` for each token.
 
-    `model` is a model of transformers, or any callable `model(ids, cache) -> logits`. The prompt is
-    text, token ids, or messages with roles (`kvant.Messages` tells a template more than these).
-    `kv_cache` is a spec, or an empty cache to use, from which the caller may read what there was.
-    A reply follows the `grammar`: `kvant.Grammar.json(schema)`. `strategy` is always, disabled
-    (compute everything anew), long (keep only what passes `threshold` tokens) or adaptive (stay
-    under `budget` bytes, "64MiB" too). `draft` guesses tokens that are verified together: "ngram",
-    or a smaller model with the same tokenizer. `backend` reads every layer ("reference", "native",
-    "triton"), else the first that can. With `prefixes`, which other calls may share, nothing is
-    read twice. What is wrong with the arguments is said here, before the first step.
+    `model` is a transformers model, or any callable `model(ids, cache) -> logits`. The prompt is
+    text, token ids, or messages with roles; `kvant.Messages` adds tools and template options.
+    `kv_cache` is a spec, or an empty cache, which the caller may inspect afterwards. `grammar`
+    constrains the reply: `kvant.Grammar.json(schema)`.
+    `strategy` is always, disabled (recompute everything), long (cache only sequences longer than
+    `threshold` tokens) or adaptive (stay within `budget` bytes, also "64MiB"). `draft` proposes
+    tokens that one forward verifies: "ngram", or a smaller model with the same tokenizer.
+    `backend` reads every layer ("reference", "native", "triton"; default: the first possible). With
+    `prefixes`, which other calls may share, no prefix is prefilled twice. Invalid arguments raise
+    here, before the first step.
 
     >>> steps = list(kvant.generate(model, tokenizer, "import ", max_new_tokens=4, ignore_end=True))
     >>> len(steps), steps[-1].finish_reason
@@ -77,7 +80,7 @@ def generate(
         prefixes=prefixes,
     )
     tokens = resolve_prompt(tokenizer, prompt)
-    marks = [] if prefixes is None else find_prompt_branch_points(tokenizer, prompt, tokens)
+    branch_points = [] if prefixes is None else find_prompt_branch_points(tokenizer, prompt, tokens)
     return session.send(
         tokens,
         max_new_tokens=max_new_tokens,
@@ -93,5 +96,5 @@ def generate(
         grammar=grammar,
         ignore_end=ignore_end,
         progress=progress,
-        branch_points=marks,
+        branch_points=branch_points,
     )

@@ -1,14 +1,14 @@
-"""Tools for a chat template that does not know them: all as text.
+"""Tools as text, for chat templates that do not support them.
 
-The functions are described in the system message, or before the first user message where the
-template takes no system message. Calls are text of the assistant, results are text of the user.
+The functions are described in the system message, or before the first user message if the template
+has no system message. Calls are text of the assistant, results are text of the user.
 
     system     Be brief.               + signatures of the functions, and how to call them
     assistant  [{"name": "weather", "arguments": {"city": "Rome"}}]
     user       weather returned: It rains.
 
-A call has the form that `Grammar.calls` forces. The text depends on the messages and the tools
-alone, so equal conversations share prefixes.
+A call has the form that `Grammar.calls` enforces. The text depends only on the messages and the
+tools, so equal conversations share prefixes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from transformers.utils import get_json_schema
 
 from kvant.errors import PromptError
 
-Message = Mapping[str, Any]  # role and content, and whatever else a template knows
+Message = Mapping[str, Any]  # role, content, and further fields of a template
 Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring
 
-PROBE = "kvant_probe"  # a template that renders this word knows where it stands
+PROBE = "kvant_probe"  # a word that appears in the output if a template renders its field
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -45,52 +45,53 @@ If a function helps, reply with a JSON list of calls and no other text:
 The results are in the next message. If no function helps, reply in plain text."""
 
 
-def knows_tools(
+def supports_tools(
     tokenizer: Any,
     messages: Sequence[Message] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> bool:
-    """Whether the chat template of a tokenizer renders the tools that it gets.
+    """Return whether a tokenizer's chat template renders tools; `options` are the template's.
 
-    It is tried with one message, and with `messages` where it raises at that; `options` are those
-    of the template.
+    The template is tried with one short message; if it raises, with `messages`.
     """
-    how = {**options, "tools": [PROBE_TOOL]}
-    text = _render(tokenizer, [{"role": "user", "content": "a"}], how)
+    options = {**options, "tools": [PROBE_TOOL]}
+    text = _render(tokenizer, [{"role": "user", "content": "a"}], options)
     if text is None and messages:
-        text = _render(tokenizer, messages, how)
+        text = _render(tokenizer, messages, options)
     return text is not None and PROBE in text
 
 
-def takes_system(tokenizer: Any, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Whether the chat template of a tokenizer renders a system message."""
+def supports_system_message(
+    tokenizer: Any, options: Mapping[str, Any] = MappingProxyType({})
+) -> bool:
+    """Return whether a tokenizer's chat template renders a system message."""
     messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
     return PROBE in (_render(tokenizer, messages, options) or "")
 
 
 def has_tools(messages: Sequence[Message]) -> bool:
-    """Whether some messages are calls of tools, or their results."""
-    return any(one.get("role") == "tool" or one.get("tool_calls") for one in messages)
+    """Return whether any message is a tool call or its result."""
+    return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
 
-def tools_as_text(
+def convert_tools_to_text(
     messages: Sequence[Message], tools: Sequence[Tool], *, system: bool
 ) -> list[Message]:
     """Return the messages with tools, calls and results as text.
 
-    `system`: whether a system message may hold the description of the tools.
+    `system` tells whether the description of the tools goes into a system message.
     """
     plain = _calls_as_text(messages)
     if not tools:
         return plain
-    role, searched = ("system", plain[:1]) if system else ("user", plain)
+    role, candidates = ("system", plain[:1]) if system else ("user", plain)
     text = _description(tools)
-    place = next((i for i, one in enumerate(searched) if one.get("role") == role), None)
-    if place is None:
+    index = next((i for i, message in enumerate(candidates) if message.get("role") == role), None)
+    if index is None:
         return [{"role": role, "content": text}, *plain]
-    said = _text(plain[place])
-    whole = _paragraphs(said, text) if system else _paragraphs(text, said)
-    plain[place] = {**plain[place], "content": whole}
+    content = _text(plain[index])
+    new_content = _paragraphs(content, text) if system else _paragraphs(text, content)
+    plain[index] = {**plain[index], "content": new_content}
     return plain
 
 
@@ -99,11 +100,11 @@ def _description(tools: Sequence[Tool]) -> str:
 
 
 def _function(tool: Tool) -> Any:
-    """Return the name and the schema of a tool; of a Python function from its docstring."""
+    """Return the name and schema of a tool; for a Python function, from its docstring."""
     if callable(tool):
         try:
             tool = get_json_schema(tool)
-        except Exception as error:  # its types may be anything
+        except Exception as error:  # annotations may be arbitrary objects
             name = getattr(tool, "__name__", repr(tool))
             raise PromptError(f"tools: {name} cannot be described: {error}") from error
     if not isinstance(tool, Mapping):
@@ -114,33 +115,35 @@ def _function(tool: Tool) -> Any:
 
 
 def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls in what the assistant says; results in what the user says, in one turn."""
-    names: dict[str, str] = {}  # of the functions called, by the id of the call
+    """Turn calls into assistant text, and results into user text, joined into one turn."""
+    names: dict[str, str] = {}  # call id: name of the function
     plain: list[Message] = []
-    joins = False  # whether a user message belongs to the results before it
-    for one in messages:
-        role, calls = one.get("role"), one.get("tool_calls") or ()
+    joins = False  # whether a user message continues the results before it
+    for message in messages:
+        role, calls = message.get("role"), message.get("tool_calls") or ()
         if role == "tool":
-            name = one.get("name") or names.get(str(one.get("tool_call_id")), "the function")
-            one = {"role": "user", "content": f"{name} returned: {_text(one)}"}
+            name = message.get("name") or names.get(
+                str(message.get("tool_call_id")), "the function"
+            )
+            message = {"role": "user", "content": f"{name} returned: {_text(message)}"}
         elif calls:
             functions = [_parse_function(call) for call in calls]
             for call, function in zip(calls, functions, strict=True):
                 names[str(call.get("id"))] = function["name"]
-            listed = [{"name": f["name"], "arguments": _arguments(f)} for f in functions]
-            kept = {name: value for name, value in one.items() if name != "tool_calls"}
-            one = {**kept, "content": _paragraphs(_text(one), _json(listed))}
-        if joins and one["role"] == "user":
-            whole = _paragraphs(_text(plain[-1]), _text(one))
-            plain[-1] = {"role": "user", "content": whole}
+            call_list = [{"name": f["name"], "arguments": _arguments(f)} for f in functions]
+            fields = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**fields, "content": _paragraphs(_text(message), _json(call_list))}
+        if joins and message["role"] == "user":
+            content = _paragraphs(_text(plain[-1]), _text(message))
+            plain[-1] = {"role": "user", "content": content}
         else:
-            plain.append(one)
+            plain.append(message)
         joins = role == "tool" or (joins and role == "user")
     return plain
 
 
 def _parse_function(call: Any) -> Mapping[str, Any]:
-    """Return the function of a call: a mapping with a name."""
+    """Return the function of a call, a mapping with a name."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PromptError(
@@ -150,7 +153,7 @@ def _parse_function(call: Any) -> Mapping[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call as an object; text that holds none as it is."""
+    """Return a call's arguments as an object; text that is not a JSON object, unchanged."""
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # OpenAI's form
         with suppress(ValueError, RecursionError):
@@ -160,7 +163,7 @@ def _arguments(function: Mapping[str, Any]) -> Any:
 
 
 def _text(message: Message) -> str:
-    """The content of a message, of which parts may be listed."""
+    """Return the content of a message as one text, its parts joined."""
     content = message.get("content") or ""
     try:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -181,10 +184,10 @@ def _json(value: Any) -> str:
         raise PromptError(f"tools: a function or a call that is no JSON: {error}") from error
 
 
-def _render(tokenizer: Any, messages: Sequence[Message], how: Mapping[str, Any]) -> str | None:
-    """Render messages by the template; return None where it raises."""
+def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str | None:
+    """Render messages with the chat template; return None if it raises."""
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **how)
-    except Exception:  # a template is a program of the model's, and may raise anything
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception:  # a template is a program and may raise anything
         return None
     return text

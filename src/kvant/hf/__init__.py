@@ -1,4 +1,4 @@
-"""kvant in the hands of Hugging Face transformers."""
+"""Caches of kvant for models of Hugging Face transformers."""
 
 from kvant.attention import explain
 from kvant.hf.attach import attach, detach, explain_model, get_attachments

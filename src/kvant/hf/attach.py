@@ -1,4 +1,4 @@
-"""A model whose plain `generate` uses a cache of ours: changes to this one model, all undone."""
+"""Attach kvant to a model, so that its plain `generate` uses a kvant cache; undo it with detach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvant.hf.attention import (
@@ -27,26 +27,24 @@ ATTACHMENT_ATTRIBUTE = "_kvant_attachment"
 
 @dataclass
 class Attachment:
-    """What was changed in a model, to undo it."""
+    """The changes that `attach` made to a model."""
 
     spec: AnySpec
     backend: str | None = None
-    implementations: list[tuple[Any, str]] = field(default_factory=list)  # by configuration
-    folded_modules: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
+    implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)  # old names
+    folded_modules: list[Any] = field(default_factory=list)  # with kvant's `expand_kv`
 
 
 def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
-    """Let `model.generate(...)` use a cache with this spec, read by this backend, until `detach`.
+    """Make `model.generate(...)` use a cache with this spec and backend, until `detach`.
 
-    A model inside a wrapper is attached itself, and with it the parts that it hands over to.
-    A copy of an attached model is attached by itself, also one that was pickled.
+    The model inside a wrapper is attached, and its parts that can generate. A copy of an attached
+    model, pickled or not, is attached independently.
     """
     model = get_transformers_model(model)
     parts = list_generating_parts(model)
     for part in parts:
-        cache_for(
-            part, spec, backend=backend
-        )  # a spec that does not fit is refused before anything changes
+        cache_for(part, spec, backend=backend)  # refuse a bad spec before any change
     if any(ATTACHMENT_ATTRIBUTE in part.__dict__ for part in parts):
         detach(model)
     for part in parts:
@@ -70,10 +68,10 @@ def detach(model: nn.Module) -> None:
     >>> attached
     AttachedModel(Qwen3ForCausalLM, not attached any more)
     """
-    found = get_attachments(model)
-    if not found:
+    attachments = get_attachments(model)
+    if not attachments:
         raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")
-    for part, attachment in found.items():
+    for part, attachment in attachments.items():
         del part.__dict__[ATTACHMENT_ATTRIBUTE], part.__dict__[PREPARE_CACHE_METHOD]
         for module in attachment.folded_modules:
             disable_folding(module)
@@ -81,7 +79,7 @@ def detach(model: nn.Module) -> None:
 
 
 def get_attachments(model: nn.Module) -> dict[PreTrainedModel, Attachment]:
-    """What is attached of a model now, by part; those of its own come first."""
+    """Return the attachments of a model and its parts, the model's first."""
     parts = list_generating_parts(get_transformers_model(model))
     return {
         part: part.__dict__[ATTACHMENT_ATTRIBUTE]
@@ -91,10 +89,10 @@ def get_attachments(model: nn.Module) -> dict[PreTrainedModel, Attachment]:
 
 
 def explain_model(model: nn.Module) -> str:
-    """How a cache of this model would be read, layer by layer: as it is attached, else raw."""
+    """Explain how a cache of this model would be read: with its attached spec, else raw."""
     model = get_transformers_model(model)
-    held = get_attachments(model).get(model)
-    spec, backend = ("raw", None) if held is None else (held.spec, held.backend)
+    attachment = get_attachments(model).get(model)
+    spec, backend = ("raw", None) if attachment is None else (attachment.spec, attachment.backend)
     return str(cache_for(model, spec, backend=backend).explain())
 
 
@@ -105,15 +103,15 @@ def _prepare_cache(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """In place of the host's method: what `generate` prepares is a cache of ours."""
+    """Prepare a kvant cache in `generate`, in place of the transformers method."""
     name = get_cache_argument(self)
-    given: HFCache | None = model_kwargs.get(name)
-    if given is None and generation_config.use_cache is not False:
-        asked = generation_config.cache_implementation
-        if asked not in (None, self.generation_config.cache_implementation):
+    cache: HFCache | None = model_kwargs.get(name)
+    if cache is None and generation_config.use_cache is not False:
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, self.generation_config.cache_implementation):
             raise ValueError(
-                f"cache_implementation={asked!r} of a model that kvant is attached to: leave it "
-                "out, or kvant.detach(model) first"
+                f"cache_implementation={implementation!r} on a model attached to kvant: leave it "
+                "out, or call kvant.detach(model) first"
             )
         attachment: Attachment = self.__dict__[ATTACHMENT_ATTRIBUTE]
         mask: Tensor | None = model_kwargs.get("attention_mask") if hides_padding(self) else None

@@ -1,8 +1,8 @@
-"""Attention and masks under a name of our own, registered with the host beside its own names.
+"""Register kvant's attention and masks with transformers, as `kvant_sdpa` and `kvant_eager`.
 
-What SDPA cannot express goes through here: learned sinks, soft caps, chunks with padding, and no
-mask at all. For tensors that are no handles the host's own implementation runs, and gives what it
-always gave: so a name says which one stands behind it.
+These names cover what plain SDPA on handles cannot: learned sinks, soft caps, chunks with padding,
+and calls without a mask. For tensors that are no handles, each name runs the transformers
+implementation that it is named after, with the same result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
@@ -25,27 +25,24 @@ from kvant.hf.pending_attention import AttentionCall
 
 AttentionForward = Callable[..., tuple[Tensor, Tensor | None]]
 EAGER_FUNCTION_NAME = "eager_attention_forward"
-SPARSE_ARGUMENTS = (
-    "indices",
-    "block_indices",
-)  # of sparse attention: leaving them out would be wrong
-UNSUPPORTED_ARGUMENTS = (
-    "sinks",
-)  # a logit of each query that leads nowhere: only the host's own adds it
+SPARSE_ARGUMENTS = ("indices", "block_indices")  # sparse attention: ignoring them would be wrong
+UNSUPPORTED_ARGUMENTS = ("sinks",)  # sink logits per query, which only transformers can add
 
 
 def call_eager_attention(
     module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention that a model's own file defines, or that of the class it was made from."""
-    files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
-    found = next(names[EAGER_FUNCTION_NAME] for names in files if EAGER_FUNCTION_NAME in names)
-    out: tuple[Tensor, Tensor | None] = found(module, *args, **kwargs)
+    """Call the eager attention that the file of the model, or of its base class, defines."""
+    namespaces = (vars(sys.modules[base.__module__]) for base in type(module).__mro__)
+    function = next(
+        names[EAGER_FUNCTION_NAME] for names in namespaces if EAGER_FUNCTION_NAME in names
+    )
+    out: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
     return out
 
 
 def wrap_attention(fallback: AttentionForward) -> AttentionForward:
-    """Attention on the pages for handles, and the host's for everything else."""
+    """Return attention that reads pages for handles, and calls `fallback` otherwise."""
 
     def forward(
         module: nn.Module,
@@ -60,26 +57,26 @@ def wrap_attention(fallback: AttentionForward) -> AttentionForward:
         for name in SPARSE_ARGUMENTS:
             if kwargs.get(name) is not None:
                 raise NotImplementedError(
-                    f"{name}: kvant's attention knows no sparse selection; kvant.detach the model, "
-                    "and give generate a cache from kvant.cache_for"
+                    f"{name}: kvant's attention supports no sparse selection; kvant.detach the "
+                    "model, and give generate a cache from kvant.cache_for"
                 )
         source = get_shared_source(key, value)
-        ours = not dropout and not kwargs.get("output_attentions")
-        ours = ours and all(kwargs.get(name) is None for name in UNSUPPORTED_ARGUMENTS)
-        if source is not None and ours:
-            question = AttentionCall(
+        supported = not dropout and not kwargs.get("output_attentions")
+        supported = supported and all(kwargs.get(name) is None for name in UNSUPPORTED_ARGUMENTS)
+        if source is not None and supported:
+            call = AttentionCall(
                 _add_bias(attention_mask, kwargs.get("position_bias")),
                 scaling,
                 causal=_resolve_causal(module, kwargs.get("is_causal")),
                 softcap=kwargs.get("softcap"),
                 sink_logits=kwargs.get("s_aux"),
             )
-            out = source.attend(query, question)
+            out = source.attend(query, call)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        why = "attention of the host's"
+        reason = "attention of transformers"
         mask = attention_mask.original_mask if type(attention_mask) is LazyMask else attention_mask
-        rows = materialize_tensor(key, why), materialize_tensor(value, why)
+        rows = materialize_tensor(key, reason), materialize_tensor(value, reason)
         return fallback(module, query, *rows, mask, dropout=dropout, scaling=scaling, **kwargs)
 
     return forward
@@ -90,57 +87,57 @@ def _resolve_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """A bias on positions is a mask of numbers; the host's own mask lies on top of it."""
+    """Combine a position bias with the mask of transformers into one additive mask."""
     if bias is None:
         return mask
-    hidden = materialize_tensor(mask, "a bias on positions")
-    if hidden is None:
+    dense = materialize_tensor(mask, "a position bias")
+    if dense is None:
         return bias
-    return bias.masked_fill(~hidden, -torch.inf) if hidden.dtype == torch.bool else bias + hidden
+    return bias.masked_fill(~dense, -torch.inf) if dense.dtype == torch.bool else bias + dense
 
 
-def find_attention_implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
-    """The configurations of a model, or of its parts, that take a name of ours for attention."""
-    found = {}
+def find_attention_implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """Find the configurations of a model and its parts that kvant's attention can serve."""
+    implementations = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_attn_implementation():
             name = module.config._attn_implementation
             if name in KVANT_IMPLEMENTATIONS:
-                found[id(module.config)] = (module.config, name)
-    return list(found.values())
+                implementations[id(module.config)] = (module.config, name)
+    return list(implementations.values())
 
 
-def set_kvant_implementations(implementations: list[tuple[Any, str]]) -> None:
-    """To the names of ours."""
+def set_kvant_implementations(implementations: list[tuple[PreTrainedConfig, str]]) -> None:
+    """Switch configurations to kvant's attention."""
     for config, name in implementations:
         config._attn_implementation_internal = KVANT_IMPLEMENTATIONS[name]
 
 
-def restore_implementations(implementations: list[tuple[Any, str]]) -> None:
+def restore_implementations(implementations: list[tuple[PreTrainedConfig, str]]) -> None:
+    """Switch configurations back to the attention of transformers."""
     for config, name in implementations:
         config._attn_implementation_internal = name
 
 
 @contextmanager
 def use_kvant_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within, a model uses the names of ours."""
-    found = find_attention_implementations(model)
-    set_kvant_implementations(found)
+    """Use kvant's attention within the context."""
+    implementations = find_attention_implementations(model)
+    set_kvant_implementations(implementations)
     try:
         yield
     finally:
-        restore_implementations(found)
+        restore_implementations(implementations)
 
 
-KVANT_IMPLEMENTATIONS = {
-    "sdpa": "kvant_sdpa",
-    "eager": "kvant_eager",
-}  # the host's name: ours over it
+# The name in transformers -> kvant's implementation, which falls back to it.
+KVANT_IMPLEMENTATIONS = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}
 
 
 def get_transformers_implementation(name: str | None) -> str | None:
-    """Return the host's name of attention, also where ours stands in its place."""
-    return next((host for host, ours in KVANT_IMPLEMENTATIONS.items() if ours == name), name)
+    """Return the name of an attention in transformers, also for kvant's names."""
+    renamed = KVANT_IMPLEMENTATIONS.items()
+    return next((original for original, kvant_name in renamed if kvant_name == name), name)
 
 
 AttentionInterface.register(KVANT_IMPLEMENTATIONS["sdpa"], wrap_attention(sdpa_attention_forward))

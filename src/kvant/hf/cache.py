@@ -1,4 +1,4 @@
-"""A cache of ours in a host's hands: every verb under the host's name, on all layers or on none."""
+"""The cache that transformers models call: each method changes all layers, or none."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvant.hf.model_layers import ModelLayer
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import CacheSpec
 
-INITIAL_DRAFT_TOKENS = 32  # tokens of a draft; a longer one widens the cache again,
-MAX_DRAFT_TOKENS = 256  # but a chunk beyond this is another prompt
+INITIAL_DRAFT_TOKENS = 32  # slack for drafts; a longer draft increases it
+MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class TransformersCache(CacheMethods, HFCache):
-    """The memory of one batch of sequences, for a model of the host's.
+    """The cache of one batch of sequences, for a transformers model.
 
-    `states` is the cache as the rest of kvant knows it. Layers that only the host understands are
-    of its own classes; they go along where they can, and what they cannot do is refused.
+    `states` is the kvant cache that stores the rows. Opaque layers, whose state only transformers
+    understands, use its classes; an operation that they do not support is refused.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class TransformersCache(CacheMethods, HFCache):
         attachable: bool = False,
     ) -> None:
         states = Cache(spec=spec, external_states=make_recurrences(layer_info, spec))
-        told = None if padding is None else tuple(padding)
-        self._initialize(
-            tuple(layer_info), CacheContext(states, told, columns, is_cross, attachable), {}
+        context = CacheContext(
+            states, None if padding is None else tuple(padding), columns, is_cross, attachable
         )
+        self._initialize(tuple(layer_info), context, {})
 
     def _initialize(
         self,
@@ -57,23 +57,24 @@ class TransformersCache(CacheMethods, HFCache):
         context: CacheContext,
         existing_layers: dict[int, Any],
     ) -> None:
-        """`own` are the layers of the host's classes that exist already."""
+        """Set all fields; `existing_layers` are opaque layers to reuse, by index."""
         self.layer_info = layer_info
         self.context = context
         self._user_defined = False
-        self._checks_use_cache = False  # is this the first or second forward of a `generate`?
-        self._first_num_tokens = 0  # tokens of the first one
+        self._checks_use_cache = False  # during the first two forwards of a `generate`
+        self._first_num_tokens = 0  # tokens of the first of them
         self._first_attention_index = next(
-            (i for i, one in enumerate(layer_info) if one.attends), None
+            (i for i, info in enumerate(layer_info) if info.attends), None
         )
-        host_states: list[Any] = context.states.external_states
-        self._recurrent_progress = RecurrentProgress(layer_info, host_states)
+        recurrences: list[Any] = context.states.external_states
+        self._recurrent_progress = RecurrentProgress(layer_info, recurrences)
         layers = [
-            make_layer(context, i, one, existing_layers.get(i)) for i, one in enumerate(layer_info)
+            make_layer(context, i, info, existing_layers.get(i))
+            for i, info in enumerate(layer_info)
         ]
         super().__init__(layers=layers)
 
-    # ---- what a model calls
+    # ---- called by models
 
     def update(
         self,
@@ -85,9 +86,8 @@ class TransformersCache(CacheMethods, HFCache):
     ) -> tuple[Tensor, Tensor]:
         if layer_idx >= len(self.layer_info):
             raise CacheError(
-                f"rows for layer {layer_idx} of a cache for {len(self.layer_info)}: it was made "
-                "for "
-                "another model, or its configuration does not tell all layers"
+                f"rows for layer {layer_idx} of a cache for {len(self.layer_info)} layers: it was "
+                "made for another model, or the configuration does not name all layers"
             )
         if self._checks_use_cache and layer_idx == self._first_attention_index:
             self._check_use_cache(key_states.shape[2])
@@ -104,7 +104,7 @@ class TransformersCache(CacheMethods, HFCache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         if self._recurrent_progress.is_repeated_forward(layer_idx, state_idx):
-            self.states.rollback()  # before this forward brings a state
+            self.states.rollback()  # before this forward changes a state
         self._recurrent_progress.record_state_read(
             layer_idx, state_idx, has_rows=not self.states.is_complete
         )
@@ -119,7 +119,7 @@ class TransformersCache(CacheMethods, HFCache):
         return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen; a forward that has not reached all layers does not count."""
+        """Return the tokens in the cache; an incomplete forward does not count."""
         states = self.context.states
         if states.contents.leaves:
             return states.length
@@ -128,7 +128,7 @@ class TransformersCache(CacheMethods, HFCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Layers without keys and values; the host knows only its own class that has both."""
+        """Whether each layer is recurrent only, without keys and values."""
         return [
             isinstance(layer, LinearAttentionCacheLayerMixin)
             and not isinstance(layer, CacheLayerMixin)
@@ -137,33 +137,31 @@ class TransformersCache(CacheMethods, HFCache):
 
     @property
     def has_shapes(self) -> bool:
-        """Whether all layers have tensors: what a file or a store says can be compared with them.
+        """Whether all layers have tensors, so that a file or a store can be checked against them.
 
-        So it is behind a first forward, also of a cache that was reset.
+        True after the first forward, and also after a reset.
         """
         rows = all(leaf.storage is not None for _, leaf in self.states.contents.list_attention())
         return rows and all(state.has_shapes for state in self._recurrent_progress.recurrences)
 
-    # ---- the verbs
+    # ---- operations on all layers
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens; the host counts them as a negative number."""
+        """Drop the newest tokens; transformers passes their number negated."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): a negative number, of the tokens to remove, is needed"
+                f"crop({tokens_to_remove}): a negative number is needed, -n to remove n tokens"
             )
         self._invalidate_pending()
-        foreign, to = (
-            self._get_opaque_layers().values(),
-            max(0, self.states.length + tokens_to_remove),
-        )
-        if foreign and self.states.reachable(to) == to:
-            for layer in foreign:  # theirs may refuse, ours cannot any more
+        opaque_layers = self._get_opaque_layers().values()
+        to = max(0, self.states.length + tokens_to_remove)
+        if opaque_layers and self.states.reachable(to) == to:
+            for layer in opaque_layers:  # these may fail, the rewind below cannot
                 layer.crop(tokens_to_remove)
         self._rewind_to(to)
 
     def trim(self, count: int) -> int:
-        """Drop the newest `count` tokens, or all there are; how many that was."""
+        """Drop up to `count` of the newest tokens, and return their number."""
         if count < 0:
             raise ValueError(f"trim({count}): 0 or more tokens")
         dropped = min(count, self.length)
@@ -171,14 +169,14 @@ class TransformersCache(CacheMethods, HFCache):
         return dropped
 
     def reset(self) -> None:
-        """Forget the tokens, keep the memory."""
+        """Drop all tokens, but keep the memory allocated."""
         self._clear_batch_info()
         self.states.reset()
         for layer in self._get_opaque_layers().values():
             layer.reset()
 
     def clear(self) -> None:
-        """Forget the tokens and free the memory."""
+        """Drop all tokens and free the memory."""
         self._clear_batch_info()
         self.states.clear()
         for index in self._get_opaque_layers():
@@ -190,20 +188,20 @@ class TransformersCache(CacheMethods, HFCache):
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Keep these sequences of the batch: whatever PyTorch takes in brackets."""
-        chosen = _resolve_indices(indices, self.states.batch) if self.states.batch else indices
-        self._select_sequences(chosen)
+        """Keep these sequences of the batch; any index that PyTorch accepts."""
+        selected = _resolve_indices(indices, self.states.batch) if self.states.batch else indices
+        self._select_sequences(selected)
         for layer in self._get_opaque_layers().values():
-            layer.batch_select_indices(chosen)
+            layer.batch_select_indices(selected)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._invalidate_pending()
-        self.states.repeat(repeats)  # told padding needs nothing: `start` repeats it by itself
+        self.states.repeat(repeats)  # `compute_start` repeats the padding
         for layer in self._get_opaque_layers().values():
             layer.batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
-        """Speculation begins: go back exactly, and read a chunk as single tokens would be."""
+        """Start speculation: rewinds are exact, and a chunk attends as single tokens would."""
         super().activate_past_recording()
         self.context.record_past = True
         if self.states.length:
@@ -211,70 +209,74 @@ class TransformersCache(CacheMethods, HFCache):
         self._ensure_draft_slack(INITIAL_DRAFT_TOKENS)
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Let a layer wait in the memory of the processor; small ones stay, unless asked."""
+        """Move a layer to CPU memory; layers with a window stay if `only_non_sliding`."""
         if not (only_non_sliding and self.is_sliding[layer_idx]):
             self.layers[layer_idx].offload()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Bring a layer back to where its rows are made."""
+        """Move a layer back to the device of its rows."""
         if not (only_non_sliding and self.is_sliding[layer_idx]):
             self.layers[layer_idx].prefetch()
 
     def fork(self) -> TransformersCache:
-        """A second cache with the same tokens, which shares pages until one writes to them."""
+        """Return a copy that shares pages until either cache writes to them."""
         return self.wrap_states(self.states.fork(), self.context.padding)
 
     def extract(self, sequence: int) -> TransformersCache:
-        """A cache of one of the sequences alone, which shares its pages."""
+        """Return a cache of one sequence, which shares its pages."""
         self._check_no_opaque_layers("extract")
         return self.wrap_states(self.states.extract(sequence))
 
     def remove(self, sequence: int) -> None:
-        """Let one of the sequences go; the others stay as they are."""
+        """Remove one sequence and release its pages."""
         self._check_no_opaque_layers("remove")
-        rest = [i for i in range(self.states.batch) if i != sequence]
-        self.states.extract(sequence)  # refuses a number that there is not
-        self.batch_select_indices(torch.tensor(rest))
+        remaining = [i for i in range(self.states.batch) if i != sequence]
+        self.states.extract(sequence)  # refuses an invalid index
+        self.batch_select_indices(torch.tensor(remaining))
 
     def merge_with(self, others: Sequence[Any]) -> TransformersCache:
-        """The sequences of this cache and of others of the same model under one."""
+        """Return one cache with the sequences of this cache and of `others`, of the same model."""
         self._check_same_model(others)
         return self.wrap_states(self.states.merge_with([cache.states for cache in others]))
 
     def import_sequence(self, other: TransformersCache) -> TransformersCache:
-        """Another cache of the same model in these pools, which begins with the tokens of this."""
+        """Copy `other` into the pools of this cache, whose tokens it begins with."""
         self._check_same_model([other])
         return self.wrap_states(self.states.import_sequence(other.states))
 
     def _check_same_model(self, others: Sequence[Any]) -> None:
         for cache in (self, *others):
             if not isinstance(cache, TransformersCache) or cache.layer_info != self.layer_info:
-                raise ValueError("caches of different models: they have no layers in common")
+                raise ValueError(
+                    "caches of different models cannot be merged: make them for one model"
+                )
             cache._check_no_opaque_layers("merge")
 
     def wrap_states(
         self, states: Cache, padding: tuple[int, ...] | None = None
     ) -> TransformersCache:
-        """A cache of the same model with other states."""
-        notes, replays = copy.deepcopy((self.context.attention_stats, self.context.replay_stats))
+        """Return a cache of the same model over `states`."""
+        attention_stats, replay_stats = copy.deepcopy(
+            (self.context.attention_stats, self.context.replay_stats)
+        )
         context = replace(
             self.context,
             states=states,
             padding=padding,
-            attention_stats=notes,
-            replay_stats=replays,
+            attention_stats=attention_stats,
+            replay_stats=replay_stats,
         )
-        twin = TransformersCache.__new__(TransformersCache)
-        twin._initialize(
+        cache = TransformersCache.__new__(TransformersCache)
+        cache._initialize(
             self.layer_info,
             context,
             copy.deepcopy(self._get_opaque_layers(), {id(self.context): context}),
         )
         for old, new in zip(
-            self._list_attention_layers(), twin._list_attention_layers(), strict=True
+            self._list_attention_layers(), cache._list_attention_layers(), strict=True
         ):
             new.copy_initialization(old)
-        return twin
+        return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersCache:
         return self.fork()
@@ -282,7 +284,7 @@ class TransformersCache(CacheMethods, HFCache):
     def __repr__(self) -> str:
         return f"TransformersCache({self.states!r})"
 
-    # ---- within
+    # ---- internals
 
     @property
     def _is_user_defined(self) -> bool:
@@ -290,16 +292,16 @@ class TransformersCache(CacheMethods, HFCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        """`generate` marks a cache that it is given: what it holds is the end of a turn."""
+        """Checkpoint the end of a turn: `generate` sets this on a cache that the user passes."""
         self._user_defined = self._checks_use_cache = value
         self._first_num_tokens = 0
         if value and self._recurrent_progress.recurrences and self.states.length:
             self.states.checkpoint()
 
     def _check_use_cache(self, count: int) -> None:
-        """Refuse a `generate` without use_cache: each step brings all tokens and one more.
+        """Refuse a `generate` with use_cache=False: each step repeats all tokens, plus one.
 
-        A forward after the end of `generate` may bring as many, which are new ones.
+        A forward outside `generate` may append as many tokens, which are new.
         """
         first, self._first_num_tokens = self._first_num_tokens, count
         if not first:
@@ -307,19 +309,19 @@ class TransformersCache(CacheMethods, HFCache):
         self._checks_use_cache = False
         if count == first + 1 and not self.context.record_past and _is_generating():
             raise CacheError(
-                f"{first} tokens and then {count}: generate reads the whole text at every step, "
-                "since use_cache=False (look at model.generation_config), and would fill this "
-                "cache with copies of it; say generate(..., use_cache=True), or give no cache"
+                f"{first} tokens and then {count}: generate passes the whole text at every step, "
+                "since use_cache=False (see model.generation_config), and would append all of it "
+                "again; call generate(..., use_cache=True), or give it no cache"
             )
 
     def _clear_batch_info(self) -> None:
-        """What was learnt of a batch."""
+        """Forget the padding and the dtypes of the batch."""
         for layer in self._list_attention_layers():
             layer.clear_initialization()
         self.context.first_forward_done, self.context.padding = False, None
 
     def _select_sequences(self, indices: Any) -> None:
-        """The verb says which of the batch; padding that was told is of the batch too."""
+        """Select sequences of the batch, and their padding."""
         self._invalidate_pending()
         if self.states.batch == 0:
             return
@@ -329,13 +331,13 @@ class TransformersCache(CacheMethods, HFCache):
             self.context.padding = tuple(start[i] for i in indices.tolist())
 
     def _ensure_draft_slack(self, count: int) -> None:
-        """Let all of the next chunk be taken back exactly."""
+        """Make a rewind of the whole next chunk exact."""
         if count > self.context.slack:
             self.ensure_slack(2 * count)
 
 
 def _is_generating() -> bool:
-    """Return whether `generate` of transformers is running: rows do not say their positions."""
+    """Return whether `generate` of transformers is on the stack: rows carry no positions."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GENERATE_CODE:
         frame = frame.f_back
@@ -343,12 +345,14 @@ def _is_generating() -> bool:
 
 
 def _resolve_indices(indices: Any, batch: int) -> Tensor:
-    """The sequences that `rows[indices, ...]` keeps; an index that fails, fails as there."""
+    """Return the sequences that `rows[indices, ...]` selects, with the same errors."""
     indices = indices.cpu() if isinstance(indices, Tensor) else indices
     try:
-        chosen = torch.arange(batch)[indices, ...]
+        selected = torch.arange(batch)[indices, ...]
     except (IndexError, TypeError) as error:
         raise type(error)(f"sequences {indices} of a batch of {batch}: {error}") from error
-    if chosen.ndim != 1 or not len(chosen):
-        raise ValueError(f"sequences {indices} of a batch of {batch}: one or more, in one row")
-    return chosen
+    if selected.ndim != 1 or not len(selected):
+        raise ValueError(
+            f"sequences {indices} of a batch of {batch}: one dimension, at least one index"
+        )
+    return selected

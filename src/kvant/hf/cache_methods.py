@@ -1,4 +1,4 @@
-"""The verbs of kvant on a host's cache, under the names that the rest of kvant knows them by."""
+"""The methods of `kvant.Cache` for a TransformersCache, and its explanation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from kvant.spec import format_codecs
 
 @dataclass(frozen=True)
 class CacheExplanation:
-    """One line for each run of layers that are alike, and how tokens came about."""
+    """One line for each run of equal layers, and for replayed tokens."""
 
     lines: tuple[str, ...]
 
     @classmethod
     def from_layers(cls, layers: Sequence[ModelLayer], context: CacheContext) -> CacheExplanation:
+        """Describe the storage and the reads of each layer."""
         recipes = context.states.spec.layers
-        told = [
+        texts = [
             f"{layer.type}: {_describe_storage(layer, recipe)}{_describe_reads(context, index)}"
             for index, (layer, recipe) in enumerate(zip(layers, recipes, strict=True))
         ]
         lines, first = [], 0
-        for text, run in groupby(told):
+        for text, run in groupby(texts):
             count = len(list(run))
             where = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
             lines.append(f"{where}, {text}")
@@ -56,43 +57,44 @@ def _describe_replays(context: CacheContext) -> list[str]:
 def _describe_storage(layer: ModelLayer, recipe: Recipe) -> str:
     if isinstance(recipe, GroupSpec):
         attention = _describe_storage(layer, dict(recipe.parts)["attention"])
-        return f"{attention} beside a state that transformers keeps"
+        return f"{attention}, and a recurrent state kept by transformers"
     if not isinstance(recipe, LayerSpec):
         return "kept by transformers" if layer.is_opaque or layer.recurs else "remembers nothing"
-    kept = format_codecs(*recipe.sides.values())
+    text = format_codecs(*recipe.sides.values())
     if recipe.retention.window is not None:
-        kept += f", the last {recipe.retention.window} rows"
+        text += f", the last {recipe.retention.window} rows"
     if recipe.retention.sinks:
-        kept += f", the first {recipe.retention.sinks}"
-    if (rule := recipe.select) is not None:
-        kept += f", of which a token reads {rule.pages or f'{rule.percent:g}% of the'} pages"
+        text += f", the first {recipe.retention.sinks}"
+    if (selection := recipe.select) is not None:
+        share = selection.pages or f"{selection.percent:g}% of the"
+        text += f", a token reads {share} pages"
     if (prune := recipe.prune) is not None:
-        many = f"{prune.rows} rows" if prune.rows else f"{prune.percent:g}% of the rows"
-        kept += f", of a prompt {many} by {prune.score.name}"
-    return kept
+        share = f"{prune.rows} rows" if prune.rows else f"{prune.percent:g}% of the rows"
+        text += f", prompts pruned to {share} by {prune.score.name}"
+    return text
 
 
 def _describe_reads(context: CacheContext, index: int) -> str:
-    notes = context.attention_stats.get(index)
-    if notes is None:
+    stats = context.attention_stats.get(index)
+    if stats is None:
         return ""
-    told = []
-    if notes.fused_calls:
+    texts = []
+    if stats.fused_calls:
         backends = ", ".join(sorted(context.states[index].stats.attend_calls))
-        told.append(f"read {notes.fused_calls} times from the stored pages by {backends}")
-    if notes.materialized:
-        count = sum(notes.materialized.values())
-        why = ", ".join(name for name, _ in notes.materialized.most_common(3))
-        told.append(f"made dense {count} times for {why}")
-        if context.attachable and not notes.fused_calls:
-            told.append("kvant.attach(model) may read the pages instead")
-    if not told:
-        told.append("not read yet" if notes.prompt_calls == 0 else "only its prompt was read")
-    return "; " + "; ".join(told)
+        texts.append(f"read {stats.fused_calls} times from the stored pages by {backends}")
+    if stats.materialized:
+        count = sum(stats.materialized.values())
+        reasons = ", ".join(name for name, _ in stats.materialized.most_common(3))
+        texts.append(f"made dense {count} times for {reasons}")
+        if context.attachable and not stats.fused_calls:
+            texts.append("kvant.attach(model) may read the pages instead")
+    if not texts:
+        texts.append("not read yet" if stats.prompt_calls == 0 else "only its prompt was read")
+    return "; " + "; ".join(texts)
 
 
 class CacheMethods:
-    """Each acts on all layers or on none; what only the host understands is refused."""
+    """Operations on all layers, or none; most are refused for caches with opaque layers."""
 
     layer_info: tuple[ModelLayer, ...]
     context: CacheContext
@@ -114,7 +116,7 @@ class CacheMethods:
 
     @property
     def backend(self) -> str | None:
-        """The one that reads every layer; None: the first that can."""
+        """The backend that reads every layer; None: the first that can."""
         return self.states.backend
 
     @backend.setter
@@ -123,7 +125,7 @@ class CacheMethods:
 
     @property
     def length(self) -> int:
-        """Tokens that every layer has seen."""
+        """Tokens in the cache; an incomplete forward does not count."""
         return self.get_seq_length()
 
     @property
@@ -133,107 +135,108 @@ class CacheMethods:
 
     @property
     def num_rows(self) -> int:
-        """Rows that reading returns, of the layer that holds most."""
+        """Rows of the layer that stores the most."""
         return self.states.num_rows
 
     held = num_rows  # the public name
 
     @property
     def capacity(self) -> int | None:
-        """The length that no layer passes; None where only memory is the limit."""
+        """The maximum length; None if only memory limits it."""
         return self.context.states.capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, without those of layers that only the host understands."""
+        """Bytes allocated, opaque layers not counted."""
         return self.states.nbytes
 
     def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int:
-        """Bytes after so many more tokens, recoded to `spec` first where one is given."""
+        """Bytes allocated after `coming` more tokens, recoded to `spec` first if it is given."""
         return self.states.nbytes_after(coming, None if spec is None else self._resolve_spec(spec))
 
     def reachable(self, to: int) -> int:
-        """The longest length <= `to` that every layer can go back to."""
-        if self._get_opaque_layers():  # they stay where they are, or forget all
+        """Return the longest length <= `to` that every layer can rewind to."""
+        if self._get_opaque_layers():  # they cannot rewind, only reset
             return self.length if to >= self.length else 0
         return self.states.reachable(to)
 
     def find_exact_rewind(self, to: int) -> int:
-        """The longest length <= `to` to go back to and be as if no more had ever come."""
+        """Return the longest length <= `to` whose rewind is exact."""
         return (
             self.reachable(to) if self._get_opaque_layers() else self.states.find_exact_rewind(to)
         )
 
     def rewind(self, to: int) -> None:
-        """Go back to length `to`; every layer, or an error and none."""
+        """Rewind every layer to length `to`, or raise an error and change none."""
         self._invalidate_pending()
         if to != self.length:
             self._check_no_opaque_layers("rewind")
             self._rewind_to(to)
-        elif self.states.layers:  # what a forward that died left is taken back
+        elif self.states.layers:  # roll back an incomplete forward
             self.states.rewind(self.states.length)
 
     def checkpoint(self) -> None:
-        """Make the present length one that recurrent layers can come back to."""
+        """Save the states of recurrent layers, so that they can rewind to this length."""
         self.states.checkpoint()
 
     def prune(self) -> int:
-        """Let rows go that the spec does not keep behind a prompt; how many a head, in the mean.
+        """Prune the rows of a prompt now, and return the mean number of dropped rows per head.
 
-        The first token behind a prompt does it by itself.
+        The first token after a prompt prunes automatically.
         """
-        found = self.states.prune()
-        if found:
+        num_dropped = self.states.prune()
+        if num_dropped:
             self._invalidate_pending()
-        return found
+        return num_dropped
 
     def ensure_slack(self, slack: int) -> None:
-        """From now on, let rewinds of so many tokens be exact."""
+        """Make rewinds of up to `slack` tokens exact from now on."""
         if slack > self.context.slack:
             self.context.slack = slack
             self._invalidate_pending()
             self.states.ensure_slack(slack)
 
     def recode(self, spec: AnySpec) -> None:
-        """Store the same tokens by another spec, within what the model lets its layers see."""
-        full = self._resolve_spec(spec)
+        """Re-encode the stored tokens by another spec, within the windows of the model."""
+        cache_spec = self._resolve_spec(spec)
         self._invalidate_pending()
-        self.states.recode(full)
+        self.states.recode(cache_spec)
 
     @property
     def tokens_until_prune(self) -> int | None:
-        """So many tokens may come before rows are pruned again; None: any number."""
+        """Tokens until rows are pruned again; None: never."""
         return self.states.tokens_until_prune
 
     def prompt_mode(self) -> AbstractContextManager[None]:
-        """Within, tokens are of a prompt, though one may come alone: no rows are pruned."""
+        """Treat every append within the context as part of a prompt, so that none prunes."""
         return self.states.prompt_mode()
 
     def speculation_mode(self) -> AbstractContextManager[None]:
-        """Within, a chunk may be drafts: it is read as one token after the other would be."""
+        """Treat chunks within the context as drafts: they attend as single tokens would."""
         return self.states.speculation_mode()
 
     def snapshot(self) -> Snapshot:
-        """A copy of all that is remembered, to `restore` from."""
+        """Return a copy of the state of all layers, for `restore`."""
         return self.shared_snapshot().copy()
 
     def shared_snapshot(self) -> Snapshot:
-        """A snapshot that may share memory with the cache: to be read before anything else."""
+        """Return a snapshot that may share memory with the cache, valid until its next change."""
         self._check_no_opaque_layers("snapshot")
         return self.states.shared_snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
+        """Replace the state of all layers by a snapshot."""
         self._check_no_opaque_layers("restore")
         self._invalidate_pending()
         self.states.restore(snapshot)
-        if self.states.length:  # its sequences began where the snapshot says
+        if self.states.length:  # the snapshot has its own padding
             self.context.padding = None
 
     def stats(self) -> dict[str, Any]:
-        """What there is and what happened, in numbers."""
+        """Return the statistics of the cache and of its attention calls."""
         total = AttentionStats()
-        for notes in self.context.attention_stats.values():
-            total.add(notes)
+        for layer_stats in self.context.attention_stats.values():
+            total.add(layer_stats)
         return self.states.stats() | {
             "fused": total.fused_calls,
             "prompts": total.prompt_calls,
@@ -243,42 +246,42 @@ class CacheMethods:
         }
 
     def explain(self) -> CacheExplanation:
-        """How each layer is stored, and whether attention is computed on the stored bytes."""
+        """Explain how each layer is stored, and whether attention reads the stored pages."""
         return CacheExplanation.from_layers(self.layer_info, self.context)
 
     def _rewind_to(self, to: int) -> None:
-        """All of ours, or an error and none."""
-        if to == 0 < self.states.length:  # the next tokens may be another batch's
+        """Rewind every layer of kvant to length `to`, or raise an error and change none."""
+        if to == 0 < self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
         self.states.rewind(to)
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
-            self.states.end_padding()  # a mask says which of the next tokens are padding
+            self.states.end_padding()  # from now on masks define the padding
 
     def _resolve_spec(self, spec: AnySpec) -> CacheSpec:
-        """One recipe a layer, as a recode leaves them."""
+        """Return the spec of each layer after a recode to `spec`."""
         self._check_no_opaque_layers("recode")
-        full = make_cache_spec(self.layer_info, spec)
+        cache_spec = make_cache_spec(self.layer_info, spec)
         if not isinstance(spec, CacheSpec):
-            full = constrain_spec(self.spec, full)
-        return full.with_slack(self.context.slack)
+            cache_spec = constrain_spec(self.spec, cache_spec)
+        return cache_spec.with_slack(self.context.slack)
 
     def _list_attention_layers(self) -> list[AttentionLayer]:
         return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
 
     def _get_opaque_layers(self) -> dict[int, Any]:
-        """The layers that only the host understands."""
-        return {i: self.layers[i] for i, one in enumerate(self.layer_info) if one.is_opaque}
+        """Return the layers whose state only transformers understands, by index."""
+        return {i: self.layers[i] for i, info in enumerate(self.layer_info) if info.is_opaque}
 
     def _check_no_opaque_layers(self, method: str) -> None:
-        foreign = self._get_opaque_layers()
-        if foreign:
-            kinds = sorted({self.layer_info[index].type for index in foreign})
+        opaque_layers = self._get_opaque_layers()
+        if opaque_layers:
+            types = sorted({self.layer_info[index].type for index in opaque_layers})
             raise CacheError(
-                f"{method}: layers {list(foreign)} ({', '.join(kinds)}) live in transformers, "
-                "which knows crop(-n), reset() and deepcopy for them"
+                f"{method}: layers {list(opaque_layers)} ({', '.join(types)}) live in "
+                "transformers, which supports only crop(-n), reset() and deepcopy for them"
             )
 
     def _invalidate_pending(self) -> None:
-        """What the model was handed is not to be read any more."""
+        """Make handles that the model still has raise an error."""
         for layer in self._list_attention_layers():
             layer.invalidate_pending()

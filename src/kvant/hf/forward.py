@@ -1,4 +1,4 @@
-"""One forward of a model of transformers: tokens at their positions, over a cache."""
+"""Run one forward of a transformers model: tokens at their positions, over a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvant.hf.model import get_cache_argument, get_forward_arguments
 
 
 class TokenForward:
-    """Calls a model by the argument names that its forward has."""
+    """A model called by the argument names of its forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -21,9 +21,9 @@ class TokenForward:
         self._takes_logits_to_keep = "logits_to_keep" in names
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: Any, num_logits: int = 1) -> Tensor:
-        """Return logits [sequences, `last` or more, vocabulary] of `ids` [sequences, tokens].
+        """Return logits [sequences, >= num_logits, vocabulary] of `ids` [sequences, tokens].
 
-        Without a cache nothing is kept.
+        With `cache=None` nothing is cached.
         """
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
         if self.takes_positions:

@@ -1,8 +1,12 @@
-"""Keys and values without storage, as a host's model sees them.
+"""Handles: keys and values without storage, which a cache returns to the model.
 
-The host's own `scaled_dot_product_attention` on a pair of handles becomes attention on the pages;
-any other operation makes the dense rows once. So every model is right, and most are fused. Where
-the host repeats heads for grouped queries, a handle goes along: it repeats nothing, but says so.
+`scaled_dot_product_attention` on a pair of handles becomes attention on the pages. Any other
+operation materializes the dense rows once. So every model is correct, and most are fused.
+
+transformers repeats the heads of grouped queries in three steps, which a handle only records:
+
+    [B, H, n, D]  x[:, :, None]  [B, H, 1, n, D]  expand  [B, H, times, n, D]  reshape
+    [B, H * times, n, D]
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ FULL_SLICE = slice(None)
 
 
 class KVHandle(LazyTensor):
-    """One side of a source, [B, H * times, n, D], or [B, H, times, n, D] on the way there."""
+    """The keys or values of a source: [B, H * repeats, n, D], or 5-d while heads are repeated."""
 
     source: KVSource
     side: SideName
     repeats: int
-    is_4d: bool  # four dimensions: not on the way
+    is_4d: bool  # usable for attention: not in the middle of a repetition
 
     @classmethod
     def from_source(
@@ -38,14 +42,17 @@ class KVHandle(LazyTensor):
         shape: Sequence[int],
         repeats: int = 1,
     ) -> KVHandle:
-        made: KVHandle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._dense, made._shape = None, torch.Size(shape)
-        made.source, made.side, made.repeats = source, side, repeats
-        made.is_4d = len(shape) == 4
-        return made
+        """Return a handle of one side of `source`."""
+        handle: KVHandle = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
+        handle._dense, handle._shape = None, torch.Size(shape)
+        handle.source, handle.side, handle.repeats = source, side, repeats
+        handle.is_4d = len(shape) == 4
+        return handle
 
     def make_reshaped(self, shape: Sequence[int], repeats: int) -> KVHandle:
-        """The same rows in another shape."""
+        """Return a handle of the same rows in another shape."""
         return KVHandle.from_source(self.source, self.side, self.dtype, self.device, shape, repeats)
 
     @classmethod
@@ -81,7 +88,7 @@ class KVHandle(LazyTensor):
 def make_handles(
     source: KVSource, dtype: torch.dtype, device: torch.device
 ) -> tuple[KVHandle, KVHandle]:
-    """The keys and the values of a source."""
+    """Return handles of the keys and the values of a source."""
     keys, values = source.get_shapes()
     return (
         KVHandle.from_source(source, "keys", dtype, device, keys),
@@ -90,12 +97,12 @@ def make_handles(
 
 
 def get_shared_source(key: Any, value: Any) -> KVSource | None:
-    """Where keys and values come from, if they are the two sides of one source."""
+    """Return the source of a pair of handles, None if they are not its keys and values."""
     if type(key) is not KVHandle or type(value) is not KVHandle or key.source is not value.source:
         return None
-    alike = key.repeats == value.repeats and key.is_4d and value.is_4d
-    alike = alike and key._dense is None and value._dense is None
-    return key.source if alike and (key.side, value.side) == ("keys", "values") else None
+    is_pair = key.repeats == value.repeats and key.is_4d and value.is_4d
+    is_pair = is_pair and key._dense is None and value._dense is None
+    return key.source if is_pair and (key.side, value.side) == ("keys", "values") else None
 
 
 def _attend_handles(
@@ -108,19 +115,19 @@ def _attend_handles(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """PyTorch's attention on a pair of handles, or None where it must see dense rows."""
+    """Compute PyTorch's attention on a pair of handles; None if it needs dense rows."""
     source = get_shared_source(key, value)
-    # A causal mask is laid to the upper left corner there: ours only where the two are one.
+    # PyTorch aligns causal masks to the upper left, kvant to the lower right: equal if square.
     if source is None or dropout_p or (is_causal and query.shape[2] != key.shape[2]):
         return None
-    packable = not (is_causal or enable_gqa)
+    may_pack_heads = not (is_causal or enable_gqa)
     return source.attend(
-        query, AttentionCall(attn_mask, scale, causal=is_causal, may_pack_heads=packable)
+        query, AttentionCall(attn_mask, scale, causal=is_causal, may_pack_heads=may_pack_heads)
     )
 
 
 def _insert_axis(handle: KVHandle, index: Any) -> KVHandle | None:
-    """`x[:, :, None, :, :]`"""
+    """Record `x[:, :, None, :, :]`; None for another index."""
     if handle.ndim != 4 or index != (FULL_SLICE, FULL_SLICE, None, FULL_SLICE, FULL_SLICE):
         return None
     batch, heads, rows, dim = handle.shape
@@ -132,7 +139,7 @@ def _insert_axis(handle: KVHandle, index: Any) -> KVHandle | None:
 
 
 def _expand_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
-    """`x.expand(batch, heads, times, rows, dim)`"""
+    """Record `x.expand(batch, heads, times, rows, dim)`; None for another shape."""
     if handle.ndim != 5 or handle.repeats != 1 or len(shape) != 5:
         return None
     batch, heads, _, rows, dim = handle.shape
@@ -142,7 +149,7 @@ def _expand_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
 
 
 def _merge_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
-    """`x.reshape(batch, heads * times, rows, dim)`"""
+    """Record `x.reshape(batch, heads * times, rows, dim)`; None for another shape."""
     if handle.ndim != 5 or len(shape) != 4:
         return None
     batch, heads, times, rows, dim = handle.shape

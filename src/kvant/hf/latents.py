@@ -1,8 +1,8 @@
-"""Multi-head latent attention: rows are stored compressed, and read without unfolding them.
+"""Multi-head latent attention on the stored latents, without expanding them.
 
-The host unfolds all cached latents into keys and values at every step (`expand_kv`). As that is
-linear, queries can be folded instead: q . (W c) = (W^T q) . c. A layer takes part only where its
-`expand_kv` is seen to compute just that.
+transformers expands all cached latents c into keys W c and values at every step (`expand_kv`).
+Since that is linear, the queries can be folded instead: q . (W c) = (W^T q) . c. A layer is folded
+only if a test call shows that its `expand_kv` computes just that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ExpandFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class PendingLatentAttention(PendingAttention):
-    """Latents stand where the host expects keys, rotated channels where it expects values."""
+    """Latents in place of keys, and rotated channels in place of values, before expansion."""
 
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
@@ -32,7 +32,7 @@ class PendingLatentAttention(PendingAttention):
         return (*lead, rank), (*lead, dim - rank)
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        """They are no keys and no values yet."""
+        """Return None: latents are not keys and values yet."""
         return None
 
     def read_rows(self, side: SideName, reason: str) -> Tensor:
@@ -44,8 +44,8 @@ class PendingLatentAttention(PendingAttention):
 
 
 @dataclass(eq=False)
-class UnfoldedLatents:
-    """What `expand_kv` would give for a reading: a `Source` of keys and values."""
+class ExpandedLatents:
+    """A KVSource of the keys and values that `expand_kv` would compute."""
 
     pending: PendingLatentAttention
     module: Any
@@ -56,14 +56,14 @@ class UnfoldedLatents:
 
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         module = self.module
-        batch, _, shown, _ = self.latents.shape
-        lead, keys = (batch, _count_heads(module), shown), module.qk_nope_head_dim
-        return (*lead, keys + self.rotated.shape[-1]), (*lead, module.v_head_dim)
+        batch, _, num_columns, _ = self.latents.shape
+        lead, plain_dim = (batch, _count_heads(module), num_columns), module.qk_nope_head_dim
+        return (*lead, plain_dim + self.rotated.shape[-1]), (*lead, module.v_head_dim)
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        module, plain = self.module, self.module.qk_nope_head_dim
+        module, plain_dim = self.module, self.module.qk_nope_head_dim
         to_keys, to_values = _split_weights(module)
-        folded = torch.cat([q[..., :plain] @ to_keys, q[..., plain:]], -1)
+        folded = torch.cat([q[..., :plain_dim] @ to_keys, q[..., plain_dim:]], -1)
         scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
         out = PendingAttention.attend(self.pending, folded, call._replace(scale=scale))
         return None if out is None else out @ to_values.transpose(-1, -2)
@@ -77,16 +77,17 @@ class UnfoldedLatents:
 
 
 def enable_folding(module: Any) -> None:
-    """Let the `expand_kv` of a module leave handles folded."""
+    """Replace the `expand_kv` of a module by one that folds handles."""
     module.__dict__["expand_kv"] = partial(_expand_kv, module)
 
 
 def disable_folding(module: Any) -> None:
-    """Undo `fold`."""
+    """Undo `enable_folding`."""
     module.__dict__.pop("expand_kv", None)
 
 
 def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold a pair of handles; expand anything else as the module does."""
     expand = MethodType(type(module).expand_kv, module)
     if (
         type(latents) is not KVHandle
@@ -96,12 +97,12 @@ def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, T
         keys, values = expand(latents, rotated)
         return keys, values
     assert isinstance(latents.source, PendingLatentAttention)
-    source = UnfoldedLatents(latents.source, module, expand, latents, rotated)
+    source = ExpandedLatents(latents.source, module, expand, latents, rotated)
     return make_handles(source, latents.dtype, latents.device)
 
 
 def _is_plain_projection(module: Any) -> bool:
-    """Is the projection nothing but its weight? Adapters and hooks say otherwise."""
+    """Return whether the projection is a bare weight, without bias, adapters or hooks."""
     linear = module.kv_b_proj
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     return type(linear) is nn.Linear and linear.bias is None and not hooked
@@ -109,14 +110,14 @@ def _is_plain_projection(module: Any) -> bool:
 
 @torch.no_grad()
 def supports_folding(module: Any) -> bool:
-    """Is unfolding what we take it for? Asked with a few random rows, in float32."""
+    """Return whether `expand_kv` computes the expected product, by a test on random rows."""
     try:
         if not _is_plain_projection(module):
             return False
         to_keys, to_values = _split_weights(module)
-        like, seed = to_keys, torch.Generator().manual_seed(0)
-        latents = torch.randn(2, 1, 3, module.kv_lora_rank, generator=seed).to(like)
-        rotated = torch.randn(2, 1, 3, module.qk_rope_head_dim, generator=seed).to(like)
+        generator = torch.Generator().manual_seed(0)
+        latents = torch.randn(2, 1, 3, module.kv_lora_rank, generator=generator).to(to_keys)
+        rotated = torch.randn(2, 1, 3, module.qk_rope_head_dim, generator=generator).to(to_keys)
         keys, values = module.expand_kv(latents, rotated)
         expected = torch.cat(
             [latents @ to_keys.transpose(-1, -2), rotated.expand(-1, keys.shape[1], -1, -1)], -1
@@ -139,9 +140,9 @@ def _count_heads(module: Any) -> int:
 
 
 def _split_weights(module: Any) -> tuple[Tensor, Tensor]:
-    """What unfolds keys and values: [heads, nope, rank] and [heads, v, rank]."""
-    plain = module.qk_nope_head_dim
+    """Return the weights of keys [heads, nope, rank] and of values [heads, v, rank]."""
+    plain_dim = module.qk_nope_head_dim
     weight: Tensor = module.kv_b_proj.weight.view(
-        _count_heads(module), plain + module.v_head_dim, module.kv_lora_rank
+        _count_heads(module), plain_dim + module.v_head_dim, module.kv_lora_rank
     )
-    return weight[:, :plain], weight[:, plain:]
+    return weight[:, :plain_dim], weight[:, plain_dim:]

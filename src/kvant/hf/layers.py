@@ -1,7 +1,7 @@
-"""The layers of a host's cache: they translate, and hand over to the states.
+"""The layers of a TransformersCache: adapters from the layers of transformers to kvant's.
 
-The host tells a layer's type by `is_sliding` and sizes its masks with `get_mask_sizes`: both speak
-of the model's own layer, never of how its rows are stored. `layer_for` makes each of them.
+transformers reads the layer type from `is_sliding`, and sizes masks with `get_mask_sizes`. Both
+describe the layer of the model, not how its rows are stored. `make_layer` builds each layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class AttentionLayer(CacheLayerMixin):
-    """One attention layer of the model, stored as its recipe says."""
+    """One attention layer of the model, stored by its recipe."""
 
     is_compileable = False
     is_croppable = True
@@ -63,17 +63,16 @@ class AttentionLayer(CacheLayerMixin):
         if layer_info.latent is not None:
             self.pending_type = PendingLatentAttention
         self.dtype = torch.float32
-        self._known_contents: Any = (
-            None  # the contents of the cache that `_state` and `_narrow` are of
-        )
+        # Contents of the cache at which `_paged_layer` and `_narrows_window` were looked up.
+        self._known_contents: Any = None
         self._paged_layer: PagedLayer
         self._narrows_window = False
-        self._pending_ref: weakref.ref[PendingAttention] | None = None  # whoever reads it keeps it
+        self._pending_ref: weakref.ref[PendingAttention] | None = None  # kept alive by the handles
         super().__init__()
 
     @property
     def paged_layer(self) -> PagedLayer:
-        """Where its rows are: a recode or a restore puts another one there."""
+        """The layer that stores the rows; a recode or a restore replaces it."""
         contents = self.context.states.contents
         if contents is not self._known_contents:
             state = contents.indexed_layers[self.index]
@@ -84,7 +83,7 @@ class AttentionLayer(CacheLayerMixin):
 
     @property
     def narrows_window(self) -> bool:
-        """Does the recipe let a query see less than the model would?"""
+        """Whether the window of the recipe is narrower than that of the model."""
         return narrows_window(self.layer_info, self.paged_layer.spec)
 
     @property
@@ -93,7 +92,7 @@ class AttentionLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """What cross-attention reads, step after step; the host asks whether it is empty, too."""
+        """The cached keys, which cross-attention reads at every step; None before any rows."""
         return (
             self._make_handles(self._get_or_make_pending())[0]
             if self.paged_layer.length
@@ -102,7 +101,7 @@ class AttentionLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, value: None) -> None:
-        """The host's constructor clears it."""
+        """Ignore the None that the constructor of transformers assigns."""
 
     @property
     def values(self) -> Tensor | None:
@@ -116,7 +115,7 @@ class AttentionLayer(CacheLayerMixin):
     def values(self, value: None) -> None: ...
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated before the first rows."""
+        """Record the dtype and the device of the first rows, without an allocation."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -133,32 +132,32 @@ class AttentionLayer(CacheLayerMixin):
             if context.states.contents is self._known_contents
             else self.paged_layer
         )
-        ledger, narrow = state.tracker, self._narrows_window
-        if state.leaf in ledger.state.appended_leaves:
+        tracker, narrows_window = state.tracker, self._narrows_window
+        if state.leaf in tracker.state.appended_leaves:
             context.check_not_appended(self.index)
         if not context.first_forward_done:
             context.check_first_forward(state.length, count)
         start, stored = None, False
         if count > 1:
-            speculated = ledger.in_speculation or (context.record_past and state.length > 0)
+            speculated = tracker.in_speculation or (context.record_past and state.length > 0)
             stored = speculated or state.spec.prefill == "stored"
         if context.padding is not None and state.length == 0:
             context.check_padding_columns(count)
             start = context.compute_start(key_states.shape[0])
         rows: tuple[Tensor, ...] = (key_states, value_states)
-        if self.layer_info.latent is not None:  # in one stream, values inside the keys
+        if self.layer_info.latent is not None:  # one tensor, with the values inside the keys
             rows = (torch.cat(rows, -1),)
         view = state.append(*rows, start=start, prefill="stored" if stored else None)
-        reading = None if self._pending_ref is None else self._pending_ref()
-        if reading is not None:
-            reading.is_current = False
+        pending = None if self._pending_ref is None else self._pending_ref()
+        if pending is not None:
+            pending.is_current = False
         if (
             count > 1
             and view.page_table.num_columns == count
-            and not (stored or narrow)
+            and not (stored or narrows_window)
             and view.query_listener is None
         ):
-            # A first chunk sees its own rows, as they came.
+            # A first chunk attends to its own rows, which are dense.
             self.attention_stats.prompt_calls += 1
             self._pending_ref = None
             if (
@@ -173,7 +172,7 @@ class AttentionLayer(CacheLayerMixin):
         return make_handles(self._make_pending(view, count, stored), self.dtype, self.device)
 
     def record_replay(self) -> None:
-        """A forward has put the row of a token to where it was expected, and attended with it."""
+        """Count a replayed forward, which stored the row of a token and attended to the pages."""
         self.invalidate_pending()
         self.attention_stats.fused_calls += 1
 
@@ -181,10 +180,10 @@ class AttentionLayer(CacheLayerMixin):
         return self.context.states.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the keys that the next `update` returns: how many, and the first one's column."""
+        """Return the number of keys that the next `update` returns, and the first one's column."""
         length = self.get_seq_length()
         if query_length == 1 and self.context.states.ragged:
-            return 1, length  # every row of a sequence is seen, or left out by its own window
+            return 1, length  # each sequence has its own length and window: no common mask
         past = length if self.layer_info.window is None else min(length, self.layer_info.window - 1)
         return past + query_length, length - past
 
@@ -193,42 +192,43 @@ class AttentionLayer(CacheLayerMixin):
         return min((limit for limit in limits if limit is not None), default=-1)
 
     def invalidate_pending(self) -> None:
-        """What the host was handed before is not to be read any more."""
-        reading = None if self._pending_ref is None else self._pending_ref()
-        if reading is not None:
-            reading.is_current = False
+        """Make handles that the model still has raise an error."""
+        pending = None if self._pending_ref is None else self._pending_ref()
+        if pending is not None:
+            pending.is_current = False
         self._pending_ref = None
 
     def clear_initialization(self) -> None:
+        """Forget the dtype and the device of the rows."""
         self.invalidate_pending()
         self.is_initialized = False
 
     def reset(self, *args: Any) -> NoReturn:
         raise CacheError(
-            f"layer {self.index} alone: call the verb of the cache, all layers go together"
+            f"layer {self.index} alone: call the method of the cache, which changes all layers"
         )
 
     crop = reorder_cache = reset
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse a copy of one layer; `HostCache.fork` copies all layers."""
+        """Refuse a copy of one layer; `TransformersCache.fork` copies all layers."""
         raise CacheError(
             f"layer {self.index} is copied alone: a model that runs layers in loops keeps a copy "
-            "for each pass, of which kvant's cache knows nothing; leave kvant out and call "
+            "for each pass, which kvant's cache cannot track; leave kvant out and call "
             "model.generate(...)"
         )
 
     def offload(self) -> None:
-        """Lie in the memory of the processor until `prefetch`."""
+        """Move the rows to CPU memory, until `prefetch`."""
         self._move(CPU)
 
     def prefetch(self) -> None:
-        """Be back before the next forward."""
+        """Move the rows back to their device, before the next forward."""
         if self.is_initialized:
             self._move(self.device)
 
     def copy_initialization(self, other: AttentionLayer) -> None:
-        """Take over what the other has learnt of the model's rows."""
+        """Copy the dtype and the device of the rows from another layer."""
         if other.is_initialized:
             self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
 
@@ -240,44 +240,43 @@ class AttentionLayer(CacheLayerMixin):
             part.move(device)
 
     def _make_pending(self, view: View, count: int, stored_prefill: bool) -> PendingAttention:
-        shown, window = view.page_table.num_columns, self._window
-        if window is not None and shown - count >= window:
-            shown = window - 1 + count
-        stored_prefill = (
-            stored_prefill and not self._paged_layer.spec.exact
-        )  # raw rows are the same for every query
-        reading = self.pending_type(
+        num_columns, window = view.page_table.num_columns, self._window
+        if window is not None and num_columns - count >= window:
+            num_columns = window - 1 + count
+        # Exact formats store the rows that every query of the chunk sees.
+        stored_prefill = stored_prefill and not self._paged_layer.spec.exact
+        pending = self.pending_type(
             view,
             count,
-            shown,
+            num_columns,
             self.dtype,
             self.attention_stats,
             self._narrows_window,
             stored_prefill,
         )
-        reading.model_has_gqa = self.layer_info.model_has_gqa
-        self._pending_ref = weakref.ref(reading)
-        return reading
+        pending.model_has_gqa = self.layer_info.model_has_gqa
+        self._pending_ref = weakref.ref(pending)
+        return pending
 
     def _make_pending_prompt(self, view: View, keys: Tensor, values: Tensor) -> PendingAttention:
         count = keys.shape[2]
-        reading = PendingPromptAttention(
+        pending = PendingPromptAttention(
             view, count, count, self.dtype, AttentionStats(), keys=keys, values=values
         )
-        reading.model_has_gqa = self.layer_info.model_has_gqa
-        self._pending_ref = weakref.ref(reading)
-        return reading
+        pending.model_has_gqa = self.layer_info.model_has_gqa
+        self._pending_ref = weakref.ref(pending)
+        return pending
 
     def _get_or_make_pending(self) -> PendingAttention:
-        """The rows as the newest token sees them, for one query."""
-        reading = None if self._pending_ref is None else self._pending_ref()
-        if reading is None:
+        """Return the pending attention; if there is none, one for a query at the newest token."""
+        pending = None if self._pending_ref is None else self._pending_ref()
+        if pending is None:
             self.invalidate_pending()
-            reading = self._make_pending(self.paged_layer.view(), 1, stored_prefill=False)
-        return reading
+            pending = self._make_pending(self.paged_layer.view(), 1, stored_prefill=False)
+        return pending
 
     def _make_empty_rows(self) -> Tensor | None:
-        """The rows of a layer that has forgotten what it had, as the host's own has them."""
+        """Return the rows of an empty layer in the form that transformers has: None before any."""
         return torch.empty(0, dtype=self.dtype, device=self.device) if self.is_initialized else None
 
     def _make_handles(self, source: KVSource) -> tuple[KVHandle, KVHandle]:
@@ -290,15 +289,15 @@ def _warn_about_gradients() -> None:
 
 
 class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
-    """Attention beside a recurrence that a layer of the host's own keeps."""
+    """Attention and a recurrence in one layer; transformers stores the recurrent state."""
 
     supports_early_init = False
 
     @property
     def linear_layer(self) -> Any:
-        """The host's layer."""
-        state: Recurrence = self.context.states[self.index]["recurrence"]
-        return state.layer
+        """The layer of transformers that stores the recurrent state."""
+        recurrence: Recurrence = self.context.states[self.index]["recurrence"]
+        return recurrence.layer
 
     @property
     def conv_states(self) -> Any:
@@ -331,19 +330,17 @@ class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
 
 
 class CrossAttentionLayer(DynamicLayer):
-    """Rows that every token reads whole: no part of what the other layers commit together."""
+    """Rows of an image or an encoder inside a text model, outside the commits of the cache."""
 
     def __init__(self, context: CacheContext, index: int) -> None:
         self.context = context
         self.index = index
-        self._row_counts: list[
-            tuple[int, int]
-        ] = []  # how long the text was then, and how many rows
+        self._row_counts: list[tuple[int, int]] = []  # (length of the text before, rows)
         super().__init__()
 
     @property
     def keys(self) -> Tensor | None:
-        """The host asks for them in a forward that brings none."""
+        """The cached keys, which later forwards read without an update."""
         self._truncate_rows(self.context.states.length)
         return self._keys
 
@@ -368,7 +365,7 @@ class CrossAttentionLayer(DynamicLayer):
         return rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Tokens of the text go; an image goes with the last of those that it came with."""
+        """Drop tokens of the text, and the images appended after the remaining ones."""
         self._truncate_rows(max(0, self.context.states.length + tokens_to_remove))
 
     def reset(self) -> None:
@@ -376,40 +373,48 @@ class CrossAttentionLayer(DynamicLayer):
         self._row_counts = []
 
     def _truncate_rows(self, length: int) -> None:
-        """Only the rows that came with the first `length` tokens of the text."""
-        # Behind the last layer of the text, the tokens of the forward are counted already.
-        behind = self.index > max(self.context.states.layers, default=self.index)
-        kept = [(at, count) for at, count in self._row_counts if at < length + behind]
-        if len(kept) < len(self._row_counts):
+        """Keep only the rows appended with the first `length` tokens of the text."""
+        # After the last layer of the text, `length` already counts the tokens of this forward.
+        is_last = self.index > max(self.context.states.layers, default=self.index)
+        row_counts = [
+            (start, count) for start, count in self._row_counts if start < length + is_last
+        ]
+        if len(row_counts) < len(self._row_counts):
             assert self._keys is not None and self._values is not None
-            rows = sum(count for _, count in kept)
-            self._keys, self._values = self._keys[:, :, :rows], self._values[:, :, :rows]
-            self._row_counts = kept
+            num_rows = sum(count for _, count in row_counts)
+            self._keys = self._keys[:, :, :num_rows]
+            self._values = self._values[:, :, :num_rows]
+            self._row_counts = row_counts
 
 
 def make_recurrences(layers: Sequence[ModelLayer], spec: CacheSpec) -> dict[str, Recurrence]:
-    """States whose present a layer of the host's keeps, by the name of their memory."""
-    found = {}
+    """Make the recurrent states that transformers stores, by their name in the cache."""
+    recurrences = {}
     for index, (layer, recipe) in enumerate(zip(layers, spec.layers, strict=True)):
         if layer.recurs:
             grouped = isinstance(recipe, GroupSpec)
-            own = dict(recipe.parts)["recurrence"] if isinstance(recipe, GroupSpec) else recipe
-            assert isinstance(own, RecurrentSpec)
-            kind = LinearAttentionLayer if layer.attends else DYNAMIC_LAYER_TYPE_MAPPING[layer.type]
-            kept = kind(number_of_states=layer.options.get("number_of_states", 1))
-            found[f"{index}/recurrence" if grouped else str(index)] = Recurrence(own, kept)
-    return found
+            spec_part = (
+                dict(recipe.parts)["recurrence"] if isinstance(recipe, GroupSpec) else recipe
+            )
+            assert isinstance(spec_part, RecurrentSpec)
+            layer_class = (
+                LinearAttentionLayer if layer.attends else DYNAMIC_LAYER_TYPE_MAPPING[layer.type]
+            )
+            hf_layer = layer_class(number_of_states=layer.options.get("number_of_states", 1))
+            name = f"{index}/recurrence" if grouped else str(index)
+            recurrences[name] = Recurrence(spec_part, hf_layer)
+    return recurrences
 
 
 def make_layer(context: CacheContext, index: int, layer: ModelLayer, existing: Any) -> Any:
-    """What stands in the host's list; `own` is one of the host's classes that exists already."""
+    """Make one layer of a TransformersCache, or reuse `existing` if it is opaque."""
     if layer.attends:
-        kind = HybridLayer if layer.recurs else AttentionLayer
-        return kind(context, index, layer)
+        layer_class = HybridLayer if layer.recurs else AttentionLayer
+        return layer_class(context, index, layer)
     if layer.recurs:
-        state = context.states[index]
-        assert isinstance(state, Recurrence)
-        return state.layer
+        recurrence = context.states[index]
+        assert isinstance(recurrence, Recurrence)
+        return recurrence.layer
     if layer.type == CROSS:
         return existing or CrossAttentionLayer(context, index)
     return existing or DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options)

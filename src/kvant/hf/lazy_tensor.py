@@ -1,4 +1,4 @@
-"""Tensors without storage: they know their shape, and an operation that touches them makes them."""
+"""Tensors without storage: they have a shape, and are computed when an operation needs them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that is made on its first use by an operation that nobody answers for it."""
+    """A tensor whose values are computed when an unhandled operation first uses it."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     _dense: Tensor | None
     _shape: torch.Size
 
-    # Asked for by every layer of a host, and answered without its detours, or a call in Python.
+    # Every layer reads the shape: skip the dispatcher of PyTorch and a Python call.
     shape = property(attrgetter("_shape"))
 
     @classmethod
     def make_empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        """An instance without attributes: the caller gives it those that `make` needs."""
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._dense, made._shape = None, torch.Size(shape)
-        return made
+        """Return an instance; the caller sets the attributes that `compute_dense` needs."""
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        tensor._dense, tensor._shape = None, torch.Size(shape)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -38,23 +38,24 @@ class LazyTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = str(func)
-        real = tree_map_only(
+        dense_args, dense_kwargs = tree_map_only(
             LazyTensor, lambda lazy: lazy.materialize(name), (tuple(args), dict(kwargs or {}))
         )
-        return func(*real[0], **real[1])
+        return func(*dense_args, **dense_kwargs)
 
     @property
     def is_materialized(self) -> bool:
-        """Is there a real tensor? Then it may have been written to, and it alone is true."""
+        """Whether the dense tensor exists; it may have been written to since, so use only that."""
         return self._dense is not None
 
     def materialize(self, reason: str) -> Tensor:
-        """The tensor itself; `why` names who needs it."""
+        """Return the dense tensor; `reason` names the operation that needs it."""
         if self._dense is None:
             self._dense = self.compute_dense(reason)
         return self._dense
 
     def compute_dense(self, reason: str) -> Tensor:
+        """Compute the dense tensor."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -62,5 +63,5 @@ class LazyTensor(torch.Tensor):
 
 
 def materialize_tensor(tensor: Tensor | None, reason: str) -> Tensor | None:
-    """A tensor that any code may take."""
+    """Return a plain tensor, materialized if it is lazy."""
     return tensor.materialize(reason) if isinstance(tensor, LazyTensor) else tensor

@@ -1,13 +1,18 @@
-"""The host's masks, as rules over positions or as they are.
+"""Turn the masks of transformers into rules over positions, where that is possible.
 
-The host asks for a mask before it asks for keys, with a function over indices. Where that function
-is one of the known patterns, or a mask hides left padding and nothing else, attention needs the
-rule and the padding, and nothing that grows with the context. Any other pattern is evaluated by
-the host's own code.
+A model requests its mask before its keys, as a function over indices. For a known function, and for
+a mask that hides only left padding, attention needs just a rule and the padding, whose size does
+not grow with the context. Any other mask is evaluated by transformers.
 
-The host counts columns: all sequences of a batch end in the same one, and what stands before the
-first token of a sequence is padding. Padding that was told is not stored; rows that only a mask
-tells to be padding are stored like others, and hidden.
+Masks count columns. All sequences of a batch end in the same column; the columns before the first
+token of a sequence are padding:
+
+    column      0 1 2 3 4 5 6 7
+    sequence 0  . . . a b c d e      padding 3, positions 0..4 in columns 3..7
+    sequence 1  f g h i j k l m      padding 0
+
+Padding known before the first rows is not stored. Padding that only a mask reveals is stored like
+other rows, and hidden.
 """
 
 from __future__ import annotations
@@ -28,63 +33,64 @@ from kvant.hf.lazy_tensor import LazyTensor, materialize_tensor
 
 
 def find_left_padding(mask: Tensor) -> list[int] | None:
-    """Columns of padding before each sequence of [B, columns]; None where there are holes."""
-    start = mask.to(torch.int8).argmax(-1)
-    plain = torch.equal(mask.sum(-1), mask.shape[-1] - start)
-    return [int(s) for s in start] if plain else None
+    """Return the padding before each sequence of a mask [B, columns]; None if it has holes."""
+    starts = mask.to(torch.int8).argmax(-1)
+    has_no_holes = torch.equal(mask.sum(-1), mask.shape[-1] - starts)
+    return [int(start) for start in starts] if has_no_holes else None
 
 
-MaskFunction = Callable[..., Tensor | None]  # of the host: the mask of one of its implementations
-LOCAL_MASK_RULES: Mapping[str, Callable[[int], Mask]] = {  # the host's overlays on a causal mask
+MaskFunction = Callable[..., Tensor | None]  # the mask function of one attention of transformers
+LOCAL_MASK_RULES: Mapping[str, Callable[[int], Mask]] = {  # overlays of transformers -> rules
     "sliding_window_overlay.<locals>.inner_mask": lambda size: Mask(window=size),
     "chunked_overlay.<locals>.inner_mask": lambda size: Mask(chunk=size),
 }
 
 
 class LazyMask(LazyTensor):
-    """What the host asked for: a rule where it is a known one, and the padding mask beside it."""
+    """A mask that a model requested: a rule and padding if they are known, else a tensor."""
 
     mask_function: MaskFunction
     arguments: Mapping[str, Any]
 
     @classmethod
     def from_arguments(cls, mask_function: MaskFunction, arguments: Mapping[str, Any]) -> LazyMask:
+        """Make a mask that calls `mask_function(**arguments)` when it is materialized."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        # Models are known to ask a mask for its dtype, and to build beside it.
-        kind = torch.bool if mask_function is sdpa_mask else arguments.get("dtype", torch.float32)
-        made: LazyMask = cls.make_empty(shape, kind, torch.device(arguments.get("device", "cpu")))
-        made.mask_function, made.arguments = mask_function, arguments
-        return made
+        # Some models read the dtype of the mask and build tensors of the same dtype.
+        dtype = torch.bool if mask_function is sdpa_mask else arguments.get("dtype", torch.float32)
+        mask: LazyMask = cls.make_empty(shape, dtype, torch.device(arguments.get("device", "cpu")))
+        mask.mask_function, mask.arguments = mask_function, arguments
+        return mask
 
     def compute_dense(self, reason: str) -> Tensor:
-        made = self.mask_function(**{**self.arguments, "allow_is_causal_skip": False})
-        assert made is not None  # only a skip gives none
-        return made
+        mask = self.mask_function(**{**self.arguments, "allow_is_causal_skip": False})
+        assert mask is not None  # None only if a skip is allowed
+        return mask
 
     @cached_property
     def original_mask(self) -> Tensor | None:
-        """What the host would have made by itself; it may be nothing."""
+        """The mask that transformers would have made; None if it skips the mask."""
         return self.mask_function(**self.arguments)
 
     @cached_property
     def rule(self) -> Mask | None:
-        """None: a pattern that positions alone do not tell."""
+        """The rule of the mask; None if it depends on more than positions."""
         return parse_mask_function(
             self.arguments["mask_function"], self.arguments.get("local_size")
         )
 
     @cached_property
     def padding(self) -> list[int] | None:
-        """Columns of left padding of each sequence; None where it is not that."""
-        seen: Tensor | None = self.arguments.get("attention_mask")
+        """The left padding of each sequence; None if the mask hides anything else."""
+        mask: Tensor | None = self.arguments.get("attention_mask")
         columns = self.arguments["q_offset"] + self.arguments["q_length"]
-        if seen is None:
+        if mask is None:
             return [0] * self.arguments["batch_size"]
-        return find_left_padding(seen) if seen.ndim == 2 and seen.shape[1] == columns else None
+        return find_left_padding(mask) if mask.ndim == 2 and mask.shape[1] == columns else None
 
 
 def parse_mask_function(function: Callable[..., Any], local_size: int | None) -> Mask | None:
-    """The rule that a mask function of the host stands for, if it is a known one."""
+    """Return the rule of a mask function of transformers, None if it is unknown."""
     if function is causal_mask_function:
         return Mask()
     cells = getattr(function, "__closure__", None)
@@ -96,10 +102,10 @@ def parse_mask_function(function: Callable[..., Any], local_size: int | None) ->
 
 
 def make_lazy_mask_function(mask_function: MaskFunction) -> MaskFunction:
-    """The host's mask function, made lazy where attention may do without the mask."""
+    """Wrap a mask function of transformers, to return a LazyMask where a rule may do."""
 
     def make_mask(**arguments: Any) -> Tensor | None:
-        # Packed sequences, blocks of an image and encoders are the host's own business.
+        # transformers itself masks packed sequences, blocks of an image and encoders.
         if arguments.get("allow_is_bidirectional_skip"):
             return mask_function(**arguments)
         check_mask_width(arguments)
@@ -111,36 +117,33 @@ def make_lazy_mask_function(mask_function: MaskFunction) -> MaskFunction:
 
 
 def check_mask_width(arguments: Mapping[str, Any]) -> None:
-    """Refuse an attention mask of more columns than tokens: its padding is displaced."""
-    seen: Tensor | None = arguments.get("attention_mask")
+    """Refuse an attention mask with more columns than tokens: its padding is displaced."""
+    mask: Tensor | None = arguments.get("attention_mask")
     columns = arguments["q_offset"] + arguments["q_length"]
-    if seen is not None and seen.ndim == 2 and seen.shape[1] > columns:
+    if mask is not None and mask.ndim == 2 and mask.shape[1] > columns:
         raise CacheError(
-            f"an attention_mask of {seen.shape[1]} columns for {columns} tokens: this model makes "
-            "it wider than its text, and nothing tells which columns are padding; kvant.detach the "
+            f"an attention_mask of {mask.shape[1]} columns for {columns} tokens: this model makes "
+            "it wider than its text, so the columns of padding are unknown; kvant.detach the "
             "model, or give its generate a cache from kvant.cache_for"
         )
 
 
-PADDING_ATTRIBUTE = (
-    "_kvant_padding"  # what was found of a mask, on it: every layer is handed the same one
-)
-CHUNK_PADDING_ATTRIBUTE = (
-    "_kvant_told"  # the same of a mask for several queries, and what it was compared with
-)
+# Results cached on a mask, since every layer receives the same mask tensor:
+PADDING_ATTRIBUTE = "_kvant_padding"  # (version, padding) of a mask for one query
+CHUNK_PADDING_ATTRIBUTE = "_kvant_chunk_padding"  # (key, padding) of a mask for several queries
 
 
 def resolve_mask(
     view: View, num_queries: int, mask: Tensor | None, causal: bool, narrows_window: bool
 ) -> tuple[View, Mask | Tensor] | None:
-    """What `count` queries see; None where only dense rows can tell.
+    """Return the view and the mask for `num_queries` queries; None if dense rows are needed.
 
-    `narrow` says that the view's own window is narrower than anything that the host knows of.
+    `narrows_window`: the window of the view is narrower than that of the model.
     """
     if num_queries > 1 and view.mask.chunk is not None and view.page_table.ragged:
         raise UnsupportedView(
-            "chunks of sequences of different lengths begin in different columns, of which the "
-            "host's mask knows nothing: read one token at a time"
+            "chunks of sequences of different lengths begin in different columns, which the mask "
+            "of transformers cannot express: read one token at a time"
         )
     if isinstance(mask, LazyMask):
         rule, padding = mask.rule, mask.padding
@@ -148,8 +151,8 @@ def resolve_mask(
             if not narrows_window and rule.window is None and rule.chunk is None:
                 check_model_window(view, num_queries)
             return hide_padding(view, padding), intersect_rules(view.mask, rule)
-        mask = materialize_tensor(mask, "a pattern of the host's")
-    if mask is None:  # the host hides nothing
+        mask = materialize_tensor(mask, "a mask that is no rule")
+    if mask is None:  # no row is hidden
         if causal and not narrows_window:
             check_model_window(view, num_queries)
         if view.page_table.has_padding:
@@ -168,90 +171,91 @@ def resolve_mask(
         check_mask_hides_nothing(mask)
         return view, view.mask
     if mask.shape[2] == 1:
-        mask = mask.expand(-1, -1, num_queries, -1)  # one row for all
+        mask = mask.expand(-1, -1, num_queries, -1)  # one row for all queries
     check_mask_hides_padding(view, mask)
     return view, restrict_mask_to_window(view, num_queries, mask) if narrows_window else mask
 
 
 def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
-    """The padding, where a mask for one query says no more than that."""
-    _, heads, count, columns = mask.shape
-    chunk = view.mask.chunk is not None
-    if (heads, count, mask.dtype) != (1, 1, torch.bool) or chunk:
+    """Return the padding of a mask for one query, None if it hides anything else."""
+    _, heads, num_queries, columns = mask.shape
+    is_chunked = view.mask.chunk is not None
+    if (heads, num_queries, mask.dtype) != (1, 1, torch.bool) or is_chunked:
         return None
     version = None if mask.is_inference() else mask._version
-    seen_at, known = getattr(mask, PADDING_ATTRIBUTE, (None, []))
-    if seen_at is None or seen_at != version:
-        known = find_left_padding(mask[:, 0, 0]) or []
-        setattr(mask, PADDING_ATTRIBUTE, (version, known))
-    if not known or (
-        any(known) and view.page_table.layer_group.sinks and not has_known_padding(view)
+    cached_version, padding = getattr(mask, PADDING_ATTRIBUTE, (None, []))
+    if cached_version is None or cached_version != version:
+        padding = find_left_padding(mask[:, 0, 0]) or []
+        setattr(mask, PADDING_ATTRIBUTE, (version, padding))
+    if not padding or (
+        any(padding) and view.page_table.layer_group.sinks and not has_known_padding(view)
     ):
         return None
-    before = view.page_table.num_columns - columns
-    return [n and n + before for n in known] * (view.batch // len(known))
+    first_column = view.page_table.num_columns - columns
+    return [n and n + first_column for n in padding] * (view.batch // len(padding))
 
 
 def _find_chunk_padding(
     view: View, num_queries: int, mask: Tensor, narrows_window: bool
 ) -> list[int] | None:
-    """The padding, where a mask for several queries says that, and what the view's rule does."""
+    """Return the padding of a mask for several queries, if the view's rule explains the rest."""
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, num_queries):
         return None
-    # A window of the view's own is narrower than the host's, and lies on top.
+    # The mask does not contain a window of the view that the model does not have.
     rule = replace(view.mask, window=None, sinks=0) if narrows_window else view.mask
     version = None if mask.is_inference() else mask._version
-    asked = (version, rule, view.page_table.num_columns, view.batch, tuple(_compute_starts(view)))
-    known: tuple[object, list[int] | None] = getattr(mask, CHUNK_PADDING_ATTRIBUTE, (None, None))
-    if known[0] != asked:
-        known = (asked, _match_chunk_padding(view, num_queries, mask, rule))
-        setattr(mask, CHUNK_PADDING_ATTRIBUTE, known)
-    return known[1]
+    key = (version, rule, view.page_table.num_columns, view.batch, tuple(_compute_starts(view)))
+    cached: tuple[object, list[int] | None] = getattr(mask, CHUNK_PADDING_ATTRIBUTE, (None, None))
+    if cached[0] != key:
+        cached = (key, _match_chunk_padding(view, num_queries, mask, rule))
+        setattr(mask, CHUNK_PADDING_ATTRIBUTE, cached)
+    return cached[1]
 
 
 def _match_chunk_padding(
     view: View, num_queries: int, mask: Tensor, rule: Mask
 ) -> list[int] | None:
+    """Return a padding that makes `rule` equal to `mask`, None if there is none."""
     batch, columns = view.batch, view.page_table.num_columns
-    before = columns - mask.shape[-1]
-    guesses = [_compute_starts(view)]
-    if not has_known_padding(view) and before == 0 and not view.page_table.layer_group.sinks:
+    first_column = columns - mask.shape[-1]
+    candidates = [_compute_starts(view)]
+    if not has_known_padding(view) and first_column == 0 and not view.page_table.layer_group.sinks:
         padding = find_left_padding(mask[:, 0, -1])
-        guesses += [padding * (batch // len(padding))] if padding else []
+        candidates += [padding * (batch // len(padding))] if padding else []
     k = torch.arange(columns, device=mask.device)
-    for guess in guesses:
-        start = torch.tensor(guess, device=mask.device).view(-1, 1, 1, 1)
-        seen = evaluate_mask(rule, k[-num_queries:, None] - start, k - start)
-        hidden, rest = seen[..., :before], seen[..., before:]
-        if not bool(hidden.any()) and bool((rest == mask).all()):
-            return guess
+    for candidate in candidates:
+        start = torch.tensor(candidate, device=mask.device).view(-1, 1, 1, 1)
+        visible = evaluate_mask(rule, k[-num_queries:, None] - start, k - start)
+        older, masked = visible[..., :first_column], visible[..., first_column:]
+        if not bool(older.any()) and bool((masked == mask).all()):
+            return candidate
     return None
 
 
 def _compute_starts(view: View) -> list[int]:
-    """The column of the first position of each sequence."""
-    extent = view.page_table
-    starts: list[int] = extent.reduce_to_sequences(extent.num_columns - extent.lengths).tolist()
+    """Return the column of the first position of each sequence."""
+    table = view.page_table
+    starts: list[int] = table.reduce_to_sequences(table.num_columns - table.lengths).tolist()
     return starts
 
 
 def has_known_padding(view: View) -> bool:
-    """Was padding told, and so not stored?"""
+    """Return whether the padding was known before the first rows, and so is not stored."""
     return view.page_table.has_padding
 
 
 def _agrees_with_padding(view: View, padding: list[int]) -> bool:
-    """Does the mask say no other than what was told before the first rows?"""
+    """Return whether the padding of a mask agrees with that of the view."""
     if view.page_table.ragged and not any(padding):
         return True
     if has_known_padding(view):
         return _compute_starts(view) == padding
-    # Chunks count from the first token: where that is hidden only, positions do not tell them.
+    # Attention chunks are counted from the first token: stored padding would shift them.
     return view.mask.chunk is None or not any(padding)
 
 
 def hide_padding(view: View, padding: list[int]) -> View:
-    """The view, with the padding hidden that only a mask tells of."""
+    """Return the view with stored padding hidden."""
     if not any(padding) or has_known_padding(view):
         return view
     if view.page_table.layer_group.sinks or view.page_table.pruned_at.any():
@@ -260,7 +264,7 @@ def hide_padding(view: View, padding: list[int]) -> View:
 
 
 def check_padding_hidden(view: View, num_queries: int) -> None:
-    """Refuse to show padding that was told: it is not there. Without a mask nobody hides it."""
+    """Refuse a call without a mask that would read padding, which is not stored."""
     if not has_known_padding(view):
         return
     window, columns = view.mask.window, view.page_table.num_columns
@@ -270,49 +274,49 @@ def check_padding_hidden(view: View, num_queries: int) -> None:
 
 
 def check_model_window(view: View, num_queries: int) -> None:
-    """Refuse a prompt beyond the model's own window, of which the model hides nothing."""
+    """Refuse a prompt longer than the window of a model that does not mask it."""
     window = view.mask.window
     if window is not None and num_queries > window:
         raise UnsupportedView(
-            f"{num_queries} tokens at once on a layer with a window of {window}, and the model "
-            "lets each "
-            f"see all before it: give prompts in chunks of at most {window} tokens "
-            "(prefill_chunk), or leave kvant out"
+            f"{num_queries} tokens at once on a layer with a window of {window}, which the model "
+            f"does not mask: give prompts in chunks of at most {window} tokens (prefill_chunk), or "
+            "leave kvant out"
         )
 
 
 def check_mask_hides_nothing(mask: Tensor) -> None:
-    """Refuse what a mask says of columns, where each sequence has its newest token in another."""
+    """Refuse a mask over columns for sequences of different lengths, unless it hides nothing."""
     if not bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all()):
         raise UnsupportedView(
             "a mask or a bias that the model made for one length, on sequences of different "
-            "lengths: extract the sequences one by one"
+            "lengths: extract each sequence"
         )
 
 
 def check_mask_hides_padding(view: View, mask: Tensor) -> None:
-    """Refuse a mask that shows what was told to be padding."""
+    """Refuse a mask that shows known padding, which is not stored."""
     if not has_known_padding(view):
         return
     newest = mask[:, :, -1:]
-    shown = newest if mask.dtype == torch.bool else newest > torch.finfo(mask.dtype).min / 2
+    visible = newest if mask.dtype == torch.bool else newest > torch.finfo(mask.dtype).min / 2
     columns = view.page_table.num_columns
     column = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
     start = torch.tensor(_compute_starts(view), device=mask.device).view(-1, 1, 1, 1)
-    if bool((shown & (column < start)).any()):
+    if bool((visible & (column < start)).any()):
         raise make_padding_mismatch_error(view)
 
 
 def make_padding_mismatch_error(view: View) -> CacheError:
+    """Make the error for a mask whose padding is not that of the cache."""
     return CacheError(
-        f"sequences that began at columns {_compute_starts(view)}, as was told before the first "
-        "rows, "
-        "begin elsewhere by this mask, but padding is not stored: reset the cache, or give this "
-        "mask to kvant.cache_for(..., attention_mask=...) and read all tokens again"
+        f"the cached sequences begin at columns {_compute_starts(view)}, by this mask they "
+        "begin elsewhere, but padding is not stored: reset the cache, or give this mask to "
+        "kvant.cache_for(..., attention_mask=...) and read all tokens again"
     )
 
 
 def make_missing_padding_error() -> CacheError:
+    """Make the error for padding that must be known before the first rows."""
     return CacheError(
         "sinks and pruned rows of a left-padded batch need the padding before the first rows: give "
         "kvant.cache_for(..., attention_mask=...), or kvant.attach the model; a window without "
@@ -321,25 +325,25 @@ def make_missing_padding_error() -> CacheError:
 
 
 def restrict_mask_to_window(view: View, num_queries: int, mask: Tensor) -> Tensor:
-    """The host's mask, and beside it the window that the host knows nothing of."""
+    """Intersect a mask with the window of the view, which the model does not have."""
     if mask.dtype != torch.bool:
         raise UnsupportedView(
-            f"a mask of {mask.dtype} beside a window that the model does not have itself: "
+            f"a mask of {mask.dtype} with a window that the model does not have: "
             "kvant.attach the model, or leave the window out"
         )
     sinks, columns = view.page_table.layer_group.sinks, view.page_table.num_columns
-    whole = mask.shape[-1] == columns
-    if not has_known_padding(view) and sinks and whole and not bool(mask[:, :, -1, :sinks].all()):
+    checkable = not has_known_padding(view) and mask.shape[-1] == columns
+    if checkable and sinks and not bool(mask[:, :, -1, :sinks].all()):
         raise make_missing_padding_error()
     k = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
     q = torch.arange(columns - num_queries, columns, device=mask.device)
     start = torch.tensor(_compute_starts(view), device=mask.device).view(-1, 1, 1, 1)
-    rule = replace(view.mask, causal=False, chunk=None)  # those the host's mask has already
+    rule = replace(view.mask, causal=False, chunk=None)  # the mask has these already
     return mask & evaluate_mask(rule, q[:, None] - start, k - start)
 
 
 def intersect_rules(view_rule: Mask, model_rule: Mask) -> Mask:
-    """What both rules let through: they are of the same layer, so one of them is the narrower."""
+    """Intersect two rules of the same layer, of which one is narrower."""
     windows = [w for w in (view_rule.window, model_rule.window) if w is not None]
     return replace(
         view_rule, window=min(windows, default=None), chunk=view_rule.chunk or model_rule.chunk

@@ -1,4 +1,4 @@
-"""Which models of the host's a user means, and what tells one of them from another."""
+"""Find the transformers model that a user passes, and describe its forward and weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvant.weights import named_weights
 
 
 def unwrap_model(model: Any) -> PreTrainedModel | None:
-    """The model that torch.compile or peft wraps, or itself; None where nobody knows of one.
+    """Return the model that torch.compile or peft wraps, or itself; None for another wrapper.
 
-    What is compiled is a copy of its forward, which `generate` of the host's does not call either.
+    torch.compile compiles a copy of the forward, which `generate` of transformers does not call.
     """
     while not isinstance(model, PreTrainedModel):
         inner = _get_wrapped_model(model) if isinstance(model, nn.Module) else None
@@ -30,7 +30,7 @@ def unwrap_model(model: Any) -> PreTrainedModel | None:
 
 
 def get_transformers_model(model: Any) -> PreTrainedModel:
-    """The model of the host's, or an error that says what is needed."""
+    """Return the transformers model, or raise a TypeError that tells what is needed."""
     if isinstance(model, str):
         raise TypeError(
             f"{short(model)} is the name of a model: the loaded one is needed, "
@@ -38,113 +38,110 @@ def get_transformers_model(model: Any) -> PreTrainedModel:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{type(model).__name__} is no model: a loaded one is needed; of a configuration "
-            "kvant.plan(config, spec) tells the bytes"
+            f"{type(model).__name__} is no model: a loaded one is needed; for a configuration, "
+            "kvant.plan(config, spec) computes the bytes"
         )
-    found = unwrap_model(model)
-    if found is None:
+    hf_model = unwrap_model(model)
+    if hf_model is None:
         raise TypeError(
-            f"{type(model).__name__} is no model of transformers, and none that torch.compile or "
-            "peft wraps: give the model inside; any other takes kvant.Cache(num_layers, spec)"
+            f"{type(model).__name__} is neither a transformers model nor one wrapped by "
+            "torch.compile or peft: give the model inside, or use kvant.Cache(num_layers, spec)"
         )
-    return found
+    return hf_model
 
 
 def _get_wrapped_model(model: Any) -> Any:
+    """Return the model inside a wrapper of peft or torch.compile, else None."""
     base = getattr(model, "get_base_model", None)
     if not callable(base):
         return getattr(model, "_orig_mod", None)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise TypeError(
-            f"{type(model).__name__} puts a learnt prompt before the text, which the model inside "
-            "knows nothing of: kvant takes adapters of weights, as LoRA's, or the model inside, "
-            "model.get_base_model(), without its prompt"
+            f"{type(model).__name__} adds a learnt prompt, which the model inside does not have: "
+            "kvant supports weight adapters such as LoRA, or the model inside without its prompt, "
+            "model.get_base_model()"
         )
     return base()
 
 
 def list_generating_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model, and the parts of it that have a `generate` of their own."""
-    inner = (module for module in model.modules() if module is not model)
-    parts = (module for module in inner if isinstance(module, PreTrainedModel))
+    """Return the model, and its parts that have a `generate` of their own."""
+    modules = (module for module in model.modules() if module is not model)
+    parts = (module for module in modules if isinstance(module, PreTrainedModel))
     return [model, *(part for part in parts if part.can_generate())]
 
 
 NAMED_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-CACHE_ARGUMENTS = (
-    "cache",
-    "past_key_values",
-    "cache_params",
-)  # from 5.24 on, before, and of Mamba before
+# transformers 5.24 and later, older versions, and Mamba in older versions.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 def get_cache_argument(model: PreTrainedModel) -> str:
-    """The name by which the host's forward, and its `generate`, take a cache."""
-    taken = get_forward_arguments(model)
-    return next((name for name in CACHE_ARGUMENTS if name in taken), CACHE_ARGUMENTS[0])
+    """Return the name of the cache argument of the forward and of `generate`."""
+    names = get_forward_arguments(model)
+    return next((name for name in CACHE_ARGUMENTS if name in names), CACHE_ARGUMENTS[0])
 
 
 def get_forward_arguments(model: PreTrainedModel) -> set[str]:
-    """Return the arguments that the forward of a model takes by name, of its bases' as well."""
+    """Return the named arguments of a model's forward, and those it passes on to its bases."""
     return _collect_argument_names(model.forward, *_list_forwards(type(model)))
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
     """Return whether the forward of the model's class, or of a part that generates, takes a cache.
 
-    A forward of `*args, **kwargs` alone hands on what it is given: it may take one.
+    A forward with only `*args, **kwargs` passes its arguments on, and may take one.
     """
-    for kind in {type(part) for part in list_generating_parts(model)}:
-        names = _collect_argument_names(*_list_forwards(kind))
+    for part_class in {type(part) for part in list_generating_parts(model)}:
+        names = _collect_argument_names(*_list_forwards(part_class))
         if not names or names & set(CACHE_ARGUMENTS):
             return True
     return False
 
 
 def _collect_argument_names(*forwards: Callable[..., Any]) -> set[str]:
-    """Return the arguments that the first forward names, and each next one that gets `**kwargs`."""
+    """Return the named arguments of the first forward, and of the next while `**kwargs` pass on."""
     names = set[str]()
     for forward in forwards:
-        taken = inspect.signature(forward).parameters.values()
-        names |= {
-            one.name for one in taken if one.kind in NAMED_PARAMETER_KINDS and one.name != "self"
-        }
-        if all(one.kind is not one.VAR_KEYWORD for one in taken):
+        parameters = inspect.signature(forward).parameters.values()
+        names |= {p.name for p in parameters if p.kind in NAMED_PARAMETER_KINDS}
+        names.discard("self")
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             break
     return names
 
 
 def _list_forwards(model_class: type[nn.Module]) -> list[Callable[..., Any]]:
     """Return the forward of a class and those of its bases, in the order of `super()`."""
-    return [vars(one)["forward"] for one in model_class.__mro__ if "forward" in vars(one)]
+    return [vars(base)["forward"] for base in model_class.__mro__ if "forward" in vars(base)]
 
 
 def list_required_inputs(model: PreTrainedModel) -> list[str]:
-    """What every forward of a model needs beside tokens."""
-    taken = inspect.signature(model.forward).parameters.values()
-    named = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
-    return [one.name for one in named if one.default is one.empty and one.name != "input_ids"]
+    """List the arguments besides tokens that every forward of a model requires."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p.name for p in named if p.default is p.empty and p.name != "input_ids"]
 
 
 def find_text_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The model, or the first part that generates, which continues tokens and needs no more."""
+    """Return the model, or its first generating part, that needs tokens only; None without one."""
     return next(
         (part for part in list_generating_parts(model) if not list_required_inputs(part)), None
     )
 
 
 def get_text_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The reader of a model, or an error that says what else it needs."""
-    found = find_text_model(model)
-    if found is None:
+    """Return the part of a model that continues text, or raise a TypeError."""
+    text_model = find_text_model(model)
+    if text_model is None:
         raise TypeError(
             f"{_describe_required_inputs(model)}, and no part of it continues tokens alone"
         )
-    return found
+    return text_model
 
 
 def check_text_model(model: PreTrainedModel) -> None:
-    """Refuse a model that tokens are not enough for, and name the part that they are."""
+    """Refuse a model that needs more than tokens, and name its part that does not."""
     if list_required_inputs(model):
         part = get_text_model(model)
         name = next(name for name, module in model.named_modules() if module is part)
@@ -157,11 +154,14 @@ def _describe_required_inputs(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} needs {', '.join(list_required_inputs(model))} in every forward"
 
 
-NUM_SAMPLED_VALUES = 16  # values of each weight
+NUM_SAMPLED_VALUES = 16  # per weight
 
 
 def compute_model_fingerprint(model: PreTrainedModel) -> str:
-    """The same for the same weights in the same dtype, wherever they lie."""
+    """Hash the names, shapes, dtypes and some values of the weights, and the RoPE settings.
+
+    The device does not change the hash.
+    """
     sha = hashlib.sha256(json.dumps(_describe_rope(model.config), sort_keys=True).encode())
     for name, weight in named_weights(model):
         sha.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
@@ -176,9 +176,9 @@ def _describe_rope(config: Any) -> Any:
 
 @torch.no_grad()
 def _sample_values(weight: Tensor) -> Tensor:
-    """Some values, evenly spread; none of a weight that is not here."""
+    """Return evenly spaced values of a weight on the CPU; none for a weight on meta."""
     if weight.is_meta or weight.numel() == 0:
         return torch.empty(0, dtype=torch.float64)
-    spread = torch.linspace(0, weight.numel() - 1, NUM_SAMPLED_VALUES, dtype=torch.float64).long()
-    place = torch.unravel_index(spread.to(weight.device), weight.shape)
-    return weight.detach()[place].cpu().double()
+    offsets = torch.linspace(0, weight.numel() - 1, NUM_SAMPLED_VALUES, dtype=torch.float64).long()
+    indices = torch.unravel_index(offsets.to(weight.device), weight.shape)
+    return weight.detach()[indices].cpu().double()

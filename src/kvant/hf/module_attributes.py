@@ -1,4 +1,4 @@
-"""What the modules of a model hold beside parameters: asked at every request, so in one walk."""
+"""Read and restore the plain attributes of a model's modules, fast enough for every request."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any
 from torch import nn
 
 PLAIN_TYPES = (bool, int, float, str)
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what PyTorch keeps of any module
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Each of them once, as `nn.Module.named_modules` has them, but sooner."""
-    found, seen = [], set[int]()
-    rest = [("", model)]
-    while rest:
-        name, module = rest.pop()
-        if id(module) in seen:
+    """Return the modules as `nn.Module.named_modules` does, but faster."""
+    modules, visited = [], set[int]()
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in visited:
             continue
-        seen.add(id(module))
-        found.append((name, module))
-        parts = [(part, one) for part, one in module._modules.items() if one is not None]
-        rest += [(f"{name}.{part}" if name else part, one) for part, one in reversed(parts)]
-    return found
+        visited.add(id(module))
+        modules.append((name, module))
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        stack += [(f"{name}.{key}" if name else key, child) for key, child in reversed(children)]
+    return modules
 
 
 def named_attributes(model: nn.Module) -> list[tuple[str, Any]]:
-    """The plain attributes of its modules, by name."""
-    every = (item for _, module in named_modules(model) for item in vars(module).items())
-    return [(name, value) for name, value in every if name not in MODULE_ATTRIBUTES]
+    """Return the names and values of the attributes of all modules."""
+    attributes = (item for _, module in named_modules(model) for item in vars(module).items())
+    return [(name, value) for name, value in attributes if name not in MODULE_ATTRIBUTES]
 
 
 @contextmanager
 def restore_modules(model: nn.Module) -> Iterator[None]:
     """Restore the attributes and buffers of all modules at the end, training mode included.
 
-    What is changed in place stays so: values of a tensor, of a list or of a dictionary.
+    Changes in place are not undone: values of a tensor, of a list or of a dictionary.
     """
     modules = [module for _, module in named_modules(model)]
-    before = [(one, dict(vars(one)), dict(one._buffers)) for one in modules]
+    saved = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     try:
         yield
     finally:
-        for module, attributes, buffers in before:
+        for module, attributes, buffers in saved:
             for name in vars(module).keys() - attributes:
                 del module.__dict__[name]
             vars(module).update(attributes)
@@ -53,7 +53,7 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
 
 
 def make_comparable(value: Any) -> object:
-    """Something equal for equal values; None for what is no plain value."""
+    """Return the plain parts of a value as an immutable object; None if it has none."""
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, Mapping):

@@ -1,7 +1,8 @@
-"""What the host is handed after an append, in place of keys and values.
+"""The attention that follows an append: on the stored pages, or on dense rows.
 
-A reading answers for attention where it can (`attend`), on the pages. Where it cannot, `rows` are
-the dense rows, made once. It is current until the layer's next append.
+The model receives handles of a PendingAttention in place of keys and values. `attend` computes
+attention on the pages where it can; otherwise `read_rows` materializes dense rows. A pending
+attention is current until the next append to its layer.
 """
 
 from __future__ import annotations
@@ -21,64 +22,64 @@ from kvant.hf.lazy_tensor import materialize_tensor
 from kvant.hf.masks import resolve_mask
 
 NARROW_WINDOW_REFUSAL = (
-    "a window that the model does not have itself is seen by kvant's attention alone: "
+    "only kvant's attention applies a window that the model does not have: "
     "kvant.attach the model, or leave the window out"
 )
 STORED_PREFILL_REFUSAL = (
-    "each token of this chunk sees rows of its own (prefill=stored, or a speculation): "
-    "kvant.attach the model, or take a raw format"
+    "the tokens of this chunk see different rows (prefill=stored, or a speculation): "
+    "kvant.attach the model, or use a raw format"
 )
 PRUNED_REFUSAL = (
-    "rows of this layer were pruned, each head keeps others: kvant.attach the model, or leave the "
-    "prune out"
+    "each head of this layer keeps different rows after a prune: kvant.attach the model, or leave "
+    "the prune out"
 )
 RAGGED_REFUSAL = (
-    "the sequences of this cache have different lengths, and dense rows without a mask would show "
-    "tokens that are not there: kvant.attach the model, or extract the sequences one by one"
+    "the sequences of this cache have different lengths, and without a mask attention would read "
+    "rows before their first tokens: kvant.attach the model, or extract each sequence"
 )
 SideName = Literal["keys", "values"]
 
 
 class AttentionCall(NamedTuple):
-    """What an attention call of the host asks, beside its queries."""
+    """The arguments of an attention call of the model, except the queries."""
 
     mask: Tensor | None
     scale: float | None
     causal: bool = True
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    may_pack_heads: bool = False  # the queries may be heads, laid out so by the host
+    may_pack_heads: bool = False  # query heads of a group may be packed into the token dimension
 
 
 class KVSource(Protocol):
-    """Where the keys and values that a host sees come from."""
+    """The source of the keys and values behind a pair of handles."""
 
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the keys, and of the values."""
+        """Return the shapes of the keys and of the values."""
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        """Attention [B, heads, T, D], or None where dense rows are needed after all."""
+        """Compute attention [B, heads, T, D]; return None if dense rows are needed."""
 
     def read_rows(self, side: SideName, reason: str) -> Tensor:
-        """Dense rows, contiguous: models are known to call `view` on them."""
+        """Return dense rows, contiguous, since some models call `view` on them."""
 
 
 @dataclass(eq=False)
 class PendingAttention:
-    """The rows of one layer for the forward that appended `count` tokens."""
+    """The rows of one layer for the forward that appended `num_new` tokens."""
 
     view: View
     num_new: int
-    num_columns: int  # the newest columns, those the host has been told of
+    num_columns: int  # the newest columns, as many as the masks of the model have
     dtype: torch.dtype
     attention_stats: AttentionStats
     narrows_window: bool = False  # the view's window is not the model's
-    stored_prefill: bool = False  # each token of a chunk sees rows of its own
-    model_has_gqa: bool = True  # some layer of the host has grouped queries
-    layer_has_gqa: bool = False  # and so has the one that these rows are of: it was seen
+    stored_prefill: bool = False  # the tokens of a chunk see different rows
+    model_has_gqa: bool = True  # some layer of the model has grouped queries
+    layer_has_gqa: bool = False  # an earlier call showed that this layer has them
     is_current: bool = True
     is_materialized: bool = False
-    takes_tensor_masks: bool = True  # may masks be tensors, which not every kernel takes?
+    takes_tensor_masks: bool = True  # some kernels accept only rules
 
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
@@ -88,27 +89,27 @@ class PendingAttention:
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
         if not self.is_current:
             self.check_current()
-        mask, asked = call.mask, q.shape
+        mask, shape = call.mask, q.shape
         packed = self.detect_packed_heads(q, call)
         if packed:
             q, mask = pack_queries_as_heads(q, mask)
         if packed is None or not self.matches_queries(q):
             return None
-        seen = resolve_mask(self.view, q.shape[2], mask, call.causal, self.narrows_window)
-        if seen is None:
+        resolved = resolve_mask(self.view, q.shape[2], mask, call.causal, self.narrows_window)
+        if resolved is None:
             return None
-        view, rule = seen
+        view, rule = resolved
         if isinstance(rule, Tensor) and not self.takes_tensor_masks:
             return None
         self.attention_stats.tensor_masks += isinstance(rule, Tensor)
         out = self.attend_view(q, view, None if rule is view.mask else rule, call)
         self.attention_stats.fused_calls += 1
-        return out.reshape(*asked[:3], -1) if packed else out
+        return out.reshape(*shape[:3], -1) if packed else out
 
     def attend_view(
         self, q: Tensor, view: View, rule: Mask | Tensor | None, call: AttentionCall
     ) -> Tensor:
-        """Attention over all rows, those that were appended included."""
+        """Compute attention over all rows, including those just appended."""
         out = attend(
             q,
             view,
@@ -128,37 +129,41 @@ class PendingAttention:
         return rows.to(self.dtype).contiguous()
 
     def detect_packed_heads(self, q: Tensor, call: AttentionCall) -> bool | None:
-        """Are these the heads of the newest token, those of a group laid out as its queries?
+        """Return whether `q` packs the query heads of each group into its token dimension.
 
-        The host does so for one token (`pack_gqa`), which may be the last of several. Sizes cannot
-        tell: as many tokens as a group has heads look the same. None: nothing can tell.
+            as usual  [B, H * group, 1, D]
+            packed    [B, H, group, D]
+
+        transformers packs for one token (`pack_gqa`), which may be the last of several. The shape
+        alone is ambiguous if a chunk has `group` tokens. None: unknown.
         """
         heads, mask = self.view.heads, call.mask
         self.layer_has_gqa |= q.shape[1] > heads
         if not call.may_pack_heads or q.shape[1] != heads or q.shape[2] == 1:
             return False
         if mask is not None and heads > 1 and mask.shape[1:3] == (1, q.shape[2]):
-            return False  # a row for each query is one for each token: all heads share it
+            return False  # a mask row per query: the queries are tokens
         if self.num_new == 1 or self.layer_has_gqa:
             return True
         return None if self.model_has_gqa else False
 
     def matches_queries(self, q: Tensor) -> bool:
-        """Are these the queries of the tokens that were appended, or of the last of them?"""
+        """Return whether `q` has queries of all appended tokens, or of the last one."""
         view = self.view
-        batch, asked, tokens, width = q.shape
-        fits = batch == view.batch and width == view.keys.dim and asked % view.heads == 0
-        return fits and tokens in (1, self.num_new)  # a model may need the last one's logits only
+        batch, heads, tokens, dim = q.shape
+        fits = batch == view.batch and dim == view.keys.dim and heads % view.heads == 0
+        return fits and tokens in (1, self.num_new)  # a model may compute only the last logits
 
     def check_current(self) -> None:
+        """Refuse a pending attention whose cache has changed since."""
         if not self.is_current:
             raise CacheError(
-                "keys or values of an earlier forward: the cache has moved on since, and they are "
-                "not what they were; read them before the next forward"
+                "keys or values of an earlier forward: the cache has changed since; read "
+                "them before the next forward"
             )
 
     def check_dense(self, reason: str) -> None:
-        """Refuse dense rows that would not be what attention sees; count the others once."""
+        """Refuse dense rows that differ from what attention reads; count the others once."""
         self.check_current()
         refusal = (
             NARROW_WINDOW_REFUSAL
@@ -177,15 +182,15 @@ class PendingAttention:
 
 
 def read_dense_rows(view: View, side: SideName, num_columns: int) -> Tensor:
-    """The newest columns as the newest query sees them, out of their frame."""
-    stored, length = view.keys if side == "keys" else view.values, view.page_table.num_columns
-    return stored.codec.frame.restore_outputs(
+    """Return the newest columns as the newest query sees them, decoded and out of their frame."""
+    tensors, length = view.keys if side == "keys" else view.values, view.page_table.num_columns
+    return tensors.codec.frame.restore_outputs(
         read_columns(view, side, length - num_columns, length)
     )
 
 
 def pack_queries_as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each query as one more head, at the newest column."""
+    """Turn each query into another head of its group, at the newest column."""
     if mask is not None and mask.shape[1] * mask.shape[2] > 1:
         mask = mask.expand(-1, *q.shape[1:3], -1).flatten(1, 2).unsqueeze(2)
     batch, heads, count, dim = q.shape
@@ -194,14 +199,14 @@ def pack_queries_as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
 
 @dataclass(eq=False)
 class PendingPromptAttention(PendingAttention):
-    """The rows of a first chunk, as they came: where no kernel reads them, the host does."""
+    """The dense rows of a first chunk: transformers attends to them if no kernel is faster."""
 
     keys: Tensor = field(kw_only=True)
     values: Tensor = field(kw_only=True)
     takes_tensor_masks: bool = False
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        """None where gradients are wanted, too, and where no kernel is sooner done."""
+        """Compute attention; return None if gradients are needed or no kernel is faster."""
         if (torch.is_grad_enabled() and q.requires_grad) or not has_fast_prefill(self.view, q):
             return None
         return super().attend(q, call)
@@ -212,19 +217,19 @@ class PendingPromptAttention(PendingAttention):
 
 
 class PendingCrossAttention(PendingAttention):
-    """Rows of an encoder: every query sees all of them, however many queries there are."""
+    """Rows of an encoder, all visible to every query."""
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        """Each query as one more head of its group, at the newest column."""
+        """Compute attention with each query as another head, at the newest column."""
         self.check_current()
         heads, dim = self.view.keys.heads, self.view.keys.dim
         if q.shape[::3] != (self.view.batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
             return None
-        folded, mask = pack_queries_as_heads(
+        packed, mask = pack_queries_as_heads(
             q, materialize_tensor(call.mask, "a mask over an encoder's rows")
         )
         self.attention_stats.tensor_masks += mask is not None
-        out = attend(folded, self.view, mask=mask, scale=call.scale, softcap=call.softcap)
+        out = attend(packed, self.view, mask=mask, scale=call.scale, softcap=call.softcap)
         assert isinstance(out, Tensor)
         self.attention_stats.fused_calls += 1
         return out.reshape(*q.shape[:3], -1)

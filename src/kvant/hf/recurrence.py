@@ -1,12 +1,16 @@
-"""The state of a layer that the host updates in place, as one that a cache of ours can take along.
+"""Recurrent states that transformers updates in place, as part of a kvant cache.
 
-The host tells nobody what it does to its tensors, so this state follows: the layers that are
-appended to say how far the forward came. When one died, the state is of no length, and only going
-back to a checkpoint, a restore or a reset makes it one again.
+transformers does not report its updates, so the length of a state is inferred:
 
-Nor does the host tell how far a forward is. Where attention follows on the first recurrent layer, a
-commit tells; a second beginning before that is another forward, and the one before it died. Where
-nothing attends, tokens are counted as they pass the first convolution.
+    attention after the first    a commit of the attention layers sets the length; a second
+    recurrent layer              start before it means that the previous forward failed
+    no attention                 tokens are counted at the first convolution
+
+    valid --begin_forward--> in forward --advance_to--> valid
+                                 |
+                                 +--failure--> lost --rewind, restore or reset--> valid
+
+A lost state has no length. It becomes valid again only from a checkpoint or a snapshot, or empty.
 """
 
 from __future__ import annotations
@@ -25,23 +29,21 @@ from kvant.cache.recurrent import (
     RecurrentBase,
     RecurrentState,
     StateHistory,
+    get_stored_dtype,
     restore_history,
     snapshot_history,
-    wide,
 )
 from kvant.contracts import Fields, LayerStats, Snapshot
 from kvant.errors import CacheError, RewindError, SnapshotMismatch
 from kvant.hf.model_layers import ModelLayer
 from kvant.recipes import RecurrentSpec
 
-STATE_ATTRIBUTES = {
-    "conv": "conv_states",
-    "recurrent": "recurrent_states",
-}  # name in a file: the host's
+# Name in files -> attribute of a transformers layer.
+STATE_ATTRIBUTES = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
 
 class Recurrence(RecurrentBase):
-    """A state that lies in a layer of the host's; a `HostState`."""
+    """An ExternalState whose tensors are in a layer of transformers."""
 
     def __init__(self, spec: RecurrentSpec, layer: LinearAttentionLayer) -> None:
         self.spec = spec
@@ -50,54 +52,62 @@ class Recurrence(RecurrentBase):
         self.length = 0
         self.checkpoints: tuple[RecurrentState, ...] = ()
         self.is_lost = False
-        self.in_forward = False  # by a forward that has not come to its end
+        self.in_forward = False  # a forward has started and not committed
 
     @property
     def history(self) -> StateHistory:
+        """The current state and the checkpoints, sharing memory with the layer."""
         return StateHistory(RecurrentState(self.length, self._collect_tensors()), self.checkpoints)
 
     def begin_forward(self) -> None:
-        """A forward begins here; if the one before did not end, it died."""
+        """Start a forward; if the previous one did not end, it failed."""
         if self.in_forward:
             self.invalidate()
         self.check_valid()
         self.in_forward = True
 
     def advance_to(self, length: int) -> None:
+        """End a forward: the state is that of `length` tokens."""
         self.in_forward = False
         self.length = length
 
     def invalidate(self) -> None:
+        """Mark the state as lost after a failed forward; an empty state is cleared instead."""
         self.is_lost = True
         if self.length == 0:
             self._load_tensors({})
             self.is_lost = False
-        self.in_forward = False  # last: an interrupt before it leaves no state at all
+        self.in_forward = False  # last, so that an interrupt before it leaves the state lost
 
     def check_valid(self) -> None:
+        """Refuse a lost state."""
         if self.is_lost:
             raise CacheError(
-                "a forward or a verb was abandoned, and a recurrent layer cannot go back alone: "
+                "a forward or a change was abandoned, and a recurrent layer cannot undo its part: "
                 f"rewind to a checkpoint ({self.reachable(self.length)} is the longest) or reset"
             )
 
     def append(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("the host changes this state; nobody appends to it")
+        raise TypeError("transformers updates this state in place: append is not supported")
 
     def reachable(self, to: int) -> int:
+        """Return the longest length <= `to` that a crop or a checkpoint can restore."""
         if not self._has_no_length and to >= self.length - self._count_recorded_tokens():
             return min(to, self.length)
-        points = (moment.length for moment in self.checkpoints)
-        return max((length for length in points if length <= to), default=0)
+        lengths = (state.length for state in self.checkpoints)
+        return max((length for length in lengths if length <= to), default=0)
 
     def prepare_rewind(self, to: int) -> Callable[[], None]:
+        """Return the function that rewinds; until it is called, the state is lost."""
         if self.reachable(to) != to:
-            raise RewindError(f"length {to}: {self.reachable(to)} is the longest that can be")
-        kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
+            raise RewindError(
+                f"length {to} cannot be reached: {self.reachable(to)} is the longest that can"
+            )
+        checkpoints = tuple(state for state in self.checkpoints if state.length <= to)
         crops = not self._has_no_length and to >= self.length - self._count_recorded_tokens()
         if to < self.length or not crops:
             self.is_lost = True
-        return partial(self._crop if crops else self._restore_checkpoint, to, kept)
+        return partial(self._crop if crops else self._restore_checkpoint, to, checkpoints)
 
     def _crop(self, to: int, checkpoints: tuple[RecurrentState, ...]) -> None:
         if self.layer.record_past:
@@ -111,124 +121,129 @@ class Recurrence(RecurrentBase):
         )
 
     def checkpoint(self) -> None:
-        """Come back to the present length from here on; the oldest checkpoint may go for it."""
+        """Save the current state, and drop the oldest checkpoint above `max_checkpoints`."""
         self._check_between_forwards()
-        if all(moment.length != self.length for moment in self.checkpoints):
-            marked = (*self.checkpoints, self.history.current.copy())
-            self.checkpoints = marked[-self.spec.max_checkpoints :]
+        if all(state.length != self.length for state in self.checkpoints):
+            checkpoints = (*self.checkpoints, self.history.current.copy())
+            self.checkpoints = checkpoints[-self.spec.max_checkpoints :]
 
     def shared_snapshot(self) -> Snapshot:
+        """Return a snapshot that shares memory with the layer."""
         self._check_between_forwards()
         return snapshot_history(self.history)
 
     def parse_snapshot(self, snapshot: Snapshot) -> StateHistory:
-        past, own = restore_history(self.spec, snapshot), self._shapes()
-        for moment in past.states:
-            held = {name: (x.dtype, tuple(x.shape[1:])) for name, x in moment.tensors.items()}
-            if own and held and held != own:
-                raise SnapshotMismatch(f"states {held}, {own} are the model's")
-        return past
+        """Decode a snapshot, and check its dtypes and shapes against those of the model."""
+        history, expected = restore_history(self.spec, snapshot), self._collect_shapes()
+        for state in history.states:
+            shapes = {name: (x.dtype, tuple(x.shape[1:])) for name, x in state.tensors.items()}
+            if expected and shapes and shapes != expected:
+                raise SnapshotMismatch(f"states {shapes}, but the model has {expected}")
+        return history
 
     @property
     def has_shapes(self) -> bool:
-        """Whether the host made its tensors, so that their shapes are known."""
-        return bool(self._shapes())
+        """Whether transformers allocated the tensors, so that their shapes are known."""
+        return bool(self._collect_shapes())
 
     def prepare_restore(self, history: StateHistory) -> Callable[[], None]:
-        self.is_lost, self.checkpoints = True, ()  # of another past
+        """Return the function that restores `history`; until it is called, the state is lost."""
+        self.is_lost, self.checkpoints = True, ()
         return partial(self._restore_history, history)
 
     def _restore_history(self, history: StateHistory) -> None:
-        """Let the host's layer have the present state of this past."""
+        """Load the current state of `history` into the layer."""
         self._load_tensors(history.current.tensors)
         self.length, self.checkpoints = history.current.length, history.checkpoints
-        self.in_forward = self.is_lost = (
-            False  # last: an interrupt before it leaves no state at all
-        )
+        # Last, so that an interrupt before it leaves the state lost.
+        self.in_forward = self.is_lost = False
 
     def fork(self) -> Recurrence:
+        """Return a copy in memory of its own."""
         self._check_between_forwards()
-        twin = Recurrence(self.spec, copy.deepcopy(self.layer))
-        twin.length = self.length
-        twin.checkpoints = tuple(moment.copy() for moment in self.checkpoints)
-        return twin
+        recurrence = Recurrence(self.spec, copy.deepcopy(self.layer))
+        recurrence.length = self.length
+        recurrence.checkpoints = tuple(state.copy() for state in self.checkpoints)
+        return recurrence
 
     def get_history(self) -> StateHistory:
+        """Return the history between two forwards."""
         self._check_between_forwards()
         return self.history
 
     @property
     def _has_no_length(self) -> bool:
-        """Is the state of no length?"""
+        """Whether the state has no length: lost, or inside a forward."""
         return self.is_lost or self.in_forward
 
     def _check_between_forwards(self) -> None:
-        """The verbs come between forwards: one that is under way has died."""
+        """Treat a forward that has not ended as failed, and refuse a lost state."""
         if self.in_forward:
             self.invalidate()
         self.check_valid()
 
     def _collect_tensors(self) -> dict[str, Tensor]:
-        """The host's tensors, by a name that a file may hold."""
-        layer, live = self.layer, {}
-        for kind, attribute in STATE_ATTRIBUTES.items():
+        """Return the tensors of the layer by their names in files."""
+        layer, tensors = self.layer, {}
+        for name, attribute in STATE_ATTRIBUTES.items():
             for index, tensor in getattr(layer, attribute).items():
                 if tensor is None or not layer.has_previous_state[index]:
                     continue
-                if kind == "conv":  # without what is recorded for a crop
+                if name == "conv":  # without the columns recorded for a crop
                     tensor = tensor[..., -layer.conv_kernel_size[index] :]
-                live[f"{kind}{index}"] = tensor
-        return live
+                tensors[f"{name}{index}"] = tensor
+        return tensors
 
-    def _shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What a snapshot of the host's tensors has, by name, whatever the sequences."""
-        layer, found = self.layer, {}
-        for kind, attribute in STATE_ATTRIBUTES.items():
+    def _collect_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtypes and shapes of a snapshot by name, without the batch dimension."""
+        layer, shapes = self.layer, {}
+        for name, attribute in STATE_ATTRIBUTES.items():
             for index, tensor in getattr(layer, attribute).items():
                 if tensor is None:
                     continue
                 shape = tuple(tensor.shape[1:])
-                if kind == "conv":  # without what is recorded for a crop
+                if name == "conv":  # without the columns recorded for a crop
                     shape = (*shape[:-1], layer.conv_kernel_size[index] or shape[-1])
-                found[f"{kind}{index}"] = wide(tensor.dtype), shape
-        return found
+                shapes[f"{name}{index}"] = get_stored_dtype(tensor.dtype), shape
+        return shapes
 
     def _load_tensors(self, tensors: Fields) -> None:
-        """Let the host's layer have this state and no other."""
+        """Replace the state of the layer; a tensor that is missing from `tensors` is zeroed."""
         layer = self.layer
-        for kind, attribute in STATE_ATTRIBUTES.items():
-            held, begun = getattr(layer, attribute), getattr(layer, f"is_{attribute}_initialized")
-            for index, old in list(held.items()):
-                new = tensors.get(f"{kind}{index}")
+        for name, attribute in STATE_ATTRIBUTES.items():
+            states = getattr(layer, attribute)
+            is_initialized = getattr(layer, f"is_{attribute}_initialized")
+            for index, old in list(states.items()):
+                new = tensors.get(f"{name}{index}")
                 if new is not None:
-                    held[index] = new if old is None else new.to(old.dtype)
-                elif old is not None:  # the host's own reset leaves zeros, too
-                    held[index] = torch.zeros_like(old)
-                begun[index] = new is not None
-                if kind == "conv":
+                    states[index] = new if old is None else new.to(old.dtype)
+                elif old is not None:  # as the reset of transformers does
+                    states[index] = torch.zeros_like(old)
+                is_initialized[index] = new is not None
+                if name == "conv":
                     layer.has_previous_state[index] = False
                 if new is None:
                     continue
                 layer.has_previous_state[index] = True
-                layer.dtype, layer.device = held[index].dtype, held[index].device
-                if kind == "conv":
+                layer.dtype, layer.device = states[index].dtype, states[index].device
+                if name == "conv":
                     layer.conv_kernel_size[index] = new.shape[-1]
 
     def _count_recorded_tokens(self) -> int:
-        """How many tokens back the host has kept what a convolution needs."""
+        """Return how many tokens back transformers recorded the inputs of the convolutions."""
         layer = self.layer
         if not layer.record_past or not layer.is_croppable:
             return 0
-        spare = [
+        recorded = [
             tensor.shape[-1] - layer.conv_kernel_size[index]
             for index, tensor in layer.conv_states.items()
             if tensor is not None and layer.has_previous_state[index]
         ]
-        return max(0, min(spare, default=0))
+        return max(0, min(recorded, default=0))
 
 
 class RecurrentProgress:
-    """Told of the first state of the first recurrent layer, which every forward asks for once."""
+    """Tracks forwards by the first recurrent layer, whose state every forward reads once."""
 
     def __init__(self, layers: Sequence[ModelLayer], recurrences: Sequence[Recurrence]) -> None:
         self.recurrences = tuple(recurrences)
@@ -240,24 +255,23 @@ class RecurrentProgress:
         self._first_is_hybrid = bool(recurring) and recurring[0] in attending
 
     def is_repeated_forward(self, layer_idx: int, state_idx: int) -> bool:
-        """Does a forward begin here, and did the one before it not end?"""
-        begins = (layer_idx, state_idx) == self._first_state
-        return begins and any(recurrence.in_forward for recurrence in self.recurrences)
+        """Return whether a forward starts here while the previous one has not ended."""
+        is_start = (layer_idx, state_idx) == self._first_state
+        return is_start and any(recurrence.in_forward for recurrence in self.recurrences)
 
     def record_state_read(self, layer_idx: int, state_idx: int, has_rows: bool) -> None:
-        """The host asks for a state: a forward of one token, unless `passed` says more.
+        """Record that the model reads a state: one token, unless `record_conv_tokens` adds more.
 
-        `rows` says whether any came since the last commit. Where attention is in the same layer and
-        none ever did, a dead forward and a part of the model that runs alone look the same.
+        `has_rows`: attention rows were appended since the last commit. If the same layer attends
+        and has none, the previous forward failed, or only a part of the model runs.
         """
         if (layer_idx, state_idx) != self._first_state:
             return
-        empty = [one for one in self.recurrences if one.in_forward and one.length == 0]
+        empty = [state for state in self.recurrences if state.in_forward and not state.length]
         if self._first_is_hybrid and empty and not has_rows:
             raise CacheError(
-                f"the state of layer {layer_idx} is asked for again, and no rows came in between: "
-                "if "
-                "a forward died, reset the cache; a part of a model alone cannot be cached"
+                f"the state of layer {layer_idx} was read twice, and no rows came in between: if a "
+                "forward failed, reset the cache; a part of a model alone cannot be cached"
             )
         if self._counts_tokens:
             self._add_tokens(1)
@@ -266,12 +280,12 @@ class RecurrentProgress:
                 recurrence.begin_forward()
 
     def record_conv_tokens(self, layer_idx: int, state_idx: int, num_tokens: int) -> None:
-        """So many tokens pass a convolution; one of them was counted when it was asked."""
+        """Count the tokens that pass a convolution; reading the state already counted one."""
         if self._counts_tokens and (layer_idx, state_idx) == self._first_state:
             self._add_tokens(num_tokens - 1)
 
     def check_valid(self) -> None:
-        """Refuse to go on with a state that a dead forward left behind."""
+        """Refuse states that a failed forward left lost."""
         for recurrence in self.recurrences:
             recurrence.check_valid()
 

@@ -1,12 +1,12 @@
-"""Channel scales fitted to a model of the host's, from one forward.
+"""Fit channel scales to a model, from one forward (the spec word `smooth`).
 
-A few channels of the keys of many models are far larger than the others, the same ones in every
-row, and a group or a row that holds one loses the rest. With s = sqrt(rms of queries / rms of
-keys), s k and q / s are equally large in every channel and the scores stay what they are. Values
-are made equally large in every channel, s = 1 / rms, and the scale leaves with the outputs. How
-large channels are follows from the weights: tokens that mean nothing tell it as well as a text.
+In many models a few channels of the keys are far larger than the others, the same ones in every
+row. In a quantization group they leave no precision for the rest. With s = sqrt(rms of queries /
+rms of keys), s k and q / s have equal magnitudes in every channel, and the scores are unchanged.
+Values are scaled by s = 1 / rms, which the outputs undo. The magnitudes follow from the weights,
+so random tokens are as good as a text.
 
-Knows no format: what passes the door of a frame is counted there.
+This module knows no format: an ObservedFrame records the rows and queries that pass through it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kvant.recipes import CacheSpec, LayerSpec, iterate_attention
 from kvant.retention import KeepAll
 
 MAX_FIT_TOKENS = 256
-MIN_RELATIVE_SCALE = 1e-3  # of the largest channel: smaller ones are taken to be as large
+MIN_RELATIVE_SCALE = 1e-3  # of the largest channel: a lower bound for the others
 SCALE_DIGITS = 4
 
-# Of the weights that a model had when it was first asked; with others, scores stay right as well.
+# Fitted once per model. If the weights change later, scores stay correct.
 _fitted_frames: WeakKeyDictionary[PreTrainedModel, list[SmoothFrames]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
 class ObservedFrame:
-    """A = 1, and the squares of all that passed, summed up by channel."""
+    """An identity frame that sums the squares of rows and queries by channel."""
 
     is_identity: ClassVar[bool] = False
     row_squares: Tensor | None = None  # [H, D]
@@ -59,26 +59,29 @@ class ObservedFrame:
         return x
 
     def compute_frame(self) -> Frame:
+        """Return the frame whose scales equalize the channels."""
         if self.row_squares is None:
-            return Identity()  # values that lie inside the keys
+            return Identity()  # no separate values: they are inside the keys
         heads, dim = self.row_squares.shape
-        stored = _clamp_squares(self.row_squares)
-        # Nobody asks values; and of a model that computes its scores itself no query is seen.
-        asked = (
-            1 / stored
+        row_squares = _clamp_squares(self.row_squares)
+        # Values have no queries, and a model with attention of its own shows none.
+        query_squares = (
+            1 / row_squares
             if self.query_squares is None
             else self.query_squares.view(heads, -1, dim).mean(1)
         )
-        scale = (_clamp_squares(asked) / stored) ** 0.25  # of squares
-        even = scale / scale.log().mean(-1, keepdim=True).exp()
-        if not even.isfinite().all():
-            raise SpecError("smooth: keys, values or queries of this model are no numbers")
-        return Diagonal(tuple(tuple(_round_scale(v) for v in head) for head in even.tolist()))
+        scale = (_clamp_squares(query_squares) / row_squares) ** 0.25  # of squares
+        normalized = scale / scale.log().mean(-1, keepdim=True).exp()
+        if not normalized.isfinite().all():
+            raise SpecError(
+                "smooth: keys, values or queries of this model are NaN or infinite; leave it out"
+            )
+        return Diagonal(tuple(tuple(_round_scale(v) for v in head) for head in normalized.tolist()))
 
 
 @dataclass(frozen=True)
 class SmoothFrames:
-    """The frames that one layer's keys and values get."""
+    """The fitted frames of the keys and the values of one layer."""
 
     keys: Frame
     values: Frame
@@ -86,20 +89,20 @@ class SmoothFrames:
 
 @dataclass(frozen=True)
 class FramedRaw(Raw):
-    """Rows of any width that stay as they are, behind a frame."""
+    """The raw codec with a frame."""
 
     frame: Frame = field(default_factory=Identity)  # type: ignore[misc]
 
 
 def fit_smooth_frames(model: PreTrainedModel, spec: CacheSpec) -> CacheSpec:
-    """The spec with a scale of this model wherever one is to be fitted."""
+    """Fill the smoothing placeholders of a spec with scales fitted to the model."""
     codecs = [codec for layer in iterate_attention(*spec.layers) for codec in layer.sides.values()]
     if not any(needs_fitting(codec.frame) for codec in codecs):
         return spec
     if model not in _fitted_frames:
         _fitted_frames[model] = _fit_frames(get_text_model(model))
-    scales = iter(_fitted_frames[model])
-    return spec.map_layers(lambda layer: _insert_frames(layer, next(scales)))
+    frames = iter(_fitted_frames[model])
+    return spec.map_layers(lambda layer: _insert_frames(layer, next(frames)))
 
 
 def _insert_frames(layer: LayerSpec, frames: SmoothFrames) -> LayerSpec:
@@ -118,41 +121,43 @@ def _insert_frame(codec: Any, frame: Frame) -> Codec:
 
 @torch.no_grad()
 def _fit_frames(model: PreTrainedModel) -> list[SmoothFrames]:
-    """One for each layer that attends."""
+    """Fit the frames of each attention layer by a forward over random tokens."""
     if has_cross_attention(model):
-        raise SpecError("smooth is fitted to models that only decode; leave it out")
+        raise SpecError("smooth can be fitted only to models that only decode; leave it out")
     layers = get_model_layers(model)
-    watched = [(ObservedFrame(), ObservedFrame()) for layer in layers if layer.attends]
-    doors = (LayerSpec(FramedRaw(keys), FramedRaw(values), KeepAll()) for keys, values in watched)
-    cache = TransformersCache(layers, make_cache_spec(layers, CacheSpec(tuple(doors))))
+    observed = [(ObservedFrame(), ObservedFrame()) for layer in layers if layer.attends]
+    specs = (LayerSpec(FramedRaw(keys), FramedRaw(values), KeepAll()) for keys, values in observed)
+    cache = TransformersCache(layers, make_cache_spec(layers, CacheSpec(tuple(specs))))
     config = model.config.get_text_config(decoder=True)
     count = min(MAX_FIT_TOKENS, max_context(config) or MAX_FIT_TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
     modes = {module: module.training for module in model.modules()}
-    given = {get_cache_argument(model): cache}
+    arguments = {get_cache_argument(model): cache}
     try:
-        model.eval()  # what is dropped at random is none of the model's
+        model.eval()  # no dropout
         ids = ids.to(model.device)
-        with use_kvant_attention(model):  # queries are seen by ours
-            model(ids[:, :1], **given)
-            for keys, _ in watched:
-                keys.query_squares = None  # a first token sees itself alone, whatever it asks
-            model(ids[:, 1:], **given)  # behind it, attention asks the cache
+        with use_kvant_attention(model):  # passes queries through the frames
+            model(ids[:, :1], **arguments)
+            for keys, _ in observed:
+                keys.query_squares = None  # the first token attends to itself only
+            model(ids[:, 1:], **arguments)  # a later chunk attends to the cache
     finally:
         for module, training in modes.items():
             module.training = training
-    return [SmoothFrames(keys.compute_frame(), values.compute_frame()) for keys, values in watched]
+    return [SmoothFrames(keys.compute_frame(), values.compute_frame()) for keys, values in observed]
 
 
 def _add_squares(total: Tensor | None, x: Tensor) -> Tensor:
-    more = x.double().square().sum((0, 2))
-    return more if total is None else total + more
+    squares = x.double().square().sum((0, 2))
+    return squares if total is None else total + squares
 
 
 def _clamp_squares(squares: Tensor) -> Tensor:
-    most = float(squares.max())
-    return squares.clamp(min=MIN_RELATIVE_SCALE**2 * most) if most else torch.ones_like(squares)
+    maximum = float(squares.max())
+    return (
+        squares.clamp(min=MIN_RELATIVE_SCALE**2 * maximum) if maximum else torch.ones_like(squares)
+    )
 
 
 def _round_scale(x: float) -> float:

@@ -1,12 +1,12 @@
-"""What kvant can do with a model, found by a few forwards of a few tokens on the model itself.
+"""Find out what kvant can do with a model, by a few short forwards of the model itself.
 
-    prompt A, a token     alone
-    prompt B, a token     between: no later forward of A may see it
-    the token behind A    again: other logits show state in modules
-    A and B, a token each in one forward: other logits let sequences decode in turns
+    1. prompt A, then a token      the reference for A
+    2. prompt B, then a token      the reference for B
+    3. the token after A, again    other logits than in 1: the modules keep state
+    4. both tokens in one forward  other logits than in 1 and 2: sequences must decode in turns
 
-A verdict that rests on finite logits, or on what the forward takes, holds for all models of one
-class and configuration: the process keeps it. Others, as those of NaN weights, are found anew.
+A verdict from finite logits, or from the arguments of the forward, holds for all models of the same
+class and configuration, and is cached. Any other verdict, as for NaN weights, is not.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvant.hf.module_attributes import restore_modules
 
 log = logging.getLogger("kvant")
 
-PROMPT_LENGTHS = (5, 9)  # tokens of the two prompts: different, and few
-# Root mean square of the difference of logits, by their standard deviation. Wrong ones differ by
-# about 1; rounding of 16 bits may send a token to other experts.
-LOGIT_TOLERANCES = {2: 0.1, 4: 0.01, 8: 0.01}  # by bytes of a number
+PROMPT_LENGTHS = (5, 9)  # different, and short
+# Limits on rms(difference of logits) / std(logits), by bytes per number. Wrong logits differ by
+# about 1; in 16 bits, rounding may route a token to other experts.
+LOGIT_TOLERANCES = {2: 0.1, 4: 0.01, 8: 0.01}
 
 GENERATE_CALL = "model.generate(...)"
-NO_CONTINUATION = "does not continue what its cache holds by new tokens alone"
+NO_CONTINUATION = "does not continue the tokens of its cache from new tokens alone"
 USE_GENERATE = (
     "kvant's own loop and engine cannot run it; use model.generate(..., "
     "cache=kvant.cache_for(model, spec))"
@@ -51,15 +51,15 @@ USE_GENERATE = (
 class SupportLevel(IntEnum):
     """What a model supports: each level includes those before it."""
 
-    NOTHING = 0  # no cache of kvant's
-    GENERATE = 1  # transformers' own `generate` with a cache of kvant's
-    ONE_SEQUENCE = 2  # kvant's loop and engine, one sequence a forward
+    NOTHING = 0  # no kvant cache
+    GENERATE = 1  # `generate` of transformers with a kvant cache
+    ONE_SEQUENCE = 2  # kvant's loop and engine, one sequence per forward
     RAGGED_BATCH = 3  # sequences of different lengths in one forward
 
 
 LEVEL_DESCRIPTIONS = {
     SupportLevel.NOTHING: "refused",
-    SupportLevel.GENERATE: "for transformers' generate alone",
+    SupportLevel.GENERATE: "only with generate of transformers",
     SupportLevel.ONE_SEQUENCE: "sequences decode in turns",
     SupportLevel.RAGGED_BATCH: "sequences of different lengths decode together",
 }
@@ -78,7 +78,7 @@ class Support(NamedTuple):
 
 
 class SupportVerdict(NamedTuple):
-    """What a model supports, and whether that holds for each model of its class."""
+    """The support of a model, and whether it holds for all models of its class."""
 
     support: Support
     holds_for_class: bool  # for the same configuration
@@ -89,58 +89,58 @@ _known_support: dict[tuple[object, ...], Support] = {}
 
 
 def get_support(model: PreTrainedModel) -> Support:
-    """Return what the model supports; the first call for a class and configuration runs it."""
+    """Return the support of a model; the first call for a class and configuration runs it."""
     device = find_model_device(model)
-    if device is None:  # there are no weights to compute with
+    if device is None:  # all weights are on meta
         return Support(SupportLevel.RAGGED_BATCH)
     config = model.config
     name = get_transformers_implementation(config._attn_implementation)
-    settings = repr(config.to_dict())  # not its JSON: it may hold any object
+    settings = repr(config.to_dict())  # its objects may have no JSON form
     key = (type(model), settings, name, model.dtype, device.type)
     with _lock:
-        found = _known_support.get(key)
-        if found is None:
-            began = time.perf_counter()
-            found, lasting = _check_model(model, device)
-            if lasting:
-                _known_support[key] = found
-            seconds = time.perf_counter() - began
-            said = f"{LEVEL_DESCRIPTIONS[found.level]}, checked in {seconds:.2f} s"
-            why = f": {found.reason}" if found.reason else ""
-            log.info("%s: %s%s", type(model).__name__, said, why)
-    return found
+        support = _known_support.get(key)
+        if support is None:
+            start = time.perf_counter()
+            support, holds_for_class = _check_model(model, device)
+            if holds_for_class:
+                _known_support[key] = support
+            seconds = time.perf_counter() - start
+            result = f"{LEVEL_DESCRIPTIONS[support.level]}, checked in {seconds:.2f} s"
+            reason = f": {support.reason}" if support.reason else ""
+            log.info("%s: %s%s", type(model).__name__, result, reason)
+    return support
 
 
 def find_model_device(model: PreTrainedModel) -> torch.device | None:
-    """Return the device on which a model takes tokens, None where all its weights are on meta.
+    """Return the device for the tokens of a model, None if all its weights are on meta.
 
-    Some may be on meta until a hook loads them for their layer, as those that accelerate offloads.
+    Weights that accelerate offloads are on meta until a hook loads them for their layer.
     """
     return next((weight.device for weight in model.parameters() if not weight.is_meta), None)
 
 
 @torch.no_grad()
 def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict:
-    """Run the forwards of a check on a model, and leave it as it was."""
-    empty, name = cache_for(model), type(model).__name__
-    if not isinstance(empty, TransformersCache):
+    """Run the check on a model, and restore its modules."""
+    empty_cache, name = cache_for(model), type(model).__name__
+    if not isinstance(empty_cache, TransformersCache):
         reason = (
-            f"{name} reads an encoder: the loop continues text, it does not translate; use its "
-            "own generate with kvant.cache_for"
+            f"{name} reads an encoder, but kvant's loop only continues text: use its own generate "
+            "with kvant.cache_for"
         )
         return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=True)
     devices = [device] if device.type == "cuda" else []
     with restore_modules(model), torch.random.fork_rng(devices):
         model.eval()
-        check = _ModelCheck(model, device, empty)
+        check = _ModelCheck(model, device, empty_cache)
         try:
             support = check.find_refusal()
         except CacheError as error:
-            reason = f"{name} cannot use a cache of kvant's: {error}"
+            reason = f"{name} cannot use a kvant cache: {error}"
             return SupportVerdict(Support(SupportLevel.NOTHING, reason), holds_for_class=True)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # it may not come again
+        except Exception as error:  # it may be temporary
             reason = f"{name} {NO_CONTINUATION} ({_shorten_error(error)}): {USE_GENERATE}"
             return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=False)
         if support is None:
@@ -154,12 +154,12 @@ def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict
 
 
 def _shorten_error(error: Exception) -> str:
-    """Return the beginning of an error: those about shapes are long."""
+    """Return the beginning of an error message, which may be long."""
     return shorten(f"{type(error).__name__}: {error}".splitlines()[0], 120, placeholder=" ...")
 
 
 class _ModelCheck:
-    """Two prompts of different lengths, and the same next token behind both."""
+    """A check with two prompts of different lengths, and the same next token after both."""
 
     def __init__(
         self, model: PreTrainedModel, device: torch.device, empty_cache: TransformersCache
@@ -171,79 +171,79 @@ class _ModelCheck:
         self.token = tokens[-1]
         self.empty_cache = empty_cache
         self.caches: list[TransformersCache] = []  # of the prompts
-        self.single_logits: list[Tensor] = []  # logits of the token behind each prompt
-        self.holds_for_class = True  # the findings hold for each model of the class
+        self.single_logits: list[Tensor] = []  # of the token after each prompt, decoded alone
+        self.holds_for_class = True  # the result holds for all models of the class
 
     def find_refusal(self) -> Support | None:
-        """Return the level of a model that kvant cannot run token by token, None for others."""
+        """Return the support of a model that kvant's loop cannot run, None for others."""
         name = type(self.model).__name__
         for prompt in self.prompts:
             cache = self.empty_cache.fork()
             self._compute_logits([prompt], [0], cache)
-            held = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
+            fact = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
             if cache.length < len(prompt):
-                reason = f"{name} keeps no cache: {held}; leave kvant out and call {GENERATE_CALL}"
+                reason = f"{name} keeps no cache: {fact}; leave kvant out and call {GENERATE_CALL}"
                 return Support(SupportLevel.NOTHING, reason)
             if cache.length > len(prompt):
                 return Support(
-                    SupportLevel.GENERATE, f"{name} {NO_CONTINUATION} ({held}): {USE_GENERATE}"
+                    SupportLevel.GENERATE, f"{name} {NO_CONTINUATION} ({fact}): {USE_GENERATE}"
                 )
             self.caches.append(cache)
             self.single_logits.append(self._decode_token(cache.fork(), len(prompt)))
-        again = self._decode_token(self.caches[0].fork(), PROMPT_LENGTHS[0])
+        repeated = self._decode_token(self.caches[0].fork(), PROMPT_LENGTHS[0])
         self.holds_for_class = all(
-            _are_comparable(logits) for logits in (*self.single_logits, again)
+            _are_comparable(logits) for logits in (*self.single_logits, repeated)
         )
-        if not self.holds_for_class or _match_logits(again, self.single_logits[0]):
+        if not self.holds_for_class or _match_logits(repeated, self.single_logits[0]):
             return None
         return Support(
             SupportLevel.NOTHING,
-            f"{name} keeps state of a sequence in its modules, where no cache knows of it, and a "
-            "second sequence changes what the first one gets; leave kvant out and call "
-            f"{GENERATE_CALL}, one batch after the other",
+            f"{name} keeps state of a sequence in its modules, outside of any cache, so a second "
+            "sequence changes the outputs of the first; leave kvant out and call "
+            f"{GENERATE_CALL}, one batch at a time",
         )
 
     def find_reason_for_turns(self) -> str | None:
-        """Return why sequences cannot decode in one forward, None where they can."""
+        """Return the reason why sequences cannot share a forward, None if they can."""
         if not self.forward.takes_positions and any(
-            one.attends for one in self.empty_cache.layer_info
+            layer.attends for layer in self.empty_cache.layer_info
         ):
-            return "its forward takes no position_ids, so each sequence cannot have its own"
+            return "its forward takes no position_ids, so sequences cannot have different positions"
         if not self.holds_for_class:
-            return "its logits are NaN or all alike, so those of two sequences cannot be compared"
+            return "its logits are NaN or all equal, so those of two sequences cannot be compared"
         try:
             with _attach_temporarily(self.model):
                 merged = merge(self.caches)
-                found = self._compute_logits([[self.token]] * 2, list(PROMPT_LENGTHS), merged)
+                logits = self._compute_logits([[self.token]] * 2, list(PROMPT_LENGTHS), merged)
         except torch.OutOfMemoryError:
             raise
-        except CacheError as error:  # of what the forward does, whatever its weights are
+        except CacheError as error:  # caused by the forward, not by the weights
             return _shorten_error(error)
-        except Exception as error:  # it may not come again: a CPU out of memory is a RuntimeError
+        except Exception as error:  # it may be temporary: a CPU out of memory is a RuntimeError
             self.holds_for_class = False
             return _shorten_error(error)
-        self.holds_for_class = not bool(found.isnan().any())
-        if all(_match_logits(*both) for both in zip(found, self.single_logits, strict=True)):
+        self.holds_for_class = not bool(logits.isnan().any())
+        if all(_match_logits(*pair) for pair in zip(logits, self.single_logits, strict=True)):
             return None
-        return "a sequence gets other logits beside one of another length than alone"
+        return "a sequence gets other logits in a batch with another length than alone"
 
     def _decode_token(self, cache: TransformersCache, length: int) -> Tensor:
-        """Return the logits [vocabulary] of the token behind a prompt."""
+        """Return the logits [vocabulary] of the token after a prompt."""
         return self._compute_logits([[self.token]], [length], cache)[0]
 
     def _compute_logits(
         self, prompts: list[list[int]], starts: list[int], cache: TransformersCache
     ) -> Tensor:
-        """Return logits [sequences, vocabulary] behind the last token of each row."""
+        """Return logits [sequences, vocabulary] of the last token of each row."""
         ids = torch.tensor(prompts, device=self.device)
-        first = torch.tensor(starts, device=ids.device)[:, None]
-        positions = first + torch.arange(ids.shape[1], device=ids.device)
+        start = torch.tensor(starts, device=ids.device)[:, None]
+        positions = start + torch.arange(ids.shape[1], device=ids.device)
         return self.forward(ids, positions, cache)[:, -1]
 
 
 @contextmanager
 def _attach_temporarily(model: PreTrainedModel) -> Iterator[None]:
-    """Attach the model within, as an engine does, unless it is attached."""
+    """Attach the model within the context, as an engine does, unless it is attached."""
     if get_attachments(model):
         yield
         return
@@ -255,13 +255,13 @@ def _attach_temporarily(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _are_comparable(logits: Tensor) -> bool:
-    """Return whether logits tell models apart: none is NaN, and not all are alike."""
+    """Return whether logits can be compared: none is NaN, and not all are equal."""
     finite = logits[torch.isfinite(logits)]  # a model may forbid a token by -inf
     return not bool(logits.isnan().any()) and bool((finite != finite[:1]).any())
 
 
 def _match_logits(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether logits are those expected, but for rounding."""
+    """Return whether logits equal those expected, within rounding."""
     finite = torch.isfinite(expected)
     if not torch.equal(torch.isfinite(actual), finite):
         return False
@@ -271,19 +271,19 @@ def _match_logits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _choose_tokens(model: PreTrainedModel, count: int) -> list[int]:
-    """Return tokens to which the configuration gives no meaning."""
+    """Return tokens that are not special in the configuration."""
     size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 64
     special = set(_find_special_tokens(model.config.to_dict()))
-    usual = [token for token in range(size // 8, size // 2) if token not in special]
-    step = max(1, len(usual) // count)
-    return [usual[(place * step) % len(usual)] for place in range(count)]
+    ordinary = [token for token in range(size // 8, size // 2) if token not in special]
+    step = max(1, len(ordinary) // count)
+    return [ordinary[(i * step) % len(ordinary)] for i in range(count)]
 
 
 def _find_special_tokens(options: dict[str, Any]) -> Iterator[int]:
-    """Yield the numbers of special tokens, also those that parts of the configuration name."""
+    """Yield the ids of special tokens, also those in nested configurations."""
     for name, value in options.items():
         if isinstance(value, dict):
             yield from _find_special_tokens(value)
         elif str(name).endswith(("_id", "_ids", "_index")):
-            several = value if isinstance(value, list | tuple) else [value]
-            yield from (one for one in several if isinstance(one, int))
+            ids = value if isinstance(value, list | tuple) else [value]
+            yield from (token for token in ids if isinstance(token, int))

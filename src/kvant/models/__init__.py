@@ -1,9 +1,9 @@
-"""The layers of a model, from its configuration alone.
+"""The cached layers of a model, from its configuration alone.
 
-`layer_shapes` reads what is in a config.json (a mapping), a configuration object or a model; it
-loads nothing and imports no host. What it cannot tell is said in the shape: a state of unknown
-size is None, and a kind that only its host understands has no rows. Families differ by the names
-that they use: those are tables in families.py.
+`layer_shapes` reads a config.json (a mapping), a configuration object or a model. It loads no
+weights and does not import transformers. Unknown values are explicit: a state of unknown size is
+None, and a layer kind that only transformers understands has no rows. Tables of the names that
+model families use are in families.py.
 """
 
 from __future__ import annotations
@@ -35,24 +35,22 @@ from kvant.spec.formats import MAX_LAYERS
 __all__ = ["ConfigEntries", "declares_dtype", "layer_shapes", "max_context"]
 
 
-ATTENTIONS_PER_LAYER = {"longcat_flash": 2}  # how many stand in what a file calls a layer
+ATTENTIONS_PER_LAYER = {"longcat_flash": 2}  # attention layers per layer of the configuration
 
 
 def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
-    """One shape a layer, of the decoder of a model; an encoder is left out."""
+    """Return one shape per layer of the decoder of a model; encoders are omitted."""
     entries = ConfigEntries.from_model(model)
     dtype = _read_dtype(model, entries)
-    found = find_layer_kinds(entries, _count_layers(entries))
+    kinds = find_layer_kinds(entries, _count_layers(entries))
     return tuple(
-        _make_layer_shape(entries.get_layer(i), kind, i, dtype) for i, kind in enumerate(found)
+        _make_layer_shape(entries.get_layer(i), kind, i, dtype) for i, kind in enumerate(kinds)
     )
 
 
 def _count_layers(entries: ConfigEntries) -> int:
-    count, kinds = (
-        entries.get(*CONFIG_NAMES["layers"]),
-        entries.get("layer_types", "layers_block_type"),
-    )
+    count = entries.get(*CONFIG_NAMES["layers"])
+    kinds = entries.get("layer_types", "layers_block_type")
     if count is None and kinds:
         count = len(kinds)
     count = check_positive(count, "layers")
@@ -64,12 +62,12 @@ def _count_layers(entries: ConfigEntries) -> int:
 
 
 def declares_dtype(model: Any) -> bool:
-    """Does it tell what its rows come in? Else bfloat16 is assumed, as most are stored."""
+    """Return whether the dtype is declared; else bfloat16 is assumed, as for most models."""
     return _read_declared_dtype(model, ConfigEntries.from_model(model)) is not None
 
 
 def max_context(model: Any) -> int | None:
-    """The longest text that the model was made for, where its configuration tells."""
+    """Return the context length that the model declares, or None."""
     value = ConfigEntries.from_model(model).get_anywhere(*CONFIG_NAMES["context"])
     return value if type(value) is int and value > 0 else None
 
@@ -78,16 +76,16 @@ def _make_layer_shape(
     entries: ConfigEntries, kind: str, index: int, dtype: torch.dtype
 ) -> LayerShape:
     attends, recurs = kind in ATTENTION_KINDS, kind in RECURRENT_KINDS
-    told: dict[str, Any] = read_row_sizes(entries, kind, index) if attends else {}
+    sizes: dict[str, Any] = read_row_sizes(entries, kind, index) if attends else {}
     if kind in WINDOWED_KINDS:
-        told["window"] = read_window(entries)
+        sizes["window"] = read_window(entries)
     elif kind == CHUNKED:
-        told["window"] = entries.get_int("attention_chunk_size")
+        sizes["window"] = entries.get_int("attention_chunk_size")
     if recurs:
-        told["state_nbytes"] = count_state_nbytes(entries, kind, dtype.itemsize)
+        sizes["state_nbytes"] = count_state_nbytes(entries, kind, dtype.itemsize)
     elif not attends and kind != EMPTY:
-        told["state_nbytes"] = None
-    return LayerShape(kind=kind, dtype=dtype, **told)
+        sizes["state_nbytes"] = None
+    return LayerShape(kind=kind, dtype=dtype, **sizes)
 
 
 def _read_dtype(model: Any, entries: ConfigEntries) -> torch.dtype:
@@ -95,6 +93,10 @@ def _read_dtype(model: Any, entries: ConfigEntries) -> torch.dtype:
 
 
 def _read_declared_dtype(model: Any, entries: ConfigEntries) -> Any:
-    """A model knows best what its rows come in; a configuration only says what it was made in."""
-    own = getattr(model, "dtype", None) if hasattr(model, "config") else None
-    return own if isinstance(own, torch.dtype) else entries.get_anywhere(*CONFIG_NAMES["dtype"])
+    """Return the dtype of a loaded model, or else that of its configuration."""
+    loaded_dtype = getattr(model, "dtype", None) if hasattr(model, "config") else None
+    return (
+        loaded_dtype
+        if isinstance(loaded_dtype, torch.dtype)
+        else entries.get_anywhere(*CONFIG_NAMES["dtype"])
+    )

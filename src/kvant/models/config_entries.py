@@ -1,7 +1,7 @@
-"""What a configuration says, by the names that configurations use.
+"""Lookup of entries in a model configuration, by the names that configurations use.
 
-A configuration is a mapping (a config.json) or an object with attributes; a model has one. Nothing
-here knows what a name means.
+A configuration is a mapping (a config.json) or an object with attributes; a model has one. This
+module does not interpret the names.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
-NESTED_CONFIGS = (
-    "decoder",
-    "text_config",
-    "llm_config",
-    "language_config",
-)  # where the decoder is told
+NESTED_CONFIGS = ("decoder", "text_config", "llm_config", "language_config")  # of the decoder
 
-# What the config.json of these leaves to the class that reads it.
+# Entries that a config.json of these families omits, by the defaults of their configuration class.
 CONFIG_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -35,25 +30,25 @@ CONFIG_DEFAULTS: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class ConfigEntries:
-    """What is told of a decoder, or of one of its layers; the first source that tells counts."""
+    """The entries of a decoder, or of one of its layers; earlier sources have priority."""
 
     sources: tuple[Any, ...]
-    outer: ConfigEntries | None = None  # of the model that the decoder is a part of
+    outer: ConfigEntries | None = None  # of the model that contains the decoder
 
     @classmethod
     def from_model(cls, model: Any) -> ConfigEntries:
-        """Of a configuration (a mapping, or an object), or of a model that has one."""
+        """Return the decoder entries of a configuration, or of a model that has one."""
         config = getattr(model, "config", model)
         if not _is_config(config):
-            raise ValueError(f"{short(model)} is no Shape, no configuration and no model")
-        found = cls((config,))
-        while _is_config(nested := found.get(*NESTED_CONFIGS)):
-            found = cls((nested,), outer=found)
-        defaults = CONFIG_DEFAULTS.get(str(found.get("model_type")), {})
-        return cls((*found.sources, defaults), found.outer)
+            raise ValueError(f"{short(model)} is not a Shape, a configuration or a model")
+        entries = cls((config,))
+        while _is_config(nested := entries.get(*NESTED_CONFIGS)):
+            entries = cls((nested,), outer=entries)
+        defaults = CONFIG_DEFAULTS.get(str(entries.get("model_type")), {})
+        return cls((*entries.sources, defaults), entries.outer)
 
     def get(self, *names: str) -> Any:
-        """The first of these names that is told, or None."""
+        """Return the value of the first of `names` that is set, or None."""
         for name in names:
             for source in self.sources:
                 value = _read_value(source, name)
@@ -62,36 +57,44 @@ class ConfigEntries:
         return None
 
     def get_anywhere(self, *names: str) -> Any:
-        """The same, asking the whole model where the decoder does not tell."""
+        """Return `get` of the decoder, or else of the containing model."""
         value = self.get(*names)
         return self.outer.get_anywhere(*names) if value is None and self.outer else value
 
     def get_int(self, *names: str) -> int | None:
-        """The same, of names that mean a number: words like "auto" tell nothing."""
+        """Return `get` if it is an integer; None for words such as "auto"."""
         value = self.get(*names)
         return value if type(value) is int else None
 
     def get_ints(self, *groups: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The first group of names that are all told."""
+        """Return the integers of the first group whose names are all set."""
         for names in groups:
-            found = [number for name in names if (number := self.get_int(name)) is not None]
-            if len(found) == len(names):
-                return tuple(found)
+            values = [number for name in names if (number := self.get_int(name)) is not None]
+            if len(values) == len(names):
+                return tuple(values)
         return None
 
     def get_entries(self, name: str) -> ConfigEntries:
-        """The entries of an entry; none, where it has none."""
+        """Return the entries nested in an entry, possibly none."""
         value = self.get(name)
         return ConfigEntries((value,) if _is_config(value) else ())
 
     def get_layer(self, index: int) -> ConfigEntries:
-        """What counts for one layer: where it differs from the others, that is told apart."""
-        apart = self.get("per_layer_config")
-        if isinstance(apart, Mapping):
-            own = apart.get(str(index), apart.get(index))
+        """Return the entries of one layer: those of `per_layer_config` have priority."""
+        per_layer = self.get("per_layer_config")
+        if isinstance(per_layer, Mapping):
+            layer_config = per_layer.get(str(index), per_layer.get(index))
         else:
-            own = apart[index] if isinstance(apart, Sequence) and index < len(apart) else None
-        return self if own is None else ConfigEntries((own, *self.sources), self.outer)
+            layer_config = (
+                per_layer[index]
+                if isinstance(per_layer, Sequence) and index < len(per_layer)
+                else None
+            )
+        return (
+            self
+            if layer_config is None
+            else ConfigEntries((layer_config, *self.sources), self.outer)
+        )
 
 
 def _is_config(config: Any) -> bool:
@@ -103,5 +106,5 @@ def _read_value(source: Any, name: str) -> Any:
         return source.get(name)
     try:
         return getattr(source, name, None)
-    except RuntimeError:  # transformers refuses to say for all layers what differs by layer
+    except RuntimeError:  # transformers raises for entries that differ by layer
         return None

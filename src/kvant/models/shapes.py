@@ -1,9 +1,8 @@
-"""What the layers of a model remember, in numbers, and the recipes that follow from a spec.
+"""The cached sizes of the layers of a model, and the recipes of a spec for them.
 
-A `LayerShape` describes one layer; a model is a tuple of them. A spec gives recipes to the layers
-that attend, within what the model lets them see: so a window of the model's own is kept by any
-spec, and nothing is stored for a layer that stores nothing. Where shapes come from, a configuration
-or a host, is not known here.
+A `LayerShape` describes one layer; a model is a tuple of them. A spec gives recipes to attention
+layers, within the limits of the model: any spec keeps a window of the model, and a layer without a
+cache gets none. This module does not know whether shapes come from a configuration or a model.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from kvant.recipes import (
 from kvant.retention import Window
 from kvant.spec import as_spec
 
-# Kinds of layers, in the words of transformers. Any other is one that only its host understands.
+# Kinds of layers, as transformers names them. Other kinds are handled by transformers alone.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONV = "linear_attention", "conv"
-HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # attention beside a recurrence, in one layer
-EMPTY = "dummy"  # no memory of its own
-CROSS = "cross_attention"  # rows of an image among the layers of a text: once, and not one a token
+HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # attention and a recurrence in one layer
+EMPTY = "dummy"  # no cache
+CROSS = "cross_attention"  # rows of an image, independent of the number of tokens
 ATTENTION_KINDS = (FULL, SLIDING, CHUNKED, HYBRID, HYBRID_SLIDING)
 RECURRENT_KINDS = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
 WINDOWED_KINDS = (SLIDING, HYBRID_SLIDING)
 
 
 class LayerInfo(Protocol):
-    """What a spec has to know of a layer."""
+    """The properties of a layer that a spec depends on."""
 
     @property
     def attends(self) -> bool: ...
@@ -47,27 +46,27 @@ class LayerInfo(Protocol):
     def recurs(self) -> bool: ...
     @property
     def window(self) -> int | None:
-        """How many positions the model lets a query see; a chunk counts as one."""
+        """Positions that the model lets a query see; a chunk counts as a window."""
 
     @property
     def is_chunked(self) -> bool: ...
     @property
     def latent(self) -> int | None:
-        """Channels of the compressed rows that keys and values unfold from."""
+        """Channels of the compressed rows from which keys and values are computed (MLA)."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer remembers: rows of every token, a state of fixed size, both, or nothing."""
+    """The cached sizes of one layer: rows per token, a state of fixed size, both, or none."""
 
     num_heads: int = 0  # of keys and values
     key_dim: int = 0
     value_dim: int = 0
-    dtype: torch.dtype = torch.bfloat16  # of its rows: assumed, where nobody says
+    dtype: torch.dtype = torch.bfloat16  # of its rows; a default if undeclared
     kind: str = FULL
     window: int | None = None
     latent: int | None = None
-    state_nbytes: int | None = 0  # of one sequence; None: nobody tells
+    state_nbytes: int | None = 0  # per sequence; None: unknown
 
     @property
     def attends(self) -> bool:
@@ -84,7 +83,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model whose layers all attend and are alike.
+    """A model of equal attention layers.
 
     >>> shape = kvant.Shape(num_layers=32, num_heads=8, key_dim=128, value_dim=128)
     >>> kvant.plan(shape, "raw").nbytes_per_token
@@ -95,7 +94,7 @@ class Shape:
     num_heads: int  # of keys and values
     key_dim: int
     value_dim: int
-    dtype: torch.dtype = torch.bfloat16  # assumed, where nobody says; a plan tells it
+    dtype: torch.dtype = torch.bfloat16  # the default; a plan reports it
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -104,17 +103,19 @@ class Shape:
 
 
 def fit_spec(layers: Sequence[LayerInfo], spec: AnySpec) -> CacheSpec:
-    """One recipe a layer: the spec's for those that attend, within what the model lets them see.
+    """Return one recipe per layer: those of `spec` for attention, within the limits of the model.
 
-    A CacheSpec has one recipe for each layer, as a file has, or for each that attends.
+    A CacheSpec has one recipe for each layer, as files do, or one for each attention layer.
     """
-    places = [index for index, layer in enumerate(layers) if layer.attends]
+    attention_layers = [index for index, layer in enumerate(layers) if layer.attends]
     if isinstance(spec, CacheSpec) and len(spec.layers) == len(layers):
-        given: dict[int, Recipe] = dict(enumerate(as_spec(spec, len(layers)).layers))
+        recipes: dict[int, Recipe] = dict(enumerate(as_spec(spec, len(layers)).layers))
     else:
-        own = as_spec(spec, max(1, len(places))).layers  # it may be wrong where none attends, too
-        given = dict(zip(places, own, strict=False))
-    return CacheSpec(tuple(_make_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
+        attention_recipes = as_spec(
+            spec, max(1, len(attention_layers))
+        ).layers  # validated even without attention layers
+        recipes = dict(zip(attention_layers, attention_recipes, strict=False))
+    return CacheSpec(tuple(_make_recipe(layer, recipes.get(i)) for i, layer in enumerate(layers)))
 
 
 def _make_recipe(layer: LayerInfo, recipe: Recipe | None) -> Recipe:
@@ -122,8 +123,8 @@ def _make_recipe(layer: LayerInfo, recipe: Recipe | None) -> Recipe:
     attention = (
         _make_attention_recipe(layer, parts.get("attention", recipe)) if layer.attends else None
     )
-    told = parts.get("recurrence", recipe)
-    recurrence = told if isinstance(told, RecurrentSpec) else RecurrentSpec()
+    recurrent = parts.get("recurrence", recipe)
+    recurrence = recurrent if isinstance(recurrent, RecurrentSpec) else RecurrentSpec()
     if attention is None:
         return recurrence if layer.recurs else EmptySpec()
     if layer.recurs:
@@ -133,11 +134,11 @@ def _make_recipe(layer: LayerInfo, recipe: Recipe | None) -> Recipe:
 
 def _make_attention_recipe(layer: LayerInfo, recipe: Recipe | None) -> LayerSpec:
     if not isinstance(recipe, LayerSpec):
-        raise SpecError(f"{recipe} for a layer that attends: a LayerSpec is needed")
+        raise SpecError(f"{recipe} for an attention layer: a LayerSpec is needed")
     window, policy = layer.window, recipe.retention.window
-    if window is not None:  # no sinks: the model would not see them beyond its window
+    if window is not None:  # without sinks, which the model would not see
         recipe = replace(recipe, retention=Window(min(window, policy or window)))
     chunk = window if layer.is_chunked else None
     if window is not None or chunk is not None or layer.latent is not None:
-        recipe = replace(recipe, prune=None)  # these forget by themselves, or have no heads
+        recipe = replace(recipe, prune=None)  # they have bounded rows, or no key heads
     return replace(recipe, chunk=chunk, value_dim=layer.latent)

@@ -1,8 +1,8 @@
-"""The compiled library, as Python sees it: found, loaded, checked once; and some of its functions.
+"""Find, load and check the compiled C++ library, and call its functions.
 
-It is built by the package build where there is a C++ compiler, and lies on this package's path:
-beside this file, or where an editable install puts what it has compiled. What it runs on is chosen
-when it is loaded, from the processor; KVANT_ISA (amx, avx512, avx2, plain) forces one.
+The package build compiles it if there is a C++ compiler, and installs it on this package's path
+(for an editable install, in the build folder). Loading it selects an instruction set of the
+processor; KVANT_ISA (amx, avx512, avx2, plain) forces one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvant.torch_modes import is_tracing
 
 ABI_VERSION = 16
 LIBRARY_NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
-# Those that take a request, by kvant_function.
+# Functions that take a request, in the order of kvant_function.
 FUNCTION_NAMES = ("attend", "store", "rotate", "norm", "choose", "multiply", "map")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The loaded functions, or the reason why there are none."""
+    """The loaded functions, or the reason why loading failed."""
 
     functions: ctypes.CDLL | None
     isa: str = ""
@@ -43,11 +43,11 @@ class NativeLibrary:
 
 @lru_cache(maxsize=1)
 def get_library() -> NativeLibrary:
-    """What this process runs; what is missing is said once, in the log."""
-    found = _find_library()
-    if found.functions is None:
-        logger.warning("kvant runs its reference backend: %s", found.reason)
-    return found
+    """Return the library of this process, loaded once; log a warning if there is none."""
+    library = _find_library()
+    if library.functions is None:
+        logger.warning("kvant runs its reference backend: %s", library.reason)
+    return library
 
 
 def _find_library() -> NativeLibrary:
@@ -60,121 +60,124 @@ def _find_library() -> NativeLibrary:
 
 
 def load_library(path: Path) -> NativeLibrary:
-    """One file; a copy of it is a library apart, with an instruction set of its own."""
+    """Load one file; a copy of the file is a separate library with its own instruction set."""
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
         return NativeLibrary(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI_VERSION:
-        return NativeLibrary(None, reason=f"{path} is of another version: reinstall kvant")
+        return NativeLibrary(
+            None, reason=f"{path} is from another version of kvant: reinstall kvant"
+        )
     for name in ("isa", "run", *FUNCTION_NAMES):
         getattr(functions, f"kvant_{name}").restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:
-        wish = os.environ.get("KVANT_ISA")
-        return NativeLibrary(None, reason=f"KVANT_ISA={wish} is nothing that this processor has")
+        forced = os.environ.get("KVANT_ISA")
+        reason = f"this processor does not support KVANT_ISA={forced}: unset it, or force another"
+        return NativeLibrary(None, reason=reason)
     _share_openmp_threads(functions)
     return NativeLibrary(functions, isa.decode())
 
 
 def count_remaining_bytes(x: Tensor, itemsize: int) -> int:
-    """Bytes of memory from the first number of a tensor on, each number of so many bytes."""
+    """Return the bytes of a tensor's storage from its first value on."""
     return x.untyped_storage().nbytes() - x.storage_offset() * itemsize  # type: ignore[return-value]
 
 
 def make_rows_record(x: Tensor) -> tuple[int, ...]:
-    """Where dense rows [B, H, T, D] lie, as kvant_rows says it."""
+    """Return the kvant_rows of dense rows [B, H, T, D]: address, bytes, three strides in bytes."""
     size, (batch, head, row, _) = x.itemsize, x.stride()
-    there = x.nbytes if x.is_contiguous() else count_remaining_bytes(x, size)
-    return (x.data_ptr(), there, batch * size, head * size, row * size)
+    nbytes = x.nbytes if x.is_contiguous() else count_remaining_bytes(x, size)
+    return (x.data_ptr(), nbytes, batch * size, head * size, row * size)
 
 
-NativeRequest = tuple[
-    str, bytes, tuple[object, ...]
-]  # a function, a request, and what that points to
+# The name of a function, a packed request, and the owners of memory that it points to.
+NativeRequest = tuple[str, bytes, tuple[object, ...]]
 RequestListener = Callable[[NativeRequest], None]
-_listeners: dict[int, RequestListener] = {}  # by the thread whose calls are heard
+_listeners: dict[int, RequestListener] = {}  # by thread
 
 
 def call_native(name: str, request: bytes, *keepalive: object) -> None:
-    """Let a function do what a request asks; what it refuses is an error.
+    """Call a function with a packed request; raise RuntimeError if it refuses.
 
-    Whoever hears of it keeps what is `held`: memory that lives no longer than the caller likes.
+    A listener of this thread also receives `keepalive`: memory of the request that must outlive
+    the call for a replay.
     """
     functions = get_library().functions
     assert functions is not None
     check_refusal(getattr(functions, f"kvant_{name}")(request))
-    if _listeners and (hear := _listeners.get(get_ident())) is not None:
-        hear((name, request, keepalive))
+    if _listeners and (listener := _listeners.get(get_ident())) is not None:
+        listener((name, request, keepalive))
 
 
 @contextmanager
 def capture_requests(on_request: RequestListener) -> Iterator[None]:
-    """Tell of every request that this thread makes within, and nobody else."""
+    """Call `on_request` for every request of this thread inside the context."""
     thread = get_ident()
-    before = _listeners.get(thread)
+    previous = _listeners.get(thread)
     _listeners[thread] = on_request
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del _listeners[thread]
         else:
-            _listeners[thread] = before
+            _listeners[thread] = previous
 
 
 def check_refusal(refusal: bytes | None) -> None:
-    """Nothing where a function did what it was asked for; else what it refused as an error."""
+    """Raise RuntimeError if a function returned the reason of a refusal."""
     if refusal is not None:
-        raise RuntimeError(f"the native library refuses what it was asked: {refusal.decode()}")
+        raise RuntimeError(f"the native library refuses a request: {refusal.decode()}")
 
 
 STEP_STRUCT = struct.Struct("@3q")  # kvant_step
 
 
 def compile_requests(requests: Sequence[NativeRequest]) -> Callable[[], bytes | None]:
-    """What does requests one after the other, in one call; it gives what is refused, for `done`."""
-    buffers = [ctypes.create_string_buffer(asked, len(asked)) for _, asked, _ in requests]
+    """Return a call that runs requests in order; it returns a refusal for `check_refusal`."""
+    buffers = [ctypes.create_string_buffer(packed, len(packed)) for _, packed, _ in requests]
     steps = b"".join(
-        STEP_STRUCT.pack(FUNCTION_NAMES.index(name), ctypes.addressof(buffer), len(asked))
-        for (name, asked, _), buffer in zip(requests, buffers, strict=True)
+        STEP_STRUCT.pack(FUNCTION_NAMES.index(name), ctypes.addressof(buffer), len(packed))
+        for (name, packed, _), buffer in zip(requests, buffers, strict=True)
     )
     buffers.append(ctypes.create_string_buffer(steps, len(steps)))
     functions = get_library().functions
     assert functions is not None
-    every = STEP_STRUCT.pack(ctypes.addressof(buffers[-1]), len(steps), len(requests))
-    run: Any = partial(functions.kvant_run, every)
-    run.held = buffers, [held for _, _, held in requests]  # what it points to lives as long
+    run_request = STEP_STRUCT.pack(ctypes.addressof(buffers[-1]), len(steps), len(requests))
+    run: Any = partial(functions.kvant_run, run_request)
+    run.keepalive = buffers, [keepalive for _, _, keepalive in requests]  # memory it points to
     return cast(Callable[[], "bytes | None"], run)
 
 
 def use_own_threads() -> None:
-    """Run on threads of its own from now on, beside those of torch."""
+    """Make the library run on its own threads, separate from torch's."""
     if (functions := get_library().functions) is not None:
         functions.kvant_share_team(None)
 
 
 def _share_openmp_threads(functions: ctypes.CDLL) -> None:
-    """Let it run on the threads that torch has anyway: two teams would compete for the cores."""
+    """Make the library run on torch's OpenMP threads: two teams would compete for the cores."""
     try:
         team = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):  # torch was built with another OpenMP, or none
+    except (AttributeError, OSError, TypeError):  # torch uses another OpenMP runtime, or none
         return
     functions.kvant_share_team(ctypes.cast(team, ctypes.c_void_p))
 
 
 ROTATE_STRUCT = struct.Struct("@16q")  # kvant_rotate_request
 ROTATABLE_DIMS = range(16, 256 + 1, 16)
-SignArray = ctypes.Array[ctypes.c_float]  # one a channel: +-1 over the square root of its block
+SignArray = ctypes.Array[ctypes.c_float]  # by channel: +-1 / sqrt(channels of its block)
 
 
 def can_rotate(x: Tensor) -> bool:
-    """Whether `rotated` serves this."""
+    """Tell whether `rotate_rows` supports x."""
     return x.is_cpu and is_kernel_readable(x) and get_library().functions is not None
 
 
 def is_kernel_readable(x: Tensor) -> bool:
-    """Rows that lie in memory as a kernel reads them: not only traced, and no gradient wanted."""
+    """Tell whether kernels can read x: real rows of a supported layout that need no gradient."""
     return (
         type(x) is Tensor
         and not is_tracing()
@@ -187,14 +190,14 @@ def is_kernel_readable(x: Tensor) -> bool:
 
 
 def rotate_rows(x: Tensor, signs: SignArray, *, signs_last: bool) -> Tensor:
-    """Rows [B, H, T, D] turned, multiplied by the D signs before that, or last.
+    """Rotate rows [B, H, T, D], multiplying by the D signs before the transform or after it.
 
-    The rotation of codecs/frames/hadamard.py in one call: the same rows, to the bit. A token's rows
-    take less time than a few torch operators, so what a call asks is kept cheap.
+    The result equals that of codecs/frames/hadamard.py to the bit. A token's rows take less time
+    than a few torch operators, so the call must have little overhead.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
-    given = ROTATE_STRUCT.pack(
+    assert type(out) is Tensor, "the mode makes outputs without storage"
+    request = ROTATE_STRUCT.pack(
         *make_rows_record(x),
         *(
             DTYPE_CODES[x.dtype],
@@ -205,7 +208,7 @@ def rotate_rows(x: Tensor, signs: SignArray, *, signs_last: bool) -> Tensor:
         ),
         *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )
-    call_native("rotate", given, signs)
+    call_native("rotate", request, signs)
     return out
 
 
@@ -214,58 +217,56 @@ NORM_DIMS = range(32, 32768 + 1, 32)
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rows [..., D] over the root of `eps` plus the mean of their squares, times D weights.
+    """Compute RMSNorm of rows [..., D]: x / sqrt(mean(x^2) + eps) * weight.
 
-    Computed in single precision, and rounded before the weight and after it. Rows and weights lie
-    in memory without gaps, in one dtype.
+    Computed in float32, rounded before the product with the weight and after it. Rows and weight
+    are contiguous and have the same dtype.
     """
     out = torch.empty_like(x)
     dim = weight.shape[0]
-    given = NORM_STRUCT.pack(
+    request = NORM_STRUCT.pack(
         *(x.data_ptr(), x.nbytes, weight.data_ptr(), weight.nbytes),
         *(DTYPE_CODES[x.dtype], x.numel() // dim, dim, eps, out.data_ptr(), out.nbytes),
         torch.get_num_threads(),
     )
-    call_native("norm", given)
+    call_native("norm", request)
     return out
 
 
 MULTIPLY_STRUCT = struct.Struct("@13q")  # kvant_multiply_request
-PACKED_OUT_BLOCK, PACKED_IN_BLOCK = (
-    64,
-    16,
-)  # a packed weight has blocks of outputs, and columns, of so many
+PACKED_OUT_BLOCK, PACKED_IN_BLOCK = 64, 16  # outputs and columns of a packed weight's blocks
 
 
 def multiply_packed(
     x: Tensor, weight: tuple[int, int], bias: Tensor | None, *, out_features: int, k_block: int
 ) -> Tensor:
-    """Rows [..., width] times a packed weight, of which are given address and bytes, plus a bias.
+    """Multiply rows [..., width] by a packed weight (address, bytes) and add the bias.
 
-    The sums of `part` columns are added to those of the parts before. Rows and bias are bfloat16
-    and lie in memory without gaps.
+    Products are summed over blocks of `k_block` columns, then over blocks. Rows and bias are
+    bfloat16 and contiguous.
     """
     width = x.shape[-1]
     out = x.new_empty((*x.shape[:-1], out_features))
-    given = MULTIPLY_STRUCT.pack(
+    request = MULTIPLY_STRUCT.pack(
         *(x.data_ptr(), x.nbytes, *weight),
         *((0, 0) if bias is None else (bias.data_ptr(), bias.nbytes)),
         *(x.numel() // width, width, out_features, k_block, out.data_ptr(), out.nbytes),
         torch.get_num_threads(),
     )
-    call_native("multiply", given)
+    call_native("multiply", request)
     return out
 
 
 MAP_STRUCT = struct.Struct("@25q")  # kvant_map_request
 MAP_OPERATIONS = ("copy", "negate", "add", "multiply", "look_up")
-NUM_16_BIT_VALUES = 1 << 16  # numbers of 16 bits
+NUM_16_BIT_VALUES = 1 << 16
 
 
 def map_elements(operation: str, out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
-    """Write to `out`, of up to four dimensions, what follows from the numbers of `a` and `b`.
+    """Apply an elementwise operation to `a` and `b`, and write the result to `out`.
 
-    They have its shape and its dtype; to look up, `b` has what follows from each number of 16 bits.
+    All have the same dtype and shape, of up to four dimensions. For "look_up", `b` is a table with
+    the result for each 16-bit value.
     """
     shape = (1,) * (4 - out.ndim) + tuple(out.shape)
     call_native(
@@ -282,6 +283,7 @@ def map_elements(operation: str, out: Tensor, a: Tensor, b: Tensor | None = None
 
 
 def _make_elements_record(x: Tensor) -> tuple[int, ...]:
+    """Return address, bytes and four strides in bytes."""
     size = x.itemsize
     strides = (0,) * (4 - x.ndim) + tuple(n * size for n in x.stride())
     return (x.data_ptr(), count_remaining_bytes(x, size), *strides)

@@ -1,4 +1,4 @@
-"""Prefixes of prompts: computed once, for whoever begins with the same tokens."""
+"""Cache prefixes of prompts: prompts with the same first tokens share computed pages."""
 
 from kvant.prefixes.keys import fingerprint
 from kvant.prefixes.lookup_deadline import LookupDeadline

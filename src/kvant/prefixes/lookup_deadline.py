@@ -1,4 +1,4 @@
-"""Somebody who waits for a store, and what is held for them meanwhile."""
+"""The deadline of a store lookup, and the memory allocated for it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Protocol, TypeVar
 
 log = logging.getLogger("kvant")
 
-STORE_TIMEOUT_S = 10.0  # how long a prompt waits for a store at most
+STORE_TIMEOUT_S = 10.0  # that a prompt waits for a store
 
 
 class Clearable(Protocol):
-    """What has memory."""
+    """A cache or buffer that can free its memory."""
 
     def clear(self) -> None: ...
 
@@ -24,50 +24,48 @@ ClearableT = TypeVar("ClearableT", bound=Clearable)
 
 
 class LookupDeadline:
-    """For how long somebody waits, and the memory that was taken for them; for any thread.
+    """The time that a request waits for a store, and memory allocated for it; for any thread.
 
-    Once they left, nothing is held for them any more, however late a store is.
+    `cancel` frees this memory at once, however late the store answers.
     """
 
     def __init__(self, get_seconds_left: Callable[[], float] = lambda: math.inf) -> None:
-        """`left` tells the seconds for which they wait."""
-        self.end_time = math.inf  # a time by the monotonic clock at which it is too late anyway
-        self.is_cancelled = False  # did they leave?
+        """`get_seconds_left` returns the seconds that the request still waits."""
+        self.end_time = math.inf  # monotonic; a prefill would be done by then
+        self.is_cancelled = False
         self._get_seconds_left = get_seconds_left
         self._lock = Lock()
         self._allocations: list[Clearable] = []
 
     def compute_seconds_left(self) -> float:
-        """The seconds for which they wait."""
-        return (
-            0.0
-            if self.is_cancelled
-            else min(self._get_seconds_left(), self.end_time - time.monotonic())
-        )
+        """Return the seconds left; 0 after a cancel."""
+        if self.is_cancelled:
+            return 0.0
+        return min(self._get_seconds_left(), self.end_time - time.monotonic())
 
     def allocate(self, make: Callable[[], ClearableT]) -> ClearableT | None:
-        """Take memory for them; None where they left."""
+        """Allocate memory for the lookup; None after a cancel."""
         with self._lock:
             if self.is_cancelled:
                 return None
-            self._allocations.append(held := make())
-            return held
+            self._allocations.append(allocation := make())
+            return allocation
 
     def release(self, allocation: Clearable) -> None:
-        """That is not needed any more."""
+        """Free an allocation, unless a cancel did."""
         with self._lock:
             if allocation in self._allocations:
                 self._allocations.remove(allocation)
                 allocation.clear()
 
     def cancel(self) -> None:
-        """Wait no longer, and hold nothing."""
+        """End the wait and free all allocations."""
         with self._lock:
             self.is_cancelled = True
-            every, self._allocations = self._allocations, []
-            for held in every:
+            allocations, self._allocations = self._allocations, []
+            for allocation in allocations:
                 try:
-                    held.clear()
-                except Exception as error:  # whoever leaves goes on
-                    told = repr(error)  # and whoever keeps the error keeps the memory
-                    log.warning("what came of a prompt was not let go of: %s", told)
+                    allocation.clear()
+                except Exception as error:  # the request continues
+                    text = repr(error)  # a handler may store the error, and with it the memory
+                    log.warning("memory of a cancelled lookup was not freed: %s", text)

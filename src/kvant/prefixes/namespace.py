@@ -1,4 +1,8 @@
-"""What a reader of one model by one spec sees of prefixes: it begins there, and lets others."""
+"""The view that one reader has of prefixes: those of one model, spec and salt.
+
+A namespace names the model by a hash of its weights, matches prompts, plans where to insert them,
+and restores them from a store.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from kvant.hf import TransformersCache, supports_chunked_prefill
 from kvant.prefixes.keys import PAGE_TOKENS, explain_no_fingerprint, make_root_key, salt_key
 from kvant.prefixes.lookup_deadline import STORE_TIMEOUT_S, LookupDeadline
 from kvant.prefixes.prefix_store import MIN_TAIL_DIVISOR, RestoredPrefix
-from kvant.prefixes.threads import Daemons
+from kvant.prefixes.threads import DaemonExecutor
 from kvant.prefixes.tree import (
     CHECKPOINT_INTERVAL,
     MAX_INTERVAL_CHECKPOINTS,
@@ -35,26 +39,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvant")
 
-EXACT_CHUNK = (
-    512  # tokens that are read at once, and at whose multiples prefixes end that are exact
-)
-MAX_RESTORE_TRIES = 4  # prefixes of a store that are tried for a prompt, the longest first
+EXACT_CHUNK = 512  # tokens of a chunk with `exact`; exact prefixes end at multiples of it
+MAX_RESTORE_TRIES = 4  # stored prefixes that are tried for a prompt, the longest first
 
 
 class NamespaceKeys(NamedTuple):
-    """Who computes rows, and how they are stored."""
+    """Keys of the model, the spec and the salt."""
 
-    tree_key: bytes = b""  # the key before the first page, for one salt
-    pools_key: bytes = b""  # the same for any
-    metadata: Mapping[str, str] = {}  # for people
+    tree_key: bytes = b""  # the root key with salts
+    pools_key: bytes = b""  # the root key without salts
+    metadata: Mapping[str, str] = {}  # for humans: model, spec
 
 
 class PendingRestore(NamedTuple):
-    """What a store had of a prompt."""
+    """A restored prefix that is not adopted yet."""
 
     keys: NamespaceKeys
     restored: RestoredPrefix
-    num_cached: int  # so many of its tokens were in memory
+    num_cached: int  # first tokens that were in memory already
 
     @property
     def restored_range(self) -> range:
@@ -63,7 +65,7 @@ class PendingRestore(NamedTuple):
 
 
 class PrefixNamespace:
-    """Prefixes of one model by one spec, for one reader."""
+    """Prefixes of one model, spec and salt, for one reader."""
 
     def __init__(
         self,
@@ -72,11 +74,11 @@ class PrefixNamespace:
         cache: TransformersCache,
         weights_check_interval: float = 0.0,
     ) -> None:
-        """It looks at the model anew where it last did so `believed` seconds ago, or before."""
+        """The weights are checked again after `weights_check_interval` seconds."""
         self.prefixes = prefixes
-        self.salt = ""  # of its reader, beside that of the owner
-        self.mismatch: PrefixMismatch | None = None  # where the last prompt left what is kept
-        self.refusal: str | None = None  # why nothing is kept of it, or was found
+        self.salt = ""  # of the reader, in addition to that of `prefixes`
+        self.mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
+        self.refusal: str | None = None  # why the model has no prefixes
         self._model = ref(model)
         self._spec = cache.spec
         self._pages_suffice = pages_suffice(cache.spec)
@@ -86,92 +88,86 @@ class PrefixNamespace:
         self._has_recurrent = any(
             isinstance(part, RecurrentSpec) for part in _iterate_recipes(cache.spec)
         )
-        self._branch_point = 0  # up to which the last prompt shared pages that served it nothing
+        self._branch_point = 0  # tokens that the last prompt shared with entries it cannot resume
         self._backend = str(cache.backend)
         if any(layer.is_opaque for layer in cache.layer_info):
-            self.refusal = "transformers keeps some of its layers"
+            self.refusal = "transformers manages some of its layers"
         elif not supports_chunked_prefill(model):
-            self.refusal = "it does not go on from several tokens at once"
+            self.refusal = "it does not support chunked prefill"
         self._is_unsupported = self.refusal is not None
         self._current_keys: NamespaceKeys | None = None
         self._weights_check_interval = weights_check_interval
-        self._last_weights_check: tuple[float, NamespaceKeys | None] = (
-            -math.inf,
-            None,
-        )  # when, and what was found
+        self._last_weights_check: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
     @property
     def _keys(self) -> NamespaceKeys:
-        """Who computed rows when the last prompt began; before the first, who does now."""
+        """Keys when the last prompt was matched; before the first, the current ones."""
         if self._current_keys is None:
             self._current_keys = self._refresh_keys() or NamespaceKeys()
         return self._current_keys
 
     def fork(self, salt: str | None = None) -> PrefixNamespace:
-        """The same for another reader, or for one who shares with those of a salt alone."""
-        twin = PrefixNamespace.__new__(PrefixNamespace)
-        twin.__dict__.update(self.__dict__)
+        """Return a copy for another reader; `salt` restricts it to that salt."""
+        copy = PrefixNamespace.__new__(PrefixNamespace)
+        copy.__dict__.update(self.__dict__)
         if salt is not None:
-            twin.salt, twin._current_keys = salt, None
-            twin.invalidate_weights_check()
-        return twin
+            copy.salt, copy._current_keys = salt, None
+            copy.invalidate_weights_check()
+        return copy
 
     def invalidate_weights_check(self) -> None:
-        """Believe nothing of the model any more: it may have been changed."""
+        """Check the weights again at the next use: the model may have been changed."""
         self._last_weights_check = (-math.inf, None)
 
-    def needs_shapes(self, memory: TransformersCache) -> bool:
-        """Whether a token is to be read before `fetch` can compare what a store has."""
-        if self.prefixes.prefix_store is None or memory.has_shapes or self._refresh_keys() is None:
+    def needs_shapes(self, cache: TransformersCache) -> bool:
+        """Return whether a token must be prefilled before blobs can be checked."""
+        if self.prefixes.prefix_store is None or cache.has_shapes or self._refresh_keys() is None:
             return False
         return self.pool_cache is None or not self.pool_cache.has_shapes
 
     def fetch_from_store(self, tokens: Sequence[int], base_cache: TransformersCache) -> range:
-        """Bring what a store has of these tokens, if that is sooner than to read them.
+        """Restore what a store has of `tokens`, if that is faster than a prefill.
 
-        The tokens that came. A store that does not answer is waited for `STORE_TIMEOUT_S` at most.
+        Return the range of restored tokens. A store that does not answer costs `STORE_TIMEOUT_S`.
         """
         try:
-            names = None if self.prefixes.prefix_store is None else self._refresh_keys()
-            if names is None:
+            keys = None if self.prefixes.prefix_store is None else self._refresh_keys()
+            if keys is None:
                 return range(0)
-            held = max(
-                base_cache.length, self.prefixes._count_cached_tokens(names.tree_key, tokens)
-            )
-            empty = (self.pool_cache or base_cache).fork()
-            empty.reset()
-            coming = self._seek_in_time(tokens, empty, held)
-            if coming is not None:
-                self.insert_restored(coming)
-                return coming.restored_range
-        except Exception as error:  # they can still be read
-            told = repr(error)  # whoever keeps the error keeps caches
-            log.warning("a store was not looked into: %s", told)
+            num_in_memory = self.prefixes._count_cached_tokens(keys.tree_key, tokens)
+            num_cached = max(base_cache.length, num_in_memory)
+            empty_cache = (self.pool_cache or base_cache).fork()
+            empty_cache.reset()
+            restore = self._look_up_with_timeout(tokens, empty_cache, num_cached)
+            if restore is not None:
+                self.insert_restored(restore)
+                return restore.restored_range
+        except Exception as error:  # the prompt can still be prefilled
+            text = repr(error)  # a handler may store the error, and with it caches
+            log.warning("a prompt was not looked up in a store: %s", text)
         return range(0)
 
-    def _seek_in_time(
-        self, tokens: Sequence[int], empty: TransformersCache, held: int
+    def _look_up_with_timeout(
+        self, tokens: Sequence[int], empty_cache: TransformersCache, num_cached: int
     ) -> PendingRestore | None:
-        """Run `seek` in a thread of its own, for `STORE_TIMEOUT_S` at most."""
-        until = time.monotonic() + STORE_TIMEOUT_S
-        waiting, threads = (
-            LookupDeadline(lambda: until - time.monotonic()),
-            Daemons(1, "kvant-fetch"),
-        )
-        waiting.allocate(lambda: empty)
-        coming = threads.submit(self.look_up_store, tokens, empty, held, waiting)
-        threads.end()
+        """Run `look_up_store` in a thread of its own, for `STORE_TIMEOUT_S` at most."""
+        end_time = time.monotonic() + STORE_TIMEOUT_S
+        deadline = LookupDeadline(lambda: end_time - time.monotonic())
+        executor = DaemonExecutor(1, "kvant-fetch")
+        deadline.allocate(lambda: empty_cache)
+        future = executor.submit(self.look_up_store, tokens, empty_cache, num_cached, deadline)
+        executor.shutdown()
         try:
-            found = coming.result(STORE_TIMEOUT_S)
+            restore = future.result(STORE_TIMEOUT_S)
         except TimeoutError:
-            log.warning("a store does not answer: a prompt of %d tokens is read", len(tokens))
-            waiting.cancel()
+            log.warning("a store does not answer: prefilling %d tokens", len(tokens))
+            deadline.cancel()
             return None
-        except BaseException:  # an interrupt, too
-            waiting.cancel()
+        except BaseException:  # including an interrupt
+            deadline.cancel()
             raise
-        waiting.release(empty)
-        return found
+        deadline.release(empty_cache)
+        return restore
 
     def look_up_store(
         self,
@@ -180,158 +176,151 @@ class PrefixNamespace:
         num_cached: int,
         deadline: LookupDeadline,
     ) -> PendingRestore | None:
-        """What a store has of these tokens beyond those that are `held`, in the pools of a memory.
+        """Restore tokens beyond `num_cached` from a store, into the pools of `base_cache`.
 
-        That is empty, or has the first of them.
+        `base_cache` is empty or has the first tokens. Return None if a prefill is expected to be
+        faster, or nothing was restored.
         """
-        archive, model = self.prefixes.prefix_store, self._model()
-        names = None if archive is None else self._refresh_keys()
-        if (
-            archive is None
-            or model is None
-            or names is None
-            or deadline.compute_seconds_left() <= 0
-        ):
+        store, model = self.prefixes.prefix_store, self._model()
+        keys = None if store is None else self._refresh_keys()
+        is_late = deadline.compute_seconds_left() <= 0
+        if store is None or model is None or keys is None or is_late:
             return None
-        find = archive.find_hits(
-            names.tree_key, tokens, base_cache.states, num_cached, pages_suffice=self._pages_suffice
+        hits = store.find_hits(
+            keys.tree_key, tokens, base_cache.states, num_cached, pages_suffice=self._pages_suffice
         )
-        for found in islice(find, MAX_RESTORE_TRIES):
-            deadline.end_time, reading = (
-                math.inf,
-                self.estimate_prefill_seconds(found.length - num_cached),
-            )
-            if deadline.compute_seconds_left() <= 0 or not archive.restore_times.can_restore_within(
-                found.length, reading
-            ):
+        for hit in islice(hits, MAX_RESTORE_TRIES):
+            deadline.end_time = math.inf
+            prefill_seconds = self.estimate_prefill_seconds(hit.length - num_cached)
+            if deadline.compute_seconds_left() <= 0:
                 return None
-            deadline.end_time = time.monotonic() + reading
-            restored = archive.restore(found, tokens, base_cache, model.device, deadline)
+            if not store.restore_times.can_restore_within(hit.length, prefill_seconds):
+                return None
+            deadline.end_time = time.monotonic() + prefill_seconds
+            restored = store.restore(hit, tokens, base_cache, model.device, deadline)
             if restored is None:
                 continue
             if restored.cache.find_exact_rewind(len(tokens) - 1) > num_cached:
-                return PendingRestore(names, restored, num_cached)
+                return PendingRestore(keys, restored, num_cached)
             restored.cache.clear()
         return None
 
     def insert_restored(self, restore: PendingRestore) -> None:
-        """Keep what came from a store, for the prompt that is to begin."""
+        """Insert a restored prefix, for the prompt that is matched next."""
         restored = restore.restored
         self.prefixes._insert(restore.keys, restored.tokens, restored.cache, restored.num_prefilled)
 
     def reject(self, tokens: Sequence[int]) -> None:
-        """Drop a prefix of a store with which the model failed."""
-        log.warning("a prefix of %d tokens from a store is dropped: its model failed", len(tokens))
+        """Drop a restored prefix on which the model failed."""
+        log.warning("dropping a restored prefix of %d tokens: the model failed on it", len(tokens))
         self.prefixes._reject(self._keys.tree_key, tokens)
 
     def count_usable_tokens(
         self, keys: NamespaceKeys, restored: RestoredPrefix, max_tokens: int
     ) -> int:
-        """So many tokens, not more than `most`, can be gone on from of what came from a store.
+        """Return how many restored tokens, at most `max_tokens`, generation can continue from.
 
-        None where they are another model's by now.
+        0 if the model changed since the lookup.
         """
-        return (
-            find_resumable_length(restored, max_tokens, self.chunk_alignment or 1)
-            if keys == self._keys
-            else 0
-        )
+        if keys != self._keys:
+            return 0
+        return find_resumable_length(restored, max_tokens, self.chunk_alignment or 1)
 
     @property
     def has_unwritten(self) -> bool:
-        """Is something kept in these pools that the store is yet to have?"""
+        """Whether prefixes in these pools have pending store writes."""
         return self.prefixes._has_unwritten(self._keys.pools_key)
 
     def record_prefill_time(self, count: int, seconds: float) -> None:
-        """So many tokens of a prompt were read in so long."""
-        if count >= PAGE_TOKENS:  # fewer tell nothing of many
+        """Record that `count` prompt tokens were prefilled in `seconds`."""
+        if count >= PAGE_TOKENS:  # shorter chunks say little about long ones
             self.prefixes._record_prefill_time(self._keys.pools_key, seconds / count)
 
     def estimate_prefill_seconds(self, count: int) -> float:
-        """How long it takes to read so many tokens of a prompt; for ever, before that is known."""
+        """Return the expected seconds of a prefill; infinity before the first measurement."""
         return self.prefixes._seconds_per_token.get(self._keys.pools_key, math.inf) * count
 
     def match_prefix(
         self, tokens: Sequence[int], base_cache: TransformersCache, num_prefilled: int
     ) -> tuple[TransformersCache, int]:
-        """The memory to read these tokens with: the one given, or one that holds more of them.
+        """Return the cache to prefill these tokens with, and how many of its tokens were prefilled.
 
-        `prompt` of the tokens that it holds were read as prompts; so many are of what is returned.
+        It is `base_cache`, of which `num_prefilled` tokens were prefilled, or a fork of a prefix
+        with more tokens.
         """
-        before, exact = self._current_keys, self.prefixes.exact
+        last_keys, exact = self._current_keys, self.prefixes.exact
         self.mismatch, self._branch_point = None, 0
-        names = self._refresh_keys()
-        if names is None:
+        keys = self._refresh_keys()
+        if keys is None:
             return base_cache, num_prefilled
-        self._current_keys = names
-        held = 0 if exact or names != (before or names) else base_cache.length
-        match = self.prefixes._match_prefix(names.tree_key, tokens, held)
+        self._current_keys = keys
+        is_reusable = not exact and keys == (last_keys or keys)
+        num_cached = base_cache.length if is_reusable else 0
+        match = self.prefixes._match_prefix(keys.tree_key, tokens, num_cached)
         self.mismatch = match.mismatch
-        self._branch_point = match.num_shared if match.num_shared > max(match.length, held) else 0
-        if match.entry is not None and match.length > held:
-            found = match.entry.cache.fork()
-            found.rewind(match.length)
+        served = max(match.length, num_cached)
+        self._branch_point = match.num_shared if match.num_shared > served else 0
+        if match.entry is not None and match.length > num_cached:
+            cache = match.entry.cache.fork()
+            cache.rewind(match.length)
             num_prefilled = min(match.entry.num_prefilled, match.length)
-        elif held:
+        elif num_cached:
             return base_cache, num_prefilled
         else:
-            home = self.pool_cache
-            found, num_prefilled = base_cache if home is None else home.fork(), 0
-            found.reset()
-        found.backend = base_cache.backend
-        return found, num_prefilled
+            pool_cache = self.pool_cache
+            cache = base_cache if pool_cache is None else pool_cache.fork()
+            cache.reset()
+            num_prefilled = 0
+        cache.backend = base_cache.backend
+        return cache, num_prefilled
 
     def record_lookup(self, num_prompt_tokens: int, num_cached: int) -> None:
-        """Of a prompt of so many tokens, so many were there."""
+        """Count prompt tokens, and those found in the cache."""
         self.prefixes._record_lookup(num_prompt_tokens, num_cached)
 
     def reachable(self, cache: TransformersCache, to: int) -> int:
-        """To where a memory may go back: others are to find in it what they would compute."""
+        """Return the longest length <= `to` whose rewind is exact, as other readers need."""
         return cache.find_exact_rewind(to)
 
     @property
     def chunk_alignment(self) -> int | None:
-        """Tokens at whose multiples prompts are to be cut; None: anywhere."""
+        """Chunks of prompts must end at multiples of it; None: anywhere."""
         return EXACT_CHUNK if self.prefixes.exact else None
 
     def plan_checkpoints(
         self, tokens: Sequence[int], num_cached: int, branch_points: Sequence[int]
     ) -> list[int]:
-        """The lengths at which to `keep` a prompt of these tokens as it is read, in order.
+        """Return the lengths at which to insert a prompt while it is prefilled, in order.
 
-        `marks` are those at which others may begin to differ. Where pages are all that going on
-        needs, no length is special. For a store the end of a short prompt is, too: who begins
-        anew with it finds no page of the reply.
+        `branch_points` are lengths at which other prompts may diverge. If pages suffice, a prompt
+        can be resumed at every page. With a store, the end of a short prompt is added: a new
+        process that sends it again then restores no page of the reply.
         """
         count = len(tokens)
         if self.refusal is not None:
             return []
-        short = (
-            self.prefixes.prefix_store is not None
-            and (count - 1) % self._page_size * MIN_TAIL_DIVISOR > count
-        )
-        last = count if count % self._page_size else count - 1  # nobody goes back into a whole page
-        ends = (
-            short and self.chunk_alignment is None and not self._has_recurrent and last > num_cached
-        )
-        end = {last} if ends else set[int]()
+        alignment = self.chunk_alignment
+        has_long_tail = (count - 1) % self._page_size * MIN_TAIL_DIVISOR > count
+        end = count if count % self._page_size else count - 1  # no rewind into a whole page
+        has_tail_blob = self.prefixes.prefix_store is not None and has_long_tail
+        can_end_anywhere = alignment is None and not self._has_recurrent
+        ends = {end} if has_tail_blob and can_end_anywhere and end > num_cached else set[int]()
         if self._pages_suffice:
-            return sorted(end)
-        found = {self._branch_point, (count - 1) // PAGE_TOKENS * PAGE_TOKENS, *branch_points}
+            return sorted(ends)
+        points = {self._branch_point, (count - 1) // PAGE_TOKENS * PAGE_TOKENS, *branch_points}
         if count - num_cached > MIN_LONG_PROMPT:
-            found |= set(
-                range(CHECKPOINT_INTERVAL, count, CHECKPOINT_INTERVAL)[-MAX_INTERVAL_CHECKPOINTS:]
-            )
-        if self.chunk_alignment is not None:
-            found = {stop // self.chunk_alignment * self.chunk_alignment for stop in found}
-        return sorted({stop for stop in found if num_cached < stop < count} | end)
+            intervals = range(CHECKPOINT_INTERVAL, count, CHECKPOINT_INTERVAL)
+            points |= set(intervals[-MAX_INTERVAL_CHECKPOINTS:])
+        if alignment is not None:
+            points = {point // alignment * alignment for point in points}
+        return sorted({point for point in points if num_cached < point < count} | ends)
 
     def insert_prefix(
         self, tokens: Sequence[int], cache: TransformersCache, num_prefilled: int
     ) -> None:
-        """Keep the memory of these tokens, if it is one that prefixes are of.
+        """Insert the cache of these tokens, if its model can have prefixes.
 
-        Whoever was answered has the answer: where there is no memory to keep it, it is not kept.
+        An error does not fail the request, which has its reply already: it is logged.
         """
         if self.refusal is not None or not tokens or cache.length != len(tokens):
             return
@@ -339,38 +328,36 @@ class PrefixNamespace:
             if cache.spec == self._spec and self._refresh_keys() == self._keys:
                 self.prefixes._insert(self._keys, tokens, cache, num_prefilled)
         except (CacheError, MemoryError, RuntimeError, ValueError) as error:
-            told = repr(error)  # whoever keeps the error keeps the memory
-            log.warning("a prefix of %d tokens was not kept: %s", len(tokens), told)
+            text = repr(error)  # a handler may store the error, and with it the cache
+            log.warning("a prefix of %d tokens was not inserted: %s", len(tokens), text)
 
     def describe_mismatch(self, tokenizer: Any) -> str | None:
-        """Where the last prompt left what is kept, or why nothing is, in words."""
+        """Describe where the last prompt diverged from the prefixes, or why there are none."""
         if self.refusal is not None:
-            return f"nothing is kept of this model: {self.refusal}"
+            return f"prefixes are not cached for this model: {self.refusal}"
         if self.mismatch is None:
             return None
-        was, now = (
-            tokenizer.decode(list(ids))
-            for ids in (self.mismatch.cached_tokens, self.mismatch.prompt_tokens)
-        )
+        cached = tokenizer.decode(list(self.mismatch.cached_tokens))
+        prompt = tokenizer.decode(list(self.mismatch.prompt_tokens))
         position = f"{self.mismatch.position:,}"
-        return f"prefix lost at token {position}: {was!r} was there, {now!r} was asked for"
+        return f"prefix lost at token {position}: {cached!r} is cached, the prompt has {prompt!r}"
 
-    # ---- what an engine asks besides
+    # ---- for engines
 
     @property
     def pool_cache(self) -> TransformersCache | None:
-        """An empty cache over the pools in which prefixes lie, once there are any."""
+        """An empty cache over the pools of the prefixes; None before the first insert."""
         return self.prefixes._pool_caches.get(self._keys.pools_key)
 
     def measure(self) -> CacheUsage:
-        """What all that is kept in these pools takes."""
+        """Measure the memory of all prefixes in these pools."""
         return self.prefixes._measure_pools(self._keys.pools_key)
 
     def evict(self, nbytes: int, *, include_unwritten: bool, include_used: bool) -> bool:
-        """Free so many bytes in these pools, or all; did anything go?
+        """Evict prefixes of `nbytes` bytes, or all if they are smaller; return whether any was.
 
-        What a store is yet to have stays, unless it may be `unwritten`, and what somebody uses,
-        unless it may be `used`.
+        Those with pending store writes are evicted only with `include_unwritten`, and those that
+        requests use only with `include_used`.
         """
         return self.prefixes._evict_from(
             self._keys.pools_key,
@@ -380,12 +367,12 @@ class PrefixNamespace:
         )
 
     def _refresh_keys(self) -> NamespaceKeys | None:
-        """Name the model as it is now, if it can be named."""
-        since, found = self._last_weights_check
-        if time.monotonic() - since >= self._weights_check_interval:
-            since, found = time.monotonic(), self._make_keys()
-            self._last_weights_check = since, found
-        return found
+        """Return the keys of the model; None if it cannot be keyed."""
+        checked_at, keys = self._last_weights_check
+        if time.monotonic() - checked_at >= self._weights_check_interval:
+            checked_at, keys = time.monotonic(), self._make_keys()
+            self._last_weights_check = checked_at, keys
+        return keys
 
     def _make_keys(self) -> NamespaceKeys | None:
         model = self._model()
@@ -394,23 +381,21 @@ class PrefixNamespace:
         self.refusal = explain_no_fingerprint(model)
         if self.refusal is not None:
             return None
-        home = make_root_key(model, self._spec)
-        own = [
-            self.prefixes.salt,
-            _describe_rounding(model, self._backend) if self.prefixes.exact else "",
-        ]
-        own += [self.salt] if self.salt else []
-        about = {"model": type(model).__name__, "spec": describe_spec(self._spec)}
-        return NamespaceKeys(salt_key(home, *own), home, about)
+        root_key = make_root_key(model, self._spec)
+        rounding = _describe_rounding(model, self._backend) if self.prefixes.exact else ""
+        salts = [self.prefixes.salt, rounding]
+        salts += [self.salt] if self.salt else []
+        metadata = {"model": type(model).__name__, "spec": describe_spec(self._spec)}
+        return NamespaceKeys(salt_key(root_key, *salts), root_key, metadata)
 
 
 def _describe_rounding(model: PreTrainedModel, backend: str) -> str:
-    """What rounds otherwise, beside what computes other rows."""
+    """Describe what changes the rounding of rows, but nothing else."""
     return f"{backend} {model.config._attn_implementation} {is_packed(model)}"
 
 
 def _iterate_recipes(spec: CacheSpec) -> Iterator[Recipe]:
-    """The recipes of all memories."""
+    """Yield the recipes of all layers, groups expanded."""
     for recipe in spec.layers:
         if isinstance(recipe, GroupSpec):
             yield from (part for _, part in recipe.parts)
@@ -419,7 +404,7 @@ def _iterate_recipes(spec: CacheSpec) -> Iterator[Recipe]:
 
 
 def pages_suffice(spec: CacheSpec) -> bool:
-    """Is a page boundary all that going on needs? No window, state, dense tail or open sinks."""
+    """Return whether sealed pages are enough to resume: no window, state, tail or open sinks."""
     if any(isinstance(part, RecurrentSpec) for part in _iterate_recipes(spec)):
         return False
     return all(
@@ -430,6 +415,6 @@ def pages_suffice(spec: CacheSpec) -> bool:
 
 
 def find_dense_prompt_layer(spec: CacheSpec) -> LayerSpec | None:
-    """A layer whose prompt chunks see their own rows otherwise than later ones do."""
+    """Return a layer whose prefill chunks read their own rows before they are quantized."""
     layers = iterate_attention(*spec.layers)
     return next((layer for layer in layers if layer.seals and layer.prefill == "dense"), None)

@@ -1,9 +1,14 @@
-"""What is kept of prefixes, in stores: written behind those who decode, and brought back.
+"""Write prefixes to stores in the background, find them there, and restore them.
 
-A page of tokens is named in a store by its key. Its parts are what each kind of layers has of it,
-`k<kind>-<number>`, and for each text that was kept and ends there, or within the next page, what
-going on from it needs besides pages: `a-<digest of the tokens behind the page>-<length>`. So pages
-are written once, whoever has them, and a window reads only those that it still sees.
+A prefix is stored as blobs. Each has the name of a page of 64 tokens, and a part:
+
+    page name   <16 hex digits of the root key>/<page key>
+    k0-3        page 3 of layer group 0, at the token page where it ends
+    a-<digest of the tail tokens>-<length>
+                tail state: what resuming a prefix needs besides pages, at its last whole page
+
+So each page is written once for all prefixes that share it, and a restore with a window reads only
+the pages that the window still sees.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from kvant.cache.page_set import (
     list_page_sizes,
     make_empty_tail_state,
 )
-from kvant.cache.restore_buffer import RestoreBuffer, check_rest
+from kvant.cache.restore_buffer import RestoreBuffer, check_tail_state
 from kvant.contracts import Snapshot
 from kvant.errors import BlobError, CacheError, SnapshotMismatch
 from kvant.hf import TransformersCache
@@ -37,84 +42,85 @@ from kvant.prefixes.keys import PAGE_TOKENS, digest, make_page_keys
 from kvant.prefixes.lookup_deadline import LookupDeadline
 from kvant.prefixes.page_reader import MAX_RESTORE_THREADS, PageReader
 from kvant.prefixes.restore_times import RestoreTimes
-from kvant.prefixes.threads import Daemons
+from kvant.prefixes.threads import DaemonExecutor
 from kvant.stores import Blob, BlobLayout, BlobPayload, Tiers
 from kvant.stores.tiers import Check
 
 log = logging.getLogger("kvant")
 
 CANCEL_TIMEOUT_S = 1.0  # seconds that cancelling a write waits for a copy in progress
-MAX_COPY_BYTES = 8 << 20  # bytes of pages that are copied at a time for a write
-MIN_TAIL_DIVISOR = 20  # a tail is written if it has more than this part of the prefix's tokens
-MAX_KNOWN_PAGES = 1 << 14  # pages whose blobs are known to be there: about 400 bytes each
+MAX_COPY_BYTES = 8 << 20  # of pages that are copied at a time for a write
+MIN_TAIL_DIVISOR = 20  # a tail is written if it has more than 1 / 20 of the prefix's tokens
+MAX_KNOWN_PAGES = 1 << 14  # page names in each set below: about 400 bytes each
 
 
 @dataclass(frozen=True)
 class StoreHit:
-    """Tokens that a store seems to have."""
+    """A prefix that a store seems to have; its blobs are not read yet."""
 
     length: int
-    page_names: tuple[str, ...]  # of their pages, behind that of no tokens
-    tail_state_part: str | None  # the part of the last one that is not pages; None: pages suffice
+    page_names: tuple[str, ...]  # of the whole pages, after that of the root
+    tail_state_part: str | None  # part of the last page name; None: pages suffice
 
 
 @dataclass(frozen=True)
 class RestoredPrefix:
-    """A cache from a store."""
+    """A cache that was restored from a store."""
 
     tokens: tuple[int, ...]
     cache: TransformersCache
-    num_prefilled: int  # of the tokens, so many were read as prompts
+    num_prefilled: int  # first tokens that were prefilled, not decoded
 
 
 class PendingBlob(NamedTuple):
-    """A blob that is to be written."""
+    """A blob of a prefix that may have to be written."""
 
-    page_name: str  # of the page at which it ends
+    page_name: str  # of the token page at which it ends
     part: str
-    page: PageId | None  # None: what is no pages
-    nbytes: int  # of it in memory; about those, without a page
+    page: PageId | None  # None: the tail state
+    nbytes: int  # in memory; an estimate for a tail state
 
 
 @dataclass(eq=False)
 class PrefixWrite:
-    """What a store lacks of a cache, to be written unless its memory is needed before."""
+    """A queued write of the blobs that a store lacks; an eviction may cancel it."""
 
     prefix_store: PrefixStore
-    page_set: PageSet | None  # None: it was cancelled, or is done
+    page_set: PageSet | None  # references the pages; None: cancelled or done
     tokens: tuple[int, ...]
     num_prefilled: int
     page_names: list[str]
     pending: list[PendingBlob]
     metadata: Mapping[str, str]
-    # Whoever copies pages has it; a collection of garbage in the middle of that may cancel us.
+    # Held while pages are copied. Reentrant: a garbage collection in a copy may cancel the write.
     _copy_lock: RLock = field(default_factory=RLock, init=False, repr=False)
 
     def __call__(self) -> Iterator[int]:
-        """Write, some pages at a time; the bytes of each."""
+        """Write the blobs one by one; yield the bytes of each."""
         try:
             yield from self._write_blobs()
         finally:
             self.cancel()
 
     def cancel(self) -> None:
-        """Let go of the pages, behind the copy that is under way: their memory is free then."""
-        free = self._copy_lock.acquire(timeout=CANCEL_TIMEOUT_S)
+        """Release the pages, after a copy in progress."""
+        is_locked = self._copy_lock.acquire(timeout=CANCEL_TIMEOUT_S)
         self.page_set = None
-        if free:
+        if is_locked:
             self._copy_lock.release()
 
     def _write_blobs(self) -> Iterator[int]:
-        names = list(dict.fromkeys(one.page_name for one in self.pending))
-        there = dict(zip(names, self.prefix_store.tiers.has(names), strict=True))
-        lacking = []
-        for one in self.pending:
-            if one.part in there[one.page_name] and not self.prefix_store.doubts(one.page_name):
-                self.prefix_store.record_part(one.page_name, one.part)
+        names = list(dict.fromkeys(blob.page_name for blob in self.pending))
+        stored_parts = dict(zip(names, self.prefix_store.tiers.has(names), strict=True))
+        missing = []
+        for pending in self.pending:
+            name, part = pending.page_name, pending.part
+            if part in stored_parts[name] and not self.prefix_store.is_suspect(name):
+                self.prefix_store.record_part(name, part)
             else:
-                lacking.append(one)
-        for some in self._group_pending(lacking):
-            for blob in self._copy_blobs(some):
+                missing.append(pending)
+        for group in self._group_pending(missing):
+            for blob in self._copy_blobs(group):
                 if self.page_set is None:
                     return
                 self.prefix_store.put(blob)
@@ -122,34 +128,33 @@ class PrefixWrite:
 
     @staticmethod
     def _group_pending(pending: Sequence[PendingBlob]) -> Iterator[Sequence[PendingBlob]]:
-        """Pages of a kind, so many that they are copied at once, and all else by itself."""
-        for _, group in groupby(pending, lambda one: None if one.page is None else one.page[0]):
-            some = list(group)
-            at_once = max(1, MAX_COPY_BYTES // max(some[0].nbytes, 1))
-            yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
+        """Yield batches of pages of one layer group that are copied at once, and tail states."""
+        for _, group in groupby(pending, lambda blob: None if blob.page is None else blob.page[0]):
+            blobs = list(group)
+            size = max(1, MAX_COPY_BYTES // max(blobs[0].nbytes, 1))
+            yield from (blobs[i : i + size] for i in range(0, len(blobs), size))
 
     def _copy_blobs(self, group: Sequence[PendingBlob]) -> list[Blob]:
-        """Copies of some that belong together; none where it was cancelled."""
+        """Copy a batch of blobs out of the cache; [] after a cancel."""
         with self._copy_lock:
             return [] if self.page_set is None else self._make_blobs(group, self.page_set)
 
     def _make_blobs(self, group: Sequence[PendingBlob], page_set: PageSet) -> list[Blob]:
-        """Pages of one kind, or a rest."""
-        pages = [one.page for one in group if one.page is not None]
+        """Make blobs of pages of one layer group, or of a tail state."""
+        pages = [pending.page for pending in group if pending.page is not None]
         if not pages:
-            rest, begin = page_set.snapshot_tail_state(), (len(self.page_names) - 1) * PAGE_TOKENS
-            held = BlobPayload.from_fields(rest.tensors)
-            return [self._make_blob(group[0], begin, len(self.tokens), held, rest.numbers)]
-        kind = pages[0][0]
-        size, layout = (
-            page_set.layer_groups[kind].page,
-            BlobLayout.from_shapes(get_page_shapes(page_set.cache, kind)),
-        )
+            tail, begin = page_set.snapshot_tail_state(), (len(self.page_names) - 1) * PAGE_TOKENS
+            payload = BlobPayload.from_fields(tail.tensors)
+            return [self._make_blob(group[0], begin, len(self.tokens), payload, tail.numbers)]
+        layer_group = pages[0][0]
+        size = page_set.layer_groups[layer_group].page
+        layout = BlobLayout.from_shapes(get_page_shapes(page_set.cache, layer_group))
         data = torch.zeros(len(pages), layout.nbytes, dtype=torch.uint8)
-        page_set.copy_pages(kind, [number for _, number in pages], layout.view_fields(data))
+        numbers = [number for _, number in pages]
+        page_set.copy_pages(layer_group, numbers, layout.view_fields(data))
         return [
-            self._make_blob(one, number * size, (number + 1) * size, BlobPayload(layout, held))
-            for one, (_, number), held in zip(group, pages, data, strict=True)
+            self._make_blob(pending, number * size, (number + 1) * size, BlobPayload(layout, row))
+            for pending, number, row in zip(group, numbers, data, strict=True)
         ]
 
     def _make_blob(
@@ -160,27 +165,21 @@ class PrefixWrite:
         payload: BlobPayload,
         numbers: Mapping[str, int] | None = None,
     ) -> Blob:
-        before, own, prompt = (
-            self.page_names[begin // PAGE_TOKENS],
-            self.tokens[begin:end],
-            self.num_prefilled,
-        )
-        names = pending.page_name, pending.part, before
-        return Blob(*names, own, payload, numbers or {}, min(prompt, end), self.metadata)
+        names = pending.page_name, pending.part, self.page_names[begin // PAGE_TOKENS]
+        tokens, num_prefilled = self.tokens[begin:end], min(self.num_prefilled, end)
+        return Blob(*names, tokens, payload, numbers or {}, num_prefilled, self.metadata)
 
 
 class PrefixStore:
-    """Prefixes in stores, for any number of threads."""
+    """Prefixes in stores: queued writes, lookups and restores; for any number of threads."""
 
     def __init__(self, tiers: Tiers, *, shared: bool = False) -> None:
-        """`shared` ones are others' as well: they go on when this ends."""
+        """`shared` tiers have other users: `close` leaves them open."""
         self.tiers = tiers
         self._shares_tiers = shared
-        self._known_parts: dict[
-            str, set[str]
-        ] = {}  # parts that were written or read lately, by page
-        self._doubted: set[str] = set()  # pages behind a blob that was missing or damaged
-        self._rejected: set[str] = set()  # pages with which a model failed
+        self._known_parts: dict[str, set[str]] = {}  # recently written or read, by page name
+        self._suspect_pages: set[str] = set()  # of prefixes with a missing or corrupt blob
+        self._rejected_pages: set[str] = set()  # on which a model failed
         self._counts: Counter[str] = Counter()
         self.restore_times = RestoreTimes()
 
@@ -197,63 +196,56 @@ class PrefixStore:
         pages_suffice: bool,
         max_length: int | None = None,
     ) -> PrefixWrite:
-        """Write later what is not there yet; the cache must not change.
+        """Queue a write of the blobs that the store lacks; the cache must not change.
 
-        `upto` so many tokens, if not all. Where pages suffice, a few tokens behind the last one are
-        not worth a blob.
+        `max_length` limits the tokens. If pages suffice, a short tail is not worth a blob.
         """
         names = _name_pages(root, tokens)
-        pieces = PageSet(cache)
-        new: list[PendingBlob] = []
-        for kind, numbers in enumerate(pieces.page_ranges):
-            size, nbytes = pieces.layer_groups[kind].page, pieces.nbytes((kind, 0))
-            new += [
-                PendingBlob(
-                    names[(number + 1) * size // PAGE_TOKENS],
-                    f"k{kind}-{number}",
-                    (kind, number),
-                    nbytes,
-                )
-                for number in numbers
-                if max_length is None or (number + 1) * size <= max_length
-            ]
-        whole = max_length is None or max_length == len(tokens)
-        if whole and (
-            not pages_suffice
-            or len(tokens) % max(list_page_sizes(cache)) * MIN_TAIL_DIVISOR > len(tokens)
-        ):
-            new.append(PendingBlob(names[-1], _name_tail_state(tokens), None, pieces.nbytes(None)))
-        new = [one for one in new if one.part not in self._known_parts.get(one.page_name, ())]
-        write = PrefixWrite(self, pieces, tuple(tokens), num_prefilled, names, new, metadata)
-        if new and not self.tiers.writer.add(sum(one.nbytes for one in new), write):
+        page_set = PageSet(cache)
+        pending: list[PendingBlob] = []
+        for group, numbers in enumerate(page_set.page_ranges):
+            size, nbytes = page_set.layer_groups[group].page, page_set.nbytes((group, 0))
+            for number in numbers:
+                end = (number + 1) * size
+                if max_length is None or end <= max_length:
+                    name, part = names[end // PAGE_TOKENS], f"k{group}-{number}"
+                    pending.append(PendingBlob(name, part, (group, number), nbytes))
+        is_whole = max_length is None or max_length == len(tokens)
+        tail_length = len(tokens) % max(list_page_sizes(cache))
+        if is_whole and (not pages_suffice or tail_length * MIN_TAIL_DIVISOR > len(tokens)):
+            part, nbytes = _name_tail_state(tokens), page_set.nbytes(None)
+            pending.append(PendingBlob(names[-1], part, None, nbytes))
+        pending = [b for b in pending if b.part not in self._known_parts.get(b.page_name, ())]
+        write = PrefixWrite(self, page_set, tuple(tokens), num_prefilled, names, pending, metadata)
+        if pending and not self.tiers.writer.add(sum(blob.nbytes for blob in pending), write):
             write.cancel()
         return write
 
     def put(self, blob: Blob) -> None:
-        """Write a blob now, unless a doubtful page turns out to have the same."""
-        same = None
-        if blob.page in self._rejected:
+        """Write a blob now; at a suspect page, only if the stored blob differs."""
+        stored = None
+        if blob.page in self._rejected_pages:
             self.tiers.drop(blob.page, blob.part)
-        elif self.doubts(blob.page):
-            same = self.tiers.get(blob.page, blob.part, partial(_check_same, blob))
-        if same is not None or self.tiers.put(blob):
+        elif self.is_suspect(blob.page):
+            stored = self.tiers.get(blob.page, blob.part, partial(_check_same, blob))
+        if stored is not None or self.tiers.put(blob):
             self.record_part(blob.page, blob.part)
 
     def reject(self, root: bytes, tokens: Sequence[int]) -> None:
-        """Find nothing of these tokens until this process has written it anew."""
+        """Ignore stored blobs of these tokens until this process has written them again."""
         names = _name_pages(root, tokens)
-        if len(self._rejected) >= MAX_KNOWN_PAGES:
-            self._rejected.clear()
-        self._doubt(names)
-        self._rejected.update(names)
+        if len(self._rejected_pages) >= MAX_KNOWN_PAGES:
+            self._rejected_pages.clear()
+        self._mark_suspect(names)
+        self._rejected_pages.update(names)
         self._counts["refused"] += 1
 
-    def doubts(self, name: str) -> bool:
-        """Whether a blob of a page counts as written only once it was compared, or written."""
-        return name in self._doubted
+    def is_suspect(self, page_name: str) -> bool:
+        """Return whether blobs of a page must be compared before they count as written."""
+        return page_name in self._suspect_pages
 
     def record_part(self, page_name: str, part: str) -> None:
-        """That blob is there."""
+        """Note that the stores have a blob."""
         if len(self._known_parts) >= MAX_KNOWN_PAGES:
             self._known_parts.clear()
         self._known_parts.setdefault(page_name, set()).add(part)
@@ -269,40 +261,38 @@ class PrefixStore:
         *,
         pages_suffice: bool,
     ) -> Iterator[StoreHit]:
-        """What there seems to be of the first of these tokens, more than `beyond`; longest first.
+        """Yield stored prefixes of `tokens` longer than `num_cached`, longest first.
 
-        `cache` is one like those that are kept, and may be empty.
+        `cache` has the layer groups of the model; it may be empty.
         """
         names = _name_pages(root, tokens)
         first = num_cached // PAGE_TOKENS
         parts_of = [
-            parts & self._known_parts.get(name, set()) if name in self._rejected else parts
+            parts & self._known_parts.get(name, set()) if name in self._rejected_pages else parts
             for name, parts in zip(names, self.tiers.has(names), strict=True)
         ]
         for name, parts in zip(names, parts_of, strict=True):
             if name in self._known_parts:
-                self._known_parts[name] &= parts  # others may have dropped some
+                self._known_parts[name] &= parts  # a store may have dropped some
         sizes = list_page_sizes(cache)
         for count in range(len(names) - 1, first - 1, -1):
             parts, length = parts_of[count], count * PAGE_TOKENS
-            most = min(len(tokens), length + PAGE_TOKENS - 1)
+            page_names = tuple(names[: count + 1])
+            max_end = min(len(tokens), length + PAGE_TOKENS - 1)
             for end in sorted({_parse_tail_length(part) for part in parts}, reverse=True):
-                if (
-                    length <= end <= most
-                    and end > num_cached
-                    and _name_tail_state(tokens[:end]) in parts
-                ):
-                    yield StoreHit(end, tuple(names[: count + 1]), _name_tail_state(tokens[:end]))
-            last = {
-                f"k{kind}-{length // size - 1}"
-                for kind, size in enumerate(sizes)
+                if length <= end <= max_end and end > num_cached:
+                    tail_part = _name_tail_state(tokens[:end])
+                    if tail_part in parts:
+                        yield StoreHit(end, page_names, tail_part)
+            last_parts = {
+                f"k{group}-{length // size - 1}"
+                for group, size in enumerate(sizes)
                 if not length % size
             }
-            whole = len(last) == len(sizes) and last <= parts
-            if (
-                pages_suffice and whole and num_cached < length < len(tokens)
-            ):  # one is read at least
-                yield StoreHit(length, tuple(names[: count + 1]), None)
+            is_whole = len(last_parts) == len(sizes) and last_parts <= parts
+            is_usable = num_cached < length < len(tokens)  # one token is left to prefill
+            if pages_suffice and is_whole and is_usable:
+                yield StoreHit(length, page_names, None)
 
     def restore(
         self,
@@ -312,31 +302,31 @@ class PrefixStore:
         device: torch.device,
         deadline: LookupDeadline,
     ) -> RestoredPrefix | None:
-        """A cache of what was found, in the pools of `memory`; what comes too late is not used.
+        """Restore a hit into the pools of `base_cache`; None if a blob fails or is late.
 
-        That is one of the same model and spec, which has no tokens, or the first of these. Nothing
-        of a blob is used before its shapes were compared with those of `memory`.
+        `base_cache` is of the same model and spec, and empty or with the first tokens. The shapes
+        in a blob are compared with its shapes before any tensor is used.
         """
         begin, seconds = time.perf_counter(), deadline.compute_seconds_left()
         try:
             restored = self._restore(hit, tokens, base_cache, device, deadline)
         except Exception as error:
-            told = repr(error)  # whoever keeps the error keeps what came
-            log.warning("a prefix of %d tokens was not restored: %s", hit.length, told)
+            text = repr(error)  # a handler may store the error, and with it the tensors
+            log.warning("a prefix of %d tokens was not restored: %s", hit.length, text)
             self._counts["refused"] += 1
             if isinstance(error, SnapshotMismatch) and not deadline.is_cancelled:
-                self._doubt(hit.page_names)
+                self._mark_suspect(hit.page_names)
                 if hit.tail_state_part is not None:
                     self.tiers.drop(hit.page_names[-1], hit.tail_state_part)
             return None
-        took = max(time.perf_counter() - begin, 1e-6)
-        if restored is None and took >= seconds:  # it came too late
-            self.restore_times.record_timeout(hit.length, took)
+        elapsed = max(time.perf_counter() - begin, 1e-6)
+        if restored is None and elapsed >= seconds:
+            self.restore_times.record_timeout(hit.length, elapsed)
         if restored is not None:
             self._counts["restored"] += 1
             self._counts["tokens_restored"] += len(restored.tokens)
-            if self._counts["restored"] > 1:  # the first one opens connections, and tells nothing
-                self.restore_times.record_time(len(restored.tokens), took)
+            if self._counts["restored"] > 1:  # the first restore also opens connections
+                self.restore_times.record_time(len(restored.tokens), elapsed)
         return restored
 
     def stats(self) -> dict[str, Any]:
@@ -344,13 +334,13 @@ class PrefixStore:
         return {**{name: self._counts[name] for name in names}, **self.tiers.stats()}
 
     def close(self, seconds: float | None = None) -> None:
-        """Write what waits, so long at most, unless a store does not answer."""
+        """Finish queued writes for `seconds` at most; a store that does not answer ends this."""
         if self._shares_tiers:
             self.tiers.flush(seconds)
         else:
             self.tiers.close(seconds)
 
-    # ---- within
+    # ---- internals
 
     def _restore(
         self,
@@ -361,118 +351,111 @@ class PrefixStore:
         deadline: LookupDeadline,
     ) -> RestoredPrefix | None:
         if not base_cache.has_shapes:
-            raise ValueError("the shapes of the model are not known: it is to read a token first")
+            raise ValueError("the shapes of the model are unknown: prefill a token first")
         like, sizes = base_cache.states, list_page_sizes(base_cache.states)
-        shapes = {kind: get_page_shapes(like, kind) for kind in range(len(sizes))}
+        shapes = {group: get_page_shapes(like, group) for group in range(len(sizes))}
         if hit.tail_state_part is None:
-            rest, prompt = make_empty_tail_state(like, hit.length, shapes), hit.length
+            tail_state, num_prefilled = make_empty_tail_state(like, hit.length, shapes), hit.length
         else:
-            place = len(hit.page_names) - 1
-            own, check = (
-                tokens[place * PAGE_TOKENS : hit.length],
-                partial(_check_tail, like, hit.length),
-            )
-            tail = self._get_blob(hit, place, hit.tail_state_part, own, check)
+            index = len(hit.page_names) - 1
+            tail_tokens = tokens[index * PAGE_TOKENS : hit.length]
+            check = partial(_check_tail, like, hit.length)
+            tail = self._get_blob(hit, index, hit.tail_state_part, tail_tokens, check)
             if tail is None:
                 return None
-            rest, prompt = Snapshot(tail.payload.fields, tail.numbers), tail.num_prefilled
-        rest = Snapshot({k: x.to(device) for k, x in rest.tensors.items()}, rest.numbers)
-        layouts = {kind: BlobLayout.from_shapes(some) for kind, some in shapes.items()}
+            tail_state = Snapshot(tail.payload.fields, tail.numbers)
+            num_prefilled = tail.num_prefilled
+        tensors = {name: tensor.to(device) for name, tensor in tail_state.tensors.items()}
+        tail_state = Snapshot(tensors, tail_state.numbers)
+        layouts = {group: BlobLayout.from_shapes(fields) for group, fields in shapes.items()}
 
-        def get(page: PageId) -> Blob | None:
-            kind, number = page
-            begin, end = number * sizes[kind], (number + 1) * sizes[kind]
-            check = partial(_check_page, layouts[kind])
-            return self._get_blob(
-                hit, end // PAGE_TOKENS, f"k{kind}-{number}", tokens[begin:end], check
-            )
+        def get_page(page: PageId) -> Blob | None:
+            group, number = page
+            begin, end = number * sizes[group], (number + 1) * sizes[group]
+            part, check = f"k{group}-{number}", partial(_check_page, layouts[group])
+            return self._get_blob(hit, end // PAGE_TOKENS, part, tokens[begin:end], check)
 
-        arrival = deadline.allocate(lambda: RestoreBuffer(like, hit.length, rest))
-        if arrival is None:
+        buffer = deadline.allocate(lambda: RestoreBuffer(like, hit.length, tail_state))
+        if buffer is None:
             return None
-        with arrival:
-            reading = PageReader(arrival, hit.length, sizes, layouts, get, device)
-            threads = Daemons(
-                MAX_RESTORE_THREADS, "kvant-restore"
-            )  # of its own: a store may block them
+        with buffer:
+            reader = PageReader(buffer, hit.length, sizes, layouts, get_page, device)
+            executor = DaemonExecutor(MAX_RESTORE_THREADS, "kvant-restore")  # a store may block it
             try:
-                reached = reading.read_all(threads, deadline)
+                progress = reader.read_all(executor, deadline)
             finally:
-                threads.end()
-            self._counts["late"] += reading.is_late
-            length = reached.length
-            if length < hit.length:  # pages of every kind end there
-                length = (
-                    0 if hit.tail_state_part is not None else length // lcm(*sizes) * lcm(*sizes)
-                )
+                executor.shutdown()
+            self._counts["late"] += reader.is_late
+            length = progress.length
+            if length < hit.length:  # round down to an end of pages of all groups
+                is_cuttable = hit.tail_state_part is None
+                length = length // lcm(*sizes) * lcm(*sizes) if is_cuttable else 0
             if not length:
                 return None
-            cache = base_cache.wrap_states(arrival.finish(length))
-        return RestoredPrefix(
-            tuple(tokens[:length]), cache, min(prompt, reached.num_prefilled, length)
-        )
+            cache = base_cache.wrap_states(buffer.finish(length))
+        num_prefilled = min(num_prefilled, progress.num_prefilled, length)
+        return RestoredPrefix(tuple(tokens[:length]), cache, num_prefilled)
 
     def _get_blob(
-        self, found: StoreHit, place: int, part: str, tokens: Sequence[int], check: Check
+        self, hit: StoreHit, index: int, part: str, tokens: Sequence[int], check: Check
     ) -> Blob | None:
-        """A blob of these tokens that passes a check, at a page of what was found."""
+        """Read and check a blob at a page name of a hit; mark all its pages suspect if it fails."""
 
-        def fits(blob: Blob) -> None:
+        def check_blob(blob: Blob) -> None:
             if blob.tokens != tuple(tokens):
-                raise BlobError("it is of other tokens")
+                raise BlobError("it has other tokens")
             check(blob)
 
-        blob = self.tiers.get(found.page_names[place], part, fits)
+        blob = self.tiers.get(hit.page_names[index], part, check_blob)
         if blob is None:
-            self._doubt(found.page_names)
+            self._mark_suspect(hit.page_names)
         else:
-            self.record_part(found.page_names[place], part)
+            self.record_part(hit.page_names[index], part)
         return blob
 
-    def _doubt(self, names: Sequence[str]) -> None:
-        """Compare what lies at these pages before it counts as written."""
-        if len(self._doubted) >= MAX_KNOWN_PAGES:
-            self._doubted.clear()
-        self._doubted.update(names)
+    def _mark_suspect(self, names: Sequence[str]) -> None:
+        """Compare stored blobs of these pages before they count as written."""
+        if len(self._suspect_pages) >= MAX_KNOWN_PAGES:
+            self._suspect_pages.clear()
+        self._suspect_pages.update(names)
         for name in names:
             self._known_parts.pop(name, None)
 
 
 def _check_page(layout: BlobLayout, blob: Blob) -> None:
     if blob.payload.layout != layout:
-        raise BlobError("it has other tensors than pages of this model")
+        raise BlobError("its tensors differ from pages of this model")
 
 
 def _check_tail(like: Cache, length: int, blob: Blob) -> None:
     try:
-        check_rest(like, length, Snapshot(blob.payload.fields, blob.numbers))
+        check_tail_state(like, length, Snapshot(blob.payload.fields, blob.numbers))
     except (CacheError, ValueError) as error:
         raise BlobError(f"it does not fit this model: {error}") from error
 
 
-def _check_same(blob: Blob, there: Blob) -> None:
-    """Refuse a blob that is not the same but for rounding."""
-    if there.payload.layout != blob.payload.layout:
-        raise BlobError("it has other tensors than were written")
-    said = (there.parent_page, there.tokens, dict(there.numbers))
-    if said != (blob.parent_page, blob.tokens, dict(blob.numbers)):
-        raise BlobError("it is of other tokens, or of another length, than was written")
+def _check_same(blob: Blob, stored: Blob) -> None:
+    """Raise unless a stored blob has the same layout, tokens and numbers as a new one."""
+    if stored.payload.layout != blob.payload.layout:
+        raise BlobError("its tensors differ from those that were written")
+    stored_values = (stored.parent_page, stored.tokens, dict(stored.numbers))
+    if stored_values != (blob.parent_page, blob.tokens, dict(blob.numbers)):
+        raise BlobError("its tokens or its length differ from those that were written")
 
 
 def _name_pages(root: bytes, tokens: Sequence[int]) -> list[str]:
-    """Of the pages of tokens in a store, behind the name of none."""
+    """Return the names of the root and of all whole pages in a store."""
     return [f"{root.hex()[:16]}/{key.hex()}" for key in make_page_keys(root, tokens)]
 
 
 def _name_tail_state(tokens: Sequence[int]) -> str:
-    """The part of a page that is what a text of these tokens needs besides pages."""
-    behind = tokens[len(tokens) // PAGE_TOKENS * PAGE_TOKENS :]
-    return (
-        f"a-{digest(*(token.to_bytes(8, 'little') for token in behind)).hex()[:16]}-{len(tokens)}"
-    )
+    """Return the part name of the tail state of a prefix of these tokens."""
+    tail = tokens[len(tokens) // PAGE_TOKENS * PAGE_TOKENS :]
+    tail_digest = digest(*(token.to_bytes(8, "little") for token in tail))
+    return f"a-{tail_digest.hex()[:16]}-{len(tokens)}"
 
 
 def _parse_tail_length(part: str) -> int:
-    """The length of the text that a rest is of; -1 for other parts."""
-    kind, _, length = part.rpartition("-")
-    return int(length) if kind.startswith("a-") and length.isdecimal() else -1
+    """Return the length in the name of a tail state; -1 for other parts."""
+    prefix, _, length = part.rpartition("-")
+    return int(length) if prefix.startswith("a-") and length.isdecimal() else -1

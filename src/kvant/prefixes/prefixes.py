@@ -1,7 +1,19 @@
-"""Prefixes: what was read once is there for whoever begins with the same tokens.
+"""Cache prefixes for any number of models, specs, sessions and engines within one limit of bytes.
 
-One owner for any number of models, specs, sessions and engines. It holds caches over shared pools
-within a limit of bytes. A `Shelf` is what a reader of one model and one spec sees of it.
+`Prefixes` owns the cached sequences of all models. A `PrefixNamespace` is the view of one reader
+with one model, spec and salt. The way of a prefix between memory and stores:
+
+         cache of a request, at a checkpoint or its end      cache of a new request
+                  |                                                 ^
+                  |  insert: fork                                   |  match: fork, rewind
+                  v                                                 |
+    memory     entries of a PrefixTree: caches over shared pools ---+---- evict: free
+                  |                                ^
+                  |  PrefixWrite                   |  insert_restored
+                  |  in the background       RestoredPrefix
+                  |                                ^
+                  v                                |  find_hits: StoreHit; restore
+    stores     blobs of pages, and of tail states -+
 """
 
 from __future__ import annotations
@@ -37,15 +49,15 @@ from kvant.stores import Store, Tiers, open_tiers
 
 log = logging.getLogger("kvant")
 
-LOW_WATERMARK = 0.9  # of the limit: so much is left once something had to go
-LOCK_TIMEOUT_S = 1.0  # seconds that a reply waits to be kept
+LOW_WATERMARK = 0.9  # an eviction leaves this part of the limit
+LOCK_TIMEOUT_S = 1.0  # seconds that an insert waits for the lock
 
 
 class Prefixes:
-    """Caches that may be gone on from, within a limit of bytes; for any number of threads.
+    """Cached prefixes of prompts within a limit of bytes; for any number of threads.
 
     >>> prefixes = kvant.Prefixes("64MiB")
-    >>> for text in ("import os, sys", "import os, re"):  # they begin alike
+    >>> for text in ("import os, sys", "import os, re"):  # with a common prefix
     ...     steps = kvant.generate(model, tokenizer, text, prefixes=prefixes, max_new_tokens=4)
     ...     reply = "".join(step.text for step in steps)
     >>> prefixes.stats()["tokens_hit"] > 0
@@ -63,13 +75,12 @@ class Prefixes:
         exact: bool = False,
         store: str | Store | Sequence[str | Store] | Tiers | None = None,
     ) -> None:
-        """`max_bytes` bounds all pages and states that are kept; None: only memory does.
+        """`max_bytes` bounds all cached pages and states; None: no limit.
 
-        What is kept is also written to a `store`, and comes back from there: a folder, a URL, or a
-        list of them, the nearest first. Who has another `salt` gets none of these. With `exact` a
-        hit gives the bits of a prompt that was read from its beginning: it needs `prefill=stored`
-        where a format is not raw, ends at multiples of 512 tokens, and is never of tokens that were
-        decoded.
+        Prefixes are also written to a `store` and restored from it: a folder, a URL, or a list of
+        these, nearest first. Prefixes of another `salt` are not shared. With `exact`, a hit gives
+        the same bits as a full prefill: it needs `prefill=stored` unless the format is raw, and
+        only multiples of 512 prefilled tokens are reused.
         """
         limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and limit < 0:
@@ -83,34 +94,30 @@ class Prefixes:
             self.prefix_store = PrefixStore(tiers, shared=tiers is store)
             finalize(self, self.prefix_store.close)
         self._lock = RLock()
-        self._is_changing = False  # does this thread change something?
+        self._is_changing = False  # the thread with the lock is in a change
         self._trees: dict[bytes, PrefixTree] = {}
-        self._pool_caches: dict[bytes, TransformersCache] = {}  # empty: they lend their pools
-        self._max_nbytes_now = 0  # bytes that there may be by now
-        self._seconds_per_token: dict[
-            bytes, float
-        ] = {}  # by pools: seconds in which a token is read
+        self._pool_caches: dict[bytes, TransformersCache] = {}  # empty caches over the pools
+        self._nbytes_bound = 0  # upper bound on the bytes: counts shared pages several times
+        self._seconds_per_token: dict[bytes, float] = {}  # of prefill, by pools
         self._counts: Counter[str] = Counter()
 
     def open_namespace(
         self, model: PreTrainedModel, cache: TransformersCache, weights_check_interval: float = 0.0
     ) -> PrefixNamespace:
-        """What a reader of this model sees whose caches are like this one.
+        """Return the namespace of a model and the spec of `cache`.
 
-        It looks at the weights whenever it begins or keeps a prompt, unless it did so less than
-        `believed` seconds ago.
+        It checks the weights when it matches or inserts a prompt, unless the last check was less
+        than `weights_check_interval` seconds ago.
         """
         if self.exact and (layer := find_dense_prompt_layer(cache.spec)) is not None:
             raise ValueError(
-                f"exact prefixes with prefill={layer.prefill}: chunks of a prompt see their own "
-                "rows dense, so that what is stored depends on where they end; give the spec "
-                "prefill=stored"
+                f"exact prefixes with prefill={layer.prefill}: a chunk reads its own rows before "
+                "they are quantized, so results depend on chunk ends; set prefill=stored"
             )
         if cache.spec.prunes:
             raise ValueError(
-                f"prefixes with {describe_spec(cache.spec)}: rows that one prompt leaves out may "
-                "matter "
-                "to the next; leave the prune out, or share no prefixes"
+                f"prefixes with {describe_spec(cache.spec)}: rows pruned from a prompt may matter "
+                "to the next one; remove the prune from the spec, or use no prefixes"
             )
         return PrefixNamespace(self, model, cache, weights_check_interval)
 
@@ -121,44 +128,44 @@ class Prefixes:
         self.close()
 
     def close(self) -> None:
-        """Let go of all of them, once they are in the store; nothing is written after that.
+        """Finish pending store writes and free all prefixes; nothing is written afterwards.
 
-        A store that does not answer is not waited for.
+        A store that does not answer ends the wait.
         """
         if self.prefix_store is not None:
             self.prefix_store.close()
         self.clear()
 
     def abandon(self) -> None:
-        """Let go of all of them; what is not in the store yet does not come there."""
+        """Free all prefixes and drop pending store writes."""
         self.clear()
         if self.prefix_store is not None:
             self.prefix_store.close(0.0)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait `seconds` at most for pending writes; return whether none is pending any more.
+        """Wait `seconds` at most for pending writes; return whether all are done.
 
-        A write that failed is not pending: `stats()` counts it. A store that does not answer for
-        ten seconds ends the wait.
+        A failed write is done: `stats()` counts it. A store that does not answer for ten seconds
+        ends the wait.
         """
         return self.prefix_store is None or self.prefix_store.tiers.flush(seconds)
 
     @property
     def nbytes_unwritten(self) -> int:
-        """Bytes that wait to be written to the store."""
+        """Bytes queued to be written to the store."""
         return 0 if self.prefix_store is None else self.prefix_store.tiers.writer.nbytes
 
     def clear(self) -> None:
-        """Let go of all of them; what is in a store stays there."""
+        """Free all prefixes in memory; stores stay as they are."""
         with self._lock_for_change():
             for tree in self._trees.values():
-                for kept in list(tree):
-                    kept.cancel_writes()
-                    tree.remove(kept)  # its nodes know each other, and would go later
-            self._trees, self._pool_caches, self._max_nbytes_now = {}, {}, 0
+                for entry in list(tree):
+                    entry.cancel_writes()
+                    tree.remove(entry)  # unlinks nodes, which are in reference cycles
+            self._trees, self._pool_caches, self._nbytes_bound = {}, {}, 0
 
     def evict(self, nbytes: int) -> int:
-        """Let go of at least so many bytes, if there are as many; how many that was."""
+        """Evict prefixes of at least `nbytes` bytes if possible; return the bytes freed."""
         with self._lock_for_change():
             before = self.nbytes
             self._shrink(before - nbytes)
@@ -166,51 +173,49 @@ class Prefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept; a page that somebody uses, too, is one of them."""
+        """Bytes of all prefixes; pages that requests share are included."""
         with self._lock:
-            return sum(measure_usage(list_caches(some)).nbytes for some in self._group_by_pools())
+            return sum(usage.nbytes for usage in self._measure_groups())
 
     def stats(self) -> dict[str, Any]:
-        """What is kept, what it takes, and how much of what was asked was there."""
+        """Return counts of prefixes, bytes, hits and misses; with a store, its stats."""
         with self._lock:
-            accounts = [measure_usage(list_caches(some)) for some in self._group_by_pools()]
-            asked, hit = self._counts["tokens_asked"], self._counts["tokens_hit"]
+            usages = self._measure_groups()
+            num_tokens, num_hit = self._counts["tokens_asked"], self._counts["tokens_hit"]
             return {
                 "prefixes": sum(map(len, self._group_by_pools())),
-                "nbytes": sum(one.nbytes for one in accounts),
-                "nbytes_idle": sum(one.freeable_nbytes for one in accounts),
+                "nbytes": sum(usage.nbytes for usage in usages),
+                "nbytes_idle": sum(usage.freeable_nbytes for usage in usages),
                 "max_bytes": self.max_bytes,
                 **{name: self._counts[name] for name in ("hits", "misses", "evicted")},
-                "tokens_asked": asked,
-                "tokens_hit": hit,
-                "hit_rate": hit / asked if asked else 0.0,
+                "tokens_asked": num_tokens,
+                "tokens_hit": num_hit,
+                "hit_rate": num_hit / num_tokens if num_tokens else 0.0,
                 **({} if self.prefix_store is None else {"store": self.prefix_store.stats()}),
             }
 
-    # ---- what shelves ask
+    # ---- for namespaces
 
     def _match_prefix(self, tree_key: bytes, tokens: Sequence[int], num_cached: int) -> PrefixMatch:
         with self._lock:
             if tree_key not in self._trees:
                 return PrefixMatch(None, 0, 0, None)
-            every = EXACT_CHUNK if self.exact else 1
-            match = self._trees[tree_key].match_prefix(tokens, len(tokens) - 1, every)
+            alignment = EXACT_CHUNK if self.exact else 1
+            match = self._trees[tree_key].match_prefix(tokens, len(tokens) - 1, alignment)
             if match.entry is not None and match.length > num_cached:
-                match.entry.last_used, match.entry.num_uses = (
-                    time.monotonic(),
-                    match.entry.num_uses + 1,
-                )
+                match.entry.last_used = time.monotonic()
+                match.entry.num_uses += 1
             return match
 
-    def _reject(self, name: bytes, tokens: Sequence[int]) -> None:
-        """Drop what a store had of these tokens, from memory and from its index."""
+    def _reject(self, tree_key: bytes, tokens: Sequence[int]) -> None:
+        """Drop restored tokens from memory, and ignore them in stores."""
         if self.prefix_store is not None:
-            self.prefix_store.reject(name, tokens)
+            self.prefix_store.reject(tree_key, tokens)
         with self._lock_for_change():
-            if (tree := self._trees.get(name)) is not None:
-                for kept in tree.find_sharing(tokens):
-                    kept.cancel_writes()
-                    tree.remove(kept)
+            if (tree := self._trees.get(tree_key)) is not None:
+                for entry in tree.find_sharing(tokens):
+                    entry.cancel_writes()
+                    tree.remove(entry)
             self._drop_empty_trees()
 
     def _record_lookup(self, num_prompt_tokens: int, num_cached: int) -> None:
@@ -220,17 +225,16 @@ class Prefixes:
             self._counts["tokens_hit"] += num_cached
 
     def _count_cached_tokens(self, tree_key: bytes, tokens: Sequence[int]) -> int:
-        """How many of the first tokens, not all, there are in memory."""
+        """Return how many first tokens, fewer than all, are in memory."""
         with self._lock:
             tree = self._trees.get(tree_key)
             return 0 if tree is None else tree.match_prefix(tokens, len(tokens) - 1).length
 
     def _record_prefill_time(self, pools_key: bytes, seconds: float) -> None:
         with self._lock:
-            old = self._seconds_per_token.get(pools_key, seconds)
-            self._seconds_per_token[pools_key] = (
-                TIME_SMOOTHING * seconds + (1 - TIME_SMOOTHING) * old
-            )
+            mean = self._seconds_per_token.get(pools_key, seconds)
+            mean = TIME_SMOOTHING * seconds + (1 - TIME_SMOOTHING) * mean
+            self._seconds_per_token[pools_key] = mean
 
     def _insert(
         self,
@@ -239,9 +243,10 @@ class Prefixes:
         cache: TransformersCache,
         num_prefilled: int,
     ) -> None:
-        """Unless it does not fit, or a collection of garbage ended a reply in the middle of this.
+        """Insert a prefix, unless it does not fit or the lock is not free in time.
 
-        Who collects garbage may hold the pools: so it does not wait for who waits for them.
+        A garbage collection may end a generator, which inserts its reply, in the middle of a change
+        in this thread, or while this thread has the lock of the pools: hence flag and timeout.
         """
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             return
@@ -258,28 +263,29 @@ class Prefixes:
 
     def _has_unwritten(self, pools_key: bytes) -> bool:
         with self._lock:
-            return any(kept.has_unwritten for _, kept in self._list_entries(pools_key))
+            return any(entry.has_unwritten for _, entry in self._list_entries(pools_key))
 
     def _evict_from(
         self, pools_key: bytes, nbytes: int, *, include_unwritten: bool, include_used: bool
     ) -> bool:
         with self._lock_for_change():
-            before, left = self._counts["evicted"], self._measure_pools(pools_key).nbytes - nbytes
+            num_before = self._counts["evicted"]
+            target = self._measure_pools(pools_key).nbytes - nbytes
             self._shrink(
-                left, pools_key, include_unwritten=include_unwritten, include_used=include_used
+                target, pools_key, include_unwritten=include_unwritten, include_used=include_used
             )
-            return self._counts["evicted"] > before
+            return self._counts["evicted"] > num_before
 
-    # ---- within
+    # ---- internals
 
     @contextmanager
     def _lock_for_change(self) -> Iterator[None]:
         with self._lock:
-            before, self._is_changing = self._is_changing, True
+            was_changing, self._is_changing = self._is_changing, True
             try:
                 yield
             finally:
-                self._is_changing = before
+                self._is_changing = was_changing
 
     def _insert_locked(
         self,
@@ -288,37 +294,38 @@ class Prefixes:
         cache: TransformersCache,
         num_prefilled: int,
     ) -> None:
-        name, home = keys.tree_key, keys.pools_key
-        lends = self._pool_caches.get(home)
-        if lends is None:
-            lends = cache.fork()
-            lends.reset()
-        # What is merged shares the pages, and has no checkpoints of recurrent layers.
-        merged = lends.merge_with([cache])
-        merged.context.attention_stats.clear()  # what it read is somebody else's
-        alone = measure_usage([merged.states]).nbytes
-        tree = self._trees.get(name)
+        pool_cache = self._pool_caches.get(keys.pools_key)
+        if pool_cache is None:
+            pool_cache = cache.fork()
+            pool_cache.reset()
+        # A merge shares the pages, and drops checkpoints of recurrent layers.
+        merged = pool_cache.merge_with([cache])
+        merged.context.attention_stats.clear()  # they belong to the sequence
+        nbytes = measure_usage([merged.states]).nbytes
+        tree = self._trees.get(keys.tree_key)
         if tree is None:
             suffice = pages_suffice(cache.spec)
-            tree = PrefixTree(name, home, pages_suffice=suffice, metadata=keys.metadata)
-        if self.max_bytes is not None and alone > self.max_bytes:
+            tree = PrefixTree(
+                keys.tree_key, keys.pools_key, pages_suffice=suffice, metadata=keys.metadata
+            )
+        if self.max_bytes is not None and nbytes > self.max_bytes:
             return
-        self._pool_caches[home], self._trees[name] = lends, tree
-        kept = tree.insert(tokens, merged, num_prefilled)
-        if kept is not None:
-            kept.last_used = time.monotonic()
-            kept.writes += self._write_to_store(tree, tokens, merged, num_prefilled)
-        self._max_nbytes_now += alone
-        if self.max_bytes is not None and self._max_nbytes_now > self.max_bytes:
-            self._max_nbytes_now = self.nbytes
-            if self._max_nbytes_now > self.max_bytes:
-                self._shrink(int(LOW_WATERMARK * self.max_bytes), protected=kept)
-                self._max_nbytes_now = self.nbytes
+        self._pool_caches[keys.pools_key], self._trees[keys.tree_key] = pool_cache, tree
+        entry = tree.insert(tokens, merged, num_prefilled)
+        if entry is not None:
+            entry.last_used = time.monotonic()
+            entry.writes += self._write_to_store(tree, tokens, merged, num_prefilled)
+        self._nbytes_bound += nbytes
+        if self.max_bytes is not None and self._nbytes_bound > self.max_bytes:
+            self._nbytes_bound = self.nbytes
+            if self._nbytes_bound > self.max_bytes:
+                self._shrink(int(LOW_WATERMARK * self.max_bytes), protected=entry)
+                self._nbytes_bound = self.nbytes
 
     def _write_to_store(
         self, tree: PrefixTree, tokens: Sequence[int], cache: TransformersCache, num_prefilled: int
     ) -> list[PrefixWrite]:
-        """Let the store have what it has not."""
+        """Queue writes of what the store lacks."""
         if self.prefix_store is None:
             return []
         write = self.prefix_store.write(
@@ -330,17 +337,19 @@ class Prefixes:
         return [write] if write.page_set is not None else []
 
     def _group_by_pools(self) -> list[list[tuple[PrefixTree, PrefixEntry]]]:
-        """All that is kept, by the pools in which it lies."""
-        found: dict[bytes, list[tuple[PrefixTree, PrefixEntry]]] = {}
+        """Group all entries by their pools."""
+        groups: dict[bytes, list[tuple[PrefixTree, PrefixEntry]]] = {}
         for tree in self._trees.values():
-            found.setdefault(tree.pools_key, []).extend((tree, kept) for kept in tree)
-        return [some for some in found.values() if some]
+            groups.setdefault(tree.pools_key, []).extend((tree, entry) for entry in tree)
+        return [group for group in groups.values() if group]
+
+    def _measure_groups(self) -> list[CacheUsage]:
+        return [measure_usage(list_caches(group)) for group in self._group_by_pools()]
 
     def _list_entries(self, pools_key: bytes) -> list[tuple[PrefixTree, PrefixEntry]]:
-        """All that is kept in some pools."""
-        return next(
-            (some for some in self._group_by_pools() if some[0][0].pools_key == pools_key), []
-        )
+        """Return all entries in the pools of a key."""
+        groups = self._group_by_pools()
+        return next((group for group in groups if group[0][0].pools_key == pools_key), [])
 
     def _shrink(
         self,
@@ -351,11 +360,10 @@ class Prefixes:
         include_used: bool = True,
         protected: PrefixEntry | None = None,
     ) -> None:
-        """Let go of what is worth least for its bytes, until so many are left.
+        """Evict the entries of the least value per byte until `nbytes` are left.
 
-        First of what nobody uses, and only of that unless it may be `used`; only of what no store
-        waits for unless it may be `unwritten`. In the pools of `home`, or in all. `but` that, which
-        is new, stays.
+        Unused entries first; used ones only with `include_used`, and those with pending store
+        writes only with `include_unwritten`. Without `pools_key`, entries of all pools.
         """
         while self._evict_least_valuable(
             nbytes,
@@ -364,7 +372,7 @@ class Prefixes:
             include_used=include_used,
             protected=protected,
         ):
-            pass  # nobody holds any more what went
+            pass  # the end of a round releases its entries, and with them their pages
         self._drop_empty_trees()
 
     def _evict_least_valuable(
@@ -376,59 +384,59 @@ class Prefixes:
         include_used: bool,
         protected: PrefixEntry | None,
     ) -> bool:
-        """A round of that; False where nothing went."""
-        groups = [x for x in self._group_by_pools() if pools_key in (None, x[0][0].pools_key)]
-        accounts = [measure_usage(list_caches(some)) for some in groups]
-        over, now = sum(one.nbytes for one in accounts) - nbytes, time.monotonic()
-        worth = sorted(
+        """Evict entries until shared pages change the values; return whether any was evicted."""
+        groups = [g for g in self._group_by_pools() if pools_key in (None, g[0][0].pools_key)]
+        usages = [measure_usage(list_caches(group)) for group in groups]
+        excess, now = sum(usage.nbytes for usage in usages) - nbytes, time.monotonic()
+        candidates = sorted(
             (
-                (in_use, _compute_value(kept, now) / max(share, 1.0), own, share, tree, kept)
-                for some, told in zip(groups, accounts, strict=True)
-                for (tree, kept), own, share, in_use in zip(
-                    some,
-                    told.unique_nbytes,
-                    told.proportional_nbytes,
-                    told.has_outside_users,
-                    strict=False,  # others wait behind
+                (in_use, _compute_value(entry, now) / max(share, 1.0), unique, share, tree, entry)
+                for group, usage in zip(groups, usages, strict=True)
+                for (tree, entry), unique, share, in_use in zip(
+                    group,
+                    usage.unique_nbytes,
+                    usage.proportional_nbytes,
+                    usage.has_outside_users,
+                    strict=False,  # the usage ends with pending caches
                 )
-                if kept is not protected
+                if entry is not protected
                 and (include_used or not in_use)
-                and (include_unwritten or not kept.has_unwritten)
+                and (include_unwritten or not entry.has_unwritten)
             ),
-            key=lambda one: one[:2],
+            key=lambda candidate: candidate[:2],
         )
-        if over <= 0:
+        if excess <= 0:
             return False
-        for _, _, own, share, tree, kept in worth:
-            kept.cancel_writes()  # first: once it is in no tree, nobody else can
-            tree.remove(kept)
+        for _, _, unique, share, tree, entry in candidates:
+            entry.cancel_writes()  # before the removal: later nothing refers to the entry
+            tree.remove(entry)
             self._counts["evicted"] += 1
-            over -= own
-            if over <= 0 or share > own:  # what it shared may be another one's alone by now
+            excess -= unique
+            if excess <= 0 or share > unique:  # its shared pages may now be unique to another
                 break
-        return bool(worth)
+        return bool(candidates)
 
     def _drop_empty_trees(self) -> None:
-        """Forget trees and pools in which nothing is kept."""
-        self._trees = {name: tree for name, tree in self._trees.items() if any(True for _ in tree)}
-        homes = {tree.pools_key for tree in self._trees.values()}
+        """Drop trees and pools without entries."""
+        self._trees = {key: tree for key, tree in self._trees.items() if any(True for _ in tree)}
+        pools_keys = {tree.pools_key for tree in self._trees.values()}
         self._pool_caches = {
-            name: home for name, home in self._pool_caches.items() if name in homes
+            key: cache for key, cache in self._pool_caches.items() if key in pools_keys
         }
 
 
 def list_caches(entries: Iterable[tuple[PrefixTree, PrefixEntry]]) -> list[Cache]:
-    """The caches of what is kept; behind them, others that are yet to be written."""
-    kept = [kept for _, kept in entries]
-    return [one.cache.states for one in kept] + [
-        cache for one in kept for cache in one.pending_caches
+    """Return the caches of entries, followed by other caches that are yet to be written."""
+    listed = [entry for _, entry in entries]
+    return [entry.cache.states for entry in listed] + [
+        cache for entry in listed for cache in entry.pending_caches
     ]
 
 
 def _compute_value(entry: PrefixEntry, now: float) -> float:
-    """Tokens that would have to be read again, by how long ago they were of use."""
-    before = entry.node
-    while before.parent is not None and not (before.entries and before is not entry.node):
-        before = before.parent
-    begin = max([one.length for one in before.entries if one is not entry], default=0)
+    """Return the tokens that an eviction would cost, weighted by uses and age."""
+    node = entry.node
+    while node.parent is not None and not (node.entries and node is not entry.node):
+        node = node.parent
+    begin = max([other.length for other in node.entries if other is not entry], default=0)
     return max(entry.length - begin, 1) * (1 + entry.num_uses) / (1.0 + now - entry.last_used)

@@ -1,67 +1,71 @@
-"""What restores took: how soon may a store have so many tokens here?"""
+"""Estimate the time to restore tokens from a store, from the times of earlier restores."""
 
 from __future__ import annotations
 
 from threading import Lock
 from typing import NamedTuple
 
-TIME_SMOOTHING = 0.5  # the weight of the newest one beside those before
-RETRY_SPEEDUP = 1.5  # times as fast a store is taken to be when it was not asked
+TIME_SMOOTHING = 0.5  # weight of the newest time in the mean
+RETRY_SPEEDUP = 1.5  # a skipped restore lowers the estimates by this factor, so it is retried
 
 
 class RestoreTime(NamedTuple):
+    """The mean size and time of some restores."""
+
     num_tokens: float
     seconds: float
 
     def bound_seconds(self, count: int) -> float:
-        """What so many take at least: more take no less, and fewer no less a token."""
+        """Lower bound on the seconds for `count` tokens.
+
+        More tokens take at least as long, and fewer tokens at least as long per token.
+        """
         return self.seconds * min(1.0, count / self.num_tokens)
 
 
 class RestoreTimes:
-    """What some lengths took, and what that says of others; for any number of threads.
+    """Lower bounds on restore times by length; for any number of threads.
 
-    A few tokens that came slowly say nothing of how fast many would come: the time may be that of
-    a connection. Many that came slowly say nothing of what one request costs. So each length
-    bounds the others from below, and the largest bound is the estimate.
+    The time of a short restore may be that of a connection, and says little about long ones. The
+    time of a long restore says little about the cost of a request. So each measured length bounds
+    the others from below, and the largest bound is the estimate.
     """
 
     def __init__(self) -> None:
-        self._by_size: dict[int, RestoreTime] = {}  # by powers of two
+        self._by_size: dict[int, RestoreTime] = {}  # by the bit length of the number of tokens
         self._lock = Lock()
 
     def record_time(self, count: int, seconds: float) -> None:
-        """So many tokens were there in so long."""
+        """Add a finished restore to the means."""
         new, size = RestoreTime(count, seconds), count.bit_length()
         with self._lock:
-            old = self._by_size.get(size, new)
-            mixed = (
-                TIME_SMOOTHING * a + (1 - TIME_SMOOTHING) * b for a, b in zip(new, old, strict=True)
-            )
-            self._by_size[size] = RestoreTime(*mixed)
+            mean = self._by_size.get(size, new)
+            pairs = zip(new, mean, strict=True)
+            smoothed = (TIME_SMOOTHING * a + (1 - TIME_SMOOTHING) * b for a, b in pairs)
+            self._by_size[size] = RestoreTime(*smoothed)
 
     def record_timeout(self, count: int, seconds: float) -> None:
-        """So many were not there in so long."""
+        """Raise the bound after a restore that did not finish in `seconds`."""
         with self._lock:
             if self._bound_seconds(count) < seconds:
                 self._by_size[count.bit_length()] = RestoreTime(count, seconds)
 
     def bound_seconds(self, count: int) -> float:
-        """The seconds that so many will take at least; none, before anybody knows."""
+        """Lower bound on the seconds for `count` tokens; 0 before the first measurement."""
         with self._lock:
             return self._bound_seconds(count)
 
     def can_restore_within(self, count: int, seconds: float) -> bool:
-        """Will so many tokens be there by then?
+        """Return whether `count` tokens may be restored in `seconds`.
 
-        Every no makes the next one less likely: what was slow once is tried again some day.
+        Each refusal lowers the estimates, so that a store that was slow once is tried again.
         """
         with self._lock:
             if self._bound_seconds(count) <= seconds:
                 return True
-            for size, took in self._by_size.items():
-                self._by_size[size] = took._replace(seconds=took.seconds / RETRY_SPEEDUP)
+            for size, time in self._by_size.items():
+                self._by_size[size] = time._replace(seconds=time.seconds / RETRY_SPEEDUP)
             return False
 
     def _bound_seconds(self, count: int) -> float:
-        return max((took.bound_seconds(count) for took in self._by_size.values()), default=0.0)
+        return max((time.bound_seconds(count) for time in self._by_size.values()), default=0.0)

@@ -1,8 +1,7 @@
-"""Threads that wait for stores.
+"""Run calls that may block on a store in daemon threads.
 
-They are daemons: a store that never answers keeps no process from ending. The pools of
-`concurrent.futures` join theirs when it ends. Those that compute get a moment to finish: a thread
-that is killed inside of torch would abort the process.
+A store that never answers must not keep a process alive, and `concurrent.futures` joins its threads
+at exit. Here exit waits briefly instead: a thread killed inside torch would abort the process.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from kvant.openmp import use_one_thread
 
 T = TypeVar("T")
 Call = Callable[[], None]
-JOIN_S = 0.5  # how long the end of a process waits for all of them
-_started: WeakSet[Thread] = WeakSet()
+JOIN_TIMEOUT_S = 0.5  # seconds that exit waits for all threads
+_threads: WeakSet[Thread] = WeakSet()
 
 
 def start_daemon(call: Call, name: str) -> None:
-    """Run a call in a thread of its own, which computes without others."""
+    """Run a call in a new daemon thread, with one compute thread."""
 
     def run() -> None:
         use_one_thread()
         call()
 
     thread = Thread(target=run, name=name, daemon=True)
-    _started.add(thread)
+    _threads.add(thread)
     thread.start()
 
 
-class Daemons:
-    """Up to `count` threads that run calls in order, until `end`."""
+class DaemonExecutor:
+    """Run calls in order in up to `count` daemon threads, until `shutdown`."""
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._count, self._name = count, name
-        self._started = 0
+        self._num_started = 0
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Run a call once a thread is free; the future may be cancelled until then."""
+        """Queue a call for the next free thread; its future can be cancelled until then."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -57,29 +56,29 @@ class Daemons:
                 future.set_exception(error)
 
         self._calls.put(run)
-        if self._started < self._count:
+        if self._num_started < self._count:
             try:
                 start_daemon(self._work, self._name)
-            except RuntimeError:  # a limit on threads: those that run do it
-                if not self._started:
+            except RuntimeError:  # a limit on threads: the running ones suffice
+                if not self._num_started:
                     raise
             else:
-                self._started += 1
+                self._num_started += 1
         return future
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         """End the threads after the calls that are queued, without waiting for them."""
-        for _ in range(self._started):
+        for _ in range(self._num_started):
             self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # and the memory that it holds
+            del call  # frees the memory that it references
 
 
 @atexit.register
 def _join() -> None:
-    until = time.monotonic() + JOIN_S
-    for thread in [*_started]:
-        thread.join(max(0.0, until - time.monotonic()))
+    end_time = time.monotonic() + JOIN_TIMEOUT_S
+    for thread in [*_threads]:
+        thread.join(max(0.0, end_time - time.monotonic()))

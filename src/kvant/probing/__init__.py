@@ -1,4 +1,4 @@
-"""What a spec does to a model, before it answers with it."""
+"""Measure what a spec does to a model, before the model is used with it."""
 
 from kvant.probing.divergence import Divergence, measure_divergence
 from kvant.probing.evaluator import make_trial

@@ -1,17 +1,17 @@
-"""Whether a format does harm, found out on as few tokens as that takes, and within seconds.
+"""Decide whether a format is harmful, on as few tokens as possible and within a time limit.
 
-A raw cache reads the text. Where a first page falls due, a fork of it is recoded and reads on
-beside it: before, both see the same rows. Pieces grow, so that the seconds of the next one are
-known from the last one, and none is begun that would not end in time.
+A raw cache reads the text. Before the first page can be sealed, both caches would hold the same
+rows; there a fork of the raw cache is recoded and reads on in parallel. Pieces grow, so that each
+predicts the time of the next; a piece that would miss the deadline is not started.
 
     0            begin            judged_from                    count
-    |--- raw ----|--- raw and spec ----|--- bounds are of these ---|
+    |--- raw ----|--- raw and spec ----|--- decide on these tokens ---|
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from time import monotonic
@@ -31,12 +31,12 @@ from kvant.probing.divergence import (
 )
 from kvant.recipes import CacheSpec, iterate_attention
 
-FIRST = (4, 16, 44, 64)  # tokens of the first pieces
-PIECE = 128  # and of the others
-MIN_JUDGED = 64  # positions before a verdict may be clear
-ERRORS = 3.0  # standard errors between the mean and what is tolerated, for a clear verdict
+FIRST_PIECES = (4, 16, 44, 64)  # tokens of the first pieces
+PIECE_TOKENS = 128  # tokens of the others
+MIN_JUDGED = 64  # positions before a decision
+NUM_STANDARD_ERRORS = 3.0  # between mean and limit, for a decision
 
-ProbeProgress = Callable[[int, int], None]  # steps done, and all that there are
+ProbeProgress = Callable[[int, int], None]  # steps done, and all steps
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -45,17 +45,17 @@ def ignore_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is known of a format after some tokens of a trial."""
+    """The result of a trial, after all or some of its tokens."""
 
-    harmless: bool | None  # None: unknown, the seconds were not enough
-    mean_kl: float  # nats, over the tokens that were read
-    top1: float  # share of them whose likeliest token stays
+    harmless: bool | None  # None: unknown, the time was not enough
+    mean_kl: float  # nats, over the tokens read
+    top1: float  # share of these whose most likely token stays
     tokens: int
     total: int
 
     @classmethod
-    def from_json(cls, fields: Any) -> Verdict:
-        """Parse a verdict that was kept; an error where one of its fields is wrong."""
+    def from_json(cls, fields: Mapping[str, Any]) -> Verdict:
+        """Parse a stored verdict; raise if one of its fields is invalid."""
         if fields["harmless"] not in (True, False):
             raise ValueError(f"harmless={fields['harmless']!r}: true or false is needed")
         numbers = float(fields["mean_kl"]), float(fields["top1"])
@@ -71,73 +71,84 @@ def assess(
     seconds: float,
     progress: ProbeProgress,
 ) -> Verdict:
-    """Read the text [1, T] until the verdict is clear, at its end, or out of time."""
+    """Read the text [1, T] until the verdict is certain, the text ends or the time is up."""
     deadline = monotonic() + seconds
-    begin, judged_from = _first_sealed(spec)
+    begin, judged_from = _find_sealed_positions(spec)
     count = ids.shape[1] - 1
-    raw, ours = make_empty_cache(model, make_stored_prefill_spec(model, "raw")), None
+    raw_cache, spec_cache = make_empty_cache(model, make_stored_prefill_spec(model, "raw")), None
     parts: list[Divergence] = []
-    read, pace = 0, 0.0  # pace: seconds a token of one cache takes, at most
-    sizes = chain(FIRST, repeat(PIECE))
+    num_read, token_seconds = 0, 0.0  # token_seconds: of one cache, an upper estimate
+    sizes = chain(FIRST_PIECES, repeat(PIECE_TOKENS))
     progress(0, count)
-    while read < count:
-        size = min(next(sizes), (begin if read < begin else count) - read, count - read)
-        caches = 1 if read < begin else 2
-        now = monotonic()
-        if read and now + pace * size * caches > deadline:
-            return _verdict(None, parts, read, count)
-        piece, targets = ids[:, read : read + size], ids[0, read + 1 : read + size + 1]
-        if caches == 2 and ours is None:
-            ours = raw.fork()
-            ours.recode(make_empty_cache(model, spec).spec)  # with what is fitted to the model
-        right = compute_logits(model, piece, raw)
-        if ours is not None:
-            parts += _measure_divergences(right, compute_logits(model, piece, ours), targets)
-        # The first piece reads the weights for the first time: the next may take as long again.
-        pace = (monotonic() - now) / ((size if read else FIRST[1]) * caches)
-        read += size
-        progress(read, count)
-        if parts and (harmless := _clear(parts, judged_from - begin, read, max_kl)) is not None:
-            return _verdict(harmless, parts, read, count)
-    found = _verdict(None, parts, read, count)
-    return _verdict(found.mean_kl <= max_kl, parts, read, count)
+    while num_read < count:
+        size = min(next(sizes), (begin if num_read < begin else count) - num_read, count - num_read)
+        caches = 1 if num_read < begin else 2
+        start = monotonic()
+        if num_read and start + token_seconds * size * caches > deadline:
+            return _make_verdict(None, parts, num_read, count)
+        piece = ids[:, num_read : num_read + size]
+        targets = ids[0, num_read + 1 : num_read + size + 1]
+        if caches == 2 and spec_cache is None:
+            spec_cache = raw_cache.fork()
+            spec_cache.recode(make_empty_cache(model, spec).spec)  # with fitted channel scales
+        raw_logits = compute_logits(model, piece, raw_cache)
+        if spec_cache is not None:
+            spec_logits = compute_logits(model, piece, spec_cache)
+            parts += _measure_divergences(raw_logits, spec_logits, targets)
+        # The first piece also loads the weights: the second may take as long.
+        token_seconds = (monotonic() - start) / ((size if num_read else FIRST_PIECES[1]) * caches)
+        num_read += size
+        progress(num_read, count)
+        if parts:
+            harmless = _decide(parts, judged_from - begin, num_read, max_kl)
+            if harmless is not None:
+                return _make_verdict(harmless, parts, num_read, count)
+    verdict = _make_verdict(None, parts, num_read, count)
+    return _make_verdict(verdict.mean_kl <= max_kl, parts, num_read, count)
 
 
-def _first_sealed(spec: CacheSpec) -> tuple[int, int]:
-    """Positions from which on a row is seen sealed, and at least half of all rows are."""
-    pages = [layer.paging for layer in iterate_attention(*spec.layers) if layer.seals]
-    firsts = [max(one.page + (one.tail or 0), one.dense_until) - 1 for one in pages]
-    halves = [one.page + 2 * (one.tail or 0) - 1 for one in pages]
+def _find_sealed_positions(spec: CacheSpec) -> tuple[int, int]:
+    """Return the positions where sealed rows first exist, and where half of the rows are."""
+    pagings = [layer.paging for layer in iterate_attention(*spec.layers) if layer.seals]
+    firsts = [max(p.page + (p.tail or 0), p.dense_until) - 1 for p in pagings]
+    halves = [p.page + 2 * (p.tail or 0) - 1 for p in pagings]
     return min(firsts), max(*firsts, *halves)
 
 
-def _measure_divergences(right: Tensor, logits: Tensor, targets: Tensor) -> list[Divergence]:
+def _measure_divergences(raw_logits: Tensor, logits: Tensor, targets: Tensor) -> list[Divergence]:
     slices = (
-        slice(at, at + MAX_COMPARED_POSITIONS)
-        for at in range(0, len(targets), MAX_COMPARED_POSITIONS)
+        slice(start, start + MAX_COMPARED_POSITIONS)
+        for start in range(0, len(targets), MAX_COMPARED_POSITIONS)
     )
-    return [compare_logits(right[here], logits[here], targets[here]) for here in slices]
+    return [
+        compare_logits(raw_logits[positions], logits[positions], targets[positions])
+        for positions in slices
+    ]
 
 
-def _clear(parts: list[Divergence], first: int, read: int, max_kl: float) -> bool | None:
-    """Harmless or not, where the mean is that far from what is tolerated; else None."""
+def _decide(parts: list[Divergence], first: int, num_read: int, max_kl: float) -> bool | None:
+    """Return whether the format is harmless; None if the mean is too close to the limit."""
     kl = torch.cat([part.kl for part in parts])
     if kl.isinf().any():
         return False
     judged = kl[first:].double()
     if len(judged) < MIN_JUDGED:
         return None
-    mean, error = float(judged.mean()), ERRORS * float(judged.std()) / math.sqrt(len(judged))
+    mean = float(judged.mean())
+    error = NUM_STANDARD_ERRORS * float(judged.std()) / math.sqrt(len(judged))
     if mean + error <= max_kl:
         return True
-    # What a warning names is the mean over all tokens that were read: it has to be too much, too.
-    return False if min(mean - error, float(kl.sum()) / read) > max_kl else None
+    # The warning names the mean over all tokens read: it must exceed the limit, too.
+    return False if min(mean - error, float(kl.sum()) / num_read) > max_kl else None
 
 
-def _verdict(harmless: bool | None, parts: list[Divergence], read: int, total: int) -> Verdict:
-    """The means count tokens that see no sealed row yet, as the whole text has them too."""
+def _make_verdict(
+    harmless: bool | None, parts: list[Divergence], num_read: int, total: int
+) -> Verdict:
+    """Make a verdict; its means include the first tokens, before any row is sealed."""
     if not parts:
-        return Verdict(harmless, 0.0, 1.0, read, total)
-    found = Divergence.concatenate(parts)
-    share = found.num_positions / read
-    return Verdict(harmless, found.mean_kl * share, 1 - (1 - found.top1) * share, read, total)
+        return Verdict(harmless, 0.0, 1.0, num_read, total)
+    divergence = Divergence.concatenate(parts)
+    share = divergence.num_positions / num_read
+    top1 = 1 - (1 - divergence.top1) * share
+    return Verdict(harmless, divergence.mean_kl * share, top1, num_read, total)

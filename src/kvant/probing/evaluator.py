@@ -1,19 +1,19 @@
-"""Do specs leave a model what it is? What is measured on one trial, and read once for all of them.
+"""Decide whether specs are harmless to a model; raw results are computed once for all specs.
 
-Two things are asked: what the model predicts, and what it recalls. A format may hardly change the
-first, and take away half of the second: few tokens of a text are far back and nowhere else.
+A trial measures two things: what the model predicts and what it recalls. A format may hardly change
+the predictions and still lose half of the recall, since few tokens depend on distant ones.
 
-A trial is a text for the model's tokenizer, or tokens that mean nothing. The usual text is source
-code that the model inside was not trained on: a text that a model knows by heart shows less
-divergence than any other. `kvant eval` measures on other files than these. A model is less sure
-behind tokens that mean nothing, and any change shows ten times as large there (5 to 11 times for
-formats that do little to the model inside): so is what is tolerated. Nor is anything asked for
-among them: without a tokenizer there are no words to ask in.
+A trial is a text, or random tokens if there is no tokenizer. The default text is source code that
+the built-in model was not trained on: a memorized text shows less divergence than any other.
+`kvant eval` measures on other files. Predictions of random tokens are uncertain, and divergences
+about ten times as large (5 to 11 times for formats that do little harm to the built-in model). So
+the limit is ten times as large. Recall is not tested there: its questions need a tokenizer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -39,13 +39,11 @@ from kvant.probing.recall import RecallExam, RecallTest, make_exams
 from kvant.recipes import AnySpec, CacheSpec, Recipe, iterate_attention
 from kvant.spec.auto import Tolerance
 
-MAX_TRIAL_TOKENS = 1024  # read; the last ones are judged by
-MAX_CHARACTERS_PER_TOKEN = 8  # of a text for a token: no tokenizer packs source code so densely
-MIN_EXAM_TOKENS = (
-    512  # in fewer there is no room for what is planted, and most rows of a tail are dense
-)
-NUM_EXAMS = 2  # texts in which things are planted, and asked for
-RANDOM_TOKENS_KL_SCALE = 10.0  # times as much: what was seen is said above
+MAX_TRIAL_TOKENS = 1024  # of the text
+MAX_CHARACTERS_PER_TOKEN = 8  # no tokenizer packs source code so densely
+MIN_EXAM_TOKENS = 512  # fewer have no room for planted items, and lie mostly in a dense tail
+NUM_EXAMS = 2  # texts with planted items
+RANDOM_TOKENS_KL_SCALE = 10.0  # of the limit; see the measurements above
 
 
 DEFAULT_TOLERANCE = Tolerance()
@@ -53,12 +51,12 @@ DEFAULT_TOLERANCE = Tolerance()
 
 @dataclass(frozen=True)
 class ProbeTrial:
-    """Tokens [1, n], and what is tolerated on them."""
+    """Tokens [1, n], and the limits of harm on them."""
 
     ids: Tensor
     tolerance: Tolerance = DEFAULT_TOLERANCE
     tokenizer: Any = None
-    kl_scale: float = 1.0  # of the nats
+    kl_scale: float = 1.0  # factor of the divergence limit
 
     @property
     def max_kl(self) -> float:
@@ -69,7 +67,7 @@ class ProbeTrial:
         return self.tolerance.max_lost
 
     def make_exams(self) -> list[RecallExam]:
-        """The same text with things in it; none where there is no room, or nobody to ask in."""
+        """Make exams from the tokens; none if they are too few or there is no tokenizer."""
         if self.tokenizer is None or self.ids.shape[1] < MIN_EXAM_TOKENS:
             return []
         return make_exams(self.tokenizer, [self.ids], NUM_EXAMS, seed=0)
@@ -81,35 +79,36 @@ def make_trial(
     text: str | None = None,
     tolerance: Tolerance = DEFAULT_TOLERANCE,
 ) -> ProbeTrial:
-    """The first tokens of a text (of files of the standard library, if none is given)."""
+    """Make a trial from the first tokens of a text; the default is the standard library."""
     count = min(MAX_TRIAL_TOKENS, max_context(model.config) or MAX_TRIAL_TOKENS)
-    usual = load_probe_prompts() if text is None and tokenizer is not None else []
-    if tokenizer is None or (text is None and not usual):  # nor has every Python its sources
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    default_texts = load_probe_prompts() if text is None and tokenizer is not None else []
+    if tokenizer is None or (text is None and not default_texts):  # Python without its sources
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocabulary, (1, count), generator=generator, device="cpu")
+        ids = torch.randint(vocab_size, (1, count), generator=generator, device="cpu")
         return ProbeTrial(ids.to(model.device), tolerance, tokenizer, RANDOM_TOKENS_KL_SCALE)
-    told = (
-        "\n".join(reversed(usual))[: MAX_CHARACTERS_PER_TOKEN * MAX_TRIAL_TOKENS]
+    source = (
+        "\n".join(reversed(default_texts))[: MAX_CHARACTERS_PER_TOKEN * MAX_TRIAL_TOKENS]
         if text is None
         else text
     )
-    found = [int(token) for token in tokenizer.encode(told)[:count]]
-    if len(found) < min(MIN_EXAM_TOKENS, count):
+    token_ids = [int(token) for token in tokenizer.encode(source)[:count]]
+    if len(token_ids) < min(MIN_EXAM_TOKENS, count):
         raise ValueError(
-            f"a text of {len(found)} tokens shows too little: {min(MIN_EXAM_TOKENS, count)} or more"
+            f"a text of {len(token_ids)} tokens is too short: give "
+            f"{min(MIN_EXAM_TOKENS, count)} or more"
         )
-    return ProbeTrial(torch.tensor([found], device=model.device), tolerance, tokenizer)
+    return ProbeTrial(torch.tensor([token_ids], device=model.device), tolerance, tokenizer)
 
 
-MAX_SCREEN_TOKENS = 128  # tokens
-FEW = 16  # of them, which show a format that does far too much:
-FAR = 4.0  # times what is tolerated
+MAX_SCREEN_TOKENS = 128
+FIRST_SCREEN_TOKENS = 16  # enough to reject a very harmful format:
+FIRST_SCREEN_KL_FACTOR = 4.0  # one above this multiple of the limit
 
 
 @dataclass(frozen=True)
 class QuickScreen:
-    """A prompt in a raw cache, and the tokens behind it with what raw predicts."""
+    """A prompt in a raw cache, and raw logits of the tokens after it."""
 
     model: PreTrainedModel
     prompt: Tensor
@@ -119,22 +118,22 @@ class QuickScreen:
 
     @classmethod
     def from_tokens(cls, model: PreTrainedModel, ids: Tensor) -> QuickScreen:
-        judged = min(MAX_SCREEN_TOKENS, ids.shape[1] // 2)
+        num_screened = min(MAX_SCREEN_TOKENS, ids.shape[1] // 2)
         cache = make_empty_cache(model, make_stored_prefill_spec(model, "raw"))
-        prompt, behind = ids[:, : -judged - 1], ids[:, -judged - 1 :]
+        prompt, screened = ids[:, : -num_screened - 1], ids[:, -num_screened - 1 :]
         compute_logits(model, prompt, cache)
         return cls(
-            model, prompt, cache, behind, compute_logits(model, behind[:, :-1], cache.fork())
+            model, prompt, cache, screened, compute_logits(model, screened[:, :-1], cache.fork())
         )
 
     def measure_divergence(self, spec: AnySpec, count: int = MAX_SCREEN_TOKENS) -> Divergence:
-        """Of the first `count` tokens behind the prompt."""
+        """Measure the divergence of a spec on the first `count` tokens after the prompt."""
         return self._measure_spec(
             cache_for(self.model, make_stored_prefill_spec(self.model, spec)).spec, count
         )
 
     def measure_by_layer(self, spec: AnySpec) -> tuple[float, ...]:
-        """The mean divergence where one layer alone is stored by the spec; 0 where none is."""
+        """Return the mean divergence with one layer alone in the format; 0 if it stays raw."""
         full = cache_for(self.model, make_stored_prefill_spec(self.model, spec)).spec.layers
         return tuple(self._measure_layer(full, index) for index in range(len(full)))
 
@@ -147,14 +146,14 @@ class QuickScreen:
         ).mean_kl
 
     def _measure_spec(self, spec: CacheSpec, count: int = MAX_SCREEN_TOKENS) -> Divergence:
-        if spec.prunes:  # by what the prompt asks, which a cache that is recoded was not
-            twin = make_empty_cache(self.model, spec)
-            compute_logits(self.model, self.prompt, twin)
-            twin.prune()
+        if spec.prunes:  # scores need the prompt's queries, which the raw cache does not store
+            cache = make_empty_cache(self.model, spec)
+            compute_logits(self.model, self.prompt, cache)
+            cache.prune()
         else:
-            twin = self.cache.fork()
-            twin.recode(spec)
-        logits = compute_logits(self.model, self.ids[:, :-1][:, :count], twin)
+            cache = self.cache.fork()
+            cache.recode(spec)
+        logits = compute_logits(self.model, self.ids[:, :-1][:, :count], cache)
         return compare_logits(self.raw_logits[:count], logits, self.ids[0, 1 : count + 1])
 
 
@@ -163,17 +162,17 @@ HARMLESS = "harmless"
 
 @dataclass(frozen=True)
 class FormatTrial:
-    """A format that was tried on a model."""
+    """A format that was tried on a model, and its verdict."""
 
     spec: str
-    mean_kl: float  # nats, over the tokens that its verdict took
-    top1: float  # share of them whose likeliest token stays
-    lost: float | None  # of the chance of an answer; None: not asked any more
+    mean_kl: float  # nats, over the tokens that the verdict needed
+    top1: float  # share of these whose most likely token stays
+    lost: float | None  # loss of recall probability; None: not measured
     verdict: str
 
     @classmethod
-    def from_json(cls, fields: Any) -> FormatTrial:
-        """Parse a candidate that was kept; an error where one of its fields is wrong."""
+    def from_json(cls, fields: Mapping[str, Any]) -> FormatTrial:
+        """Parse a stored trial; raise if one of its fields is invalid."""
         lost = None if fields["lost"] is None else float(fields["lost"])
         numbers = float(fields["mean_kl"]), float(fields["top1"])
         return cls(str(fields["spec"]), *numbers, lost, str(fields["verdict"]))
@@ -185,7 +184,7 @@ class FormatTrial:
 
 @dataclass(frozen=True)
 class SpecEvaluator:
-    """Of a model on a trial; windows and capacities are left out (see `unbounded`)."""
+    """Evaluates specs on a trial of a model; ignores windows and capacities."""
 
     model: PreTrainedModel
     trial: ProbeTrial
@@ -207,22 +206,28 @@ class SpecEvaluator:
         return self.recall.measure_loss(make_unbounded_spec(self.model, spec))
 
     def is_harmless(self, spec: str) -> bool:
-        """Does it do little enough?"""
-        return self.candidate(spec).harmless
+        """Return whether the harm of a spec is within the limits."""
+        return self.try_format(spec).harmless
 
-    def candidate(self, spec: str) -> FormatTrial:
-        """Try a format, the cheapest question first; the first that it fails is the last asked."""
+    def try_format(self, spec: str) -> FormatTrial:
+        """Try a format, the cheapest test first; stop at the first test that it fails."""
         formats, max_kl = make_unbounded_spec(self.model, spec), self.trial.max_kl
-        for count, most in ((FEW, FAR * max_kl), (MAX_SCREEN_TOKENS, max_kl)):
-            found = self.screen.measure_divergence(formats, count)
-            if found.mean_kl > most:
-                return FormatTrial(spec, found.mean_kl, found.top1, None, "changes predictions")
+        for count, limit in (
+            (FIRST_SCREEN_TOKENS, FIRST_SCREEN_KL_FACTOR * max_kl),
+            (MAX_SCREEN_TOKENS, max_kl),
+        ):
+            divergence = self.screen.measure_divergence(formats, count)
+            if divergence.mean_kl > limit:
+                return FormatTrial(
+                    spec, divergence.mean_kl, divergence.top1, None, "changes predictions"
+                )
         lost = self.measure_recall_loss(spec)
         if lost > self.trial.max_lost:
-            return FormatTrial(spec, found.mean_kl, found.top1, lost, "recalls less")
+            return FormatTrial(spec, divergence.mean_kl, divergence.top1, lost, "recalls less")
         if formats.prunes:
-            whole = self.measure_divergence(spec)
-            harmless, measured = whole.mean_kl <= max_kl, (whole.mean_kl, whole.top1)
+            divergence = self.measure_divergence(spec)
+            harmless = divergence.mean_kl <= max_kl
+            figures = divergence.mean_kl, divergence.top1
         else:
             verdict = assess(
                 self.model,
@@ -232,5 +237,5 @@ class SpecEvaluator:
                 seconds=math.inf,
                 progress=ignore_progress,
             )
-            harmless, measured = bool(verdict.harmless), (verdict.mean_kl, verdict.top1)
-        return FormatTrial(spec, *measured, lost, HARMLESS if harmless else "changes predictions")
+            harmless, figures = bool(verdict.harmless), (verdict.mean_kl, verdict.top1)
+        return FormatTrial(spec, *figures, lost, HARMLESS if harmless else "changes predictions")

@@ -1,4 +1,4 @@
-"""A loud word where a chosen format does a model more harm than is tolerated; before it answers."""
+"""Attach specs to models, and warn before generation if a format is too harmful."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvant.probing import verdicts
 from kvant.probing.assessment import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.probing.divergence import make_empty_cache, make_unbounded_spec
 from kvant.probing.evaluator import FormatTrial, ProbeTrial, make_trial
-from kvant.probing.recommendation import choose
+from kvant.probing.recommendation import choose_format
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 from kvant.spec.auto import is_auto
 from kvant.spec.headers import dumps
 
 log = logging.getLogger("kvant")
-BUDGET = 2.0  # seconds that a start may take longer by a trial
+TRIAL_SECONDS = 2.0  # longest delay of a start by a trial
 RECALL_UNTESTED_WARNING = (
-    "auto was chosen by predictions alone, which change little where a model forgets: give "
-    "tokenizer=, and a model of 512 tokens or more, for what it recalls to be asked too"
+    "auto was chosen by predictions alone, which change little when a model forgets: give "
+    "tokenizer=, and a model of 512 tokens or more, to test recall too"
 )
 
 
@@ -39,30 +39,30 @@ def attach(
     guard: bool = True,
     backend: str | None = None,
 ) -> AttachedModel:
-    """Let `model.generate(...)` use a cache with this spec, until `detach`, or in a `with`.
+    """Make `model.generate(...)` use a cache with this spec, until `detach` or a `with` ends.
 
-    A format is tried on the model first, for two seconds at most, on a text if there is a
-    tokenizer. A warning names one that changes its predictions too much, and one of which that is
-    still unknown; `guard=False` leaves that out. Verdicts are kept on disk, and not tried again.
-    `auto` takes the smallest that does not, and that leaves the model what it recalls. A model
-    inside a wrapper (torch.compile, peft) is attached itself, and with it the parts that it hands
-    over to; a copy is attached by itself, also a pickled one. `backend` is the one that is to read
-    every layer, else the first that can.
+    The format is first tried on the model, for at most two seconds, on a text if there is a
+    tokenizer. A warning names a format that changes predictions too much, or one whose harm is
+    still unknown; `guard=False` skips the trial. Verdicts are stored on disk and reused. `auto`
+    takes the smallest format that is harmless to predictions and recall. If the model is wrapped
+    (torch.compile, peft), the model inside is attached, with the parts that it delegates to. A
+    copy or a pickled model is attached independently. `backend` reads every layer; the default is
+    the first that supports it.
 
     >>> with kvant.attach(model, "affine8"):
     ...     ids = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
     >>> ids.shape[1] - inputs["input_ids"].shape[1]
     4
     """
-    before = hf.get_attachments(model)
-    found = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
-    if found.warning is not None:
-        warnings.warn(found.warning, stacklevel=2)
-    return AttachedModel(model, before)
+    previous = hf.get_attachments(model)
+    guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
+    if guarded.warning is not None:
+        warnings.warn(guarded.warning, stacklevel=2)
+    return AttachedModel(model, previous)
 
 
 class AttachedModel:
-    """A model that is attached: at the end of a `with`, it is again what it was."""
+    """An attached model; the end of a `with` restores its previous attachment."""
 
     def __init__(self, model: nn.Module, previous: Mapping[PreTrainedModel, Any]) -> None:
         self._model, self._previous = model, previous
@@ -74,21 +74,21 @@ class AttachedModel:
         _restore_attachments(self._model, self._previous)
 
     def __repr__(self) -> str:
-        held = next(iter(hf.get_attachments(self._model).values()), None)
-        told = "not attached any more" if held is None else repr(held.spec)
-        return f"{type(self).__name__}({type(self._model).__name__}, {told})"
+        attachment = next(iter(hf.get_attachments(self._model).values()), None)
+        state = "not attached any more" if attachment is None else repr(attachment.spec)
+        return f"{type(self).__name__}({type(self._model).__name__}, {state})"
 
 
 def _restore_attachments(model: nn.Module, previous: Mapping[PreTrainedModel, Any]) -> None:
     if hf.get_attachments(model):
         hf.detach(model)
-    for part, held in previous.items():
-        hf.attach(part, held.spec, backend=held.backend)
+    for part, attachment in previous.items():
+        hf.attach(part, attachment.spec, backend=attachment.backend)
 
 
 @dataclass(frozen=True)
 class GuardedSpec:
-    """The spec that a model is attached with, what to warn of, and what `auto` tried for it."""
+    """The spec that a model is attached with, a warning, and the candidates of `auto`."""
 
     spec: AnySpec
     warning: str | None
@@ -104,22 +104,22 @@ def attach_checked(
     backend: str | None = None,
     progress: ProbeProgress = ignore_progress,
 ) -> GuardedSpec:
-    """Attach a model; after an error it is attached as it was before, or not at all.
+    """Attach a model; after an error, restore its previous attachment.
 
-    `progress(0, total)` says that a trial begins: none does where its verdict is known.
+    `progress(0, total)` reports the start of a trial; a stored verdict needs none.
     """
     model = hf.get_transformers_model(model)
-    before = hf.get_attachments(model)
-    reader = hf.find_text_model(model)
-    if reader is not None and not hf.has_cross_attention(reader):
-        hf.get_support(reader).require_level(hf.SupportLevel.GENERATE)
+    previous = hf.get_attachments(model)
+    text_model = hf.find_text_model(model)
+    if text_model is not None and not hf.has_cross_attention(text_model):
+        hf.get_support(text_model).require_level(hf.SupportLevel.GENERATE)
     try:
         if is_auto(spec):
             return _attach_auto(model, spec, tokenizer, backend, progress)
         return GuardedSpec(spec, _attach_spec(model, spec, tokenizer, guard, backend, progress))
     except BaseException:
-        if hf.get_attachments(model) != before:
-            _restore_attachments(model, before)
+        if hf.get_attachments(model) != previous:
+            _restore_attachments(model, previous)
         raise
 
 
@@ -130,14 +130,14 @@ def _attach_auto(
     backend: str | None,
     progress: ProbeProgress,
 ) -> GuardedSpec:
-    """Attached with what `auto` stands for; that it does no harm is just found out."""
+    """Attach the spec that `auto` stands for; it needs no further trial."""
     hf.attach(model, "raw")
-    reading = hf.get_text_model(model)
-    tried = make_trial(reading, tokenizer)
-    found = choose(reading, str(spec), tried, progress)
-    hf.attach(model, found.spec, backend=backend)
+    text_model = hf.get_text_model(model)
+    trial = make_trial(text_model, tokenizer)
+    choice = choose_format(text_model, str(spec), trial, progress)
+    hf.attach(model, choice.spec, backend=backend)
     return GuardedSpec(
-        found.spec, None if tried.make_exams() else RECALL_UNTESTED_WARNING, found.candidates
+        choice.spec, None if trial.make_exams() else RECALL_UNTESTED_WARNING, choice.candidates
     )
 
 
@@ -151,15 +151,15 @@ def _attach_spec(
 ) -> str | None:
     hf.attach(model, spec, backend=backend)
     seals = any(
-        one.seals
-        for one in iterate_attention(*make_cache_spec(get_model_layers(model), spec).layers)
+        layer.seals
+        for layer in iterate_attention(*make_cache_spec(get_model_layers(model), spec).layers)
     )
-    reader = hf.find_text_model(model) if guard and seals else None
-    if reader is None:
+    text_model = hf.find_text_model(model) if guard and seals else None
+    if text_model is None:
         if guard and seals:
-            log.info("the format was not tried on the model: tokens are not enough for it")
+            log.info("the format was not tried on the model: it needs more input than tokens")
         return None
-    return explain_harm(reader, spec, make_trial(reader, tokenizer), progress)
+    return explain_harm(text_model, spec, make_trial(text_model, tokenizer), progress)
 
 
 def explain_harm(
@@ -168,46 +168,48 @@ def explain_harm(
     trial: ProbeTrial,
     progress: ProbeProgress = ignore_progress,
 ) -> str | None:
-    """Warn of a spec that changes what this model predicts, or of which that is unknown."""
+    """Return a warning if a spec changes predictions too much, or if that is unknown."""
     if hf.has_cross_attention(model):
-        return None  # it continues no text
+        return None  # an encoder-decoder does not continue a text
     try:
-        # What goes by a rule, goes because somebody asked for it: formats are judged.
+        # The trial is about formats: rows dropped by a rule are dropped on request.
         formats = make_unbounded_spec(model, spec).map_layers(
             lambda layer: replace(layer, prune=None)
         )
         if not any(layer.seals for layer in iterate_attention(*formats.layers)):
             return None
-        fitted = make_empty_cache(model, formats).spec  # its channel scales are part of its name
-        found = _verdict(model, fitted, trial, progress)
-    except UnsupportedView as error:  # attention of the model's own, which needs dense rows
+        fitted_spec = make_empty_cache(model, formats).spec  # the key includes channel scales
+        verdict = _find_verdict(model, fitted_spec, trial, progress)
+    except UnsupportedView as error:  # the model's own attention needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None
-    word = spec if isinstance(spec, str) else "this cache"
-    seen = f"{found.mean_kl:.2g} nats in the mean, where {trial.max_kl:.2g} is tolerated"
-    if found.harmless is None:
+    name = spec if isinstance(spec, str) else "this cache"
+    figures = f"{verdict.mean_kl:.2g} nats in the mean, {trial.max_kl:.2g} is the limit"
+    if verdict.harmless is None:
         return (
-            f"unknown what {word} does to {type(model).__name__}: {found.tokens} of "
-            f"{found.total} tokens were read in {BUDGET:g} s ({seen}). `kvant eval`, or "
-            "kvant.probe(model, tokenizer, spec), measures it"
+            f"unknown what {name} does to {type(model).__name__}: {verdict.tokens} of "
+            f"{verdict.total} tokens were read in {TRIAL_SECONDS:g} s ({figures}). `kvant eval` "
+            "or kvant.probe(model, tokenizer, spec) measures it"
         )
-    if found.harmless:
+    if verdict.harmless:
         return None
     return (
-        f"{word} changes what {type(model).__name__} predicts: {seen}. "
-        "kvant.probe(model, tokenizer, spec) tells where and what to take instead; 'auto' takes "
-        "the smallest format that does no harm"
+        f"{name} changes what {type(model).__name__} predicts: {figures}. "
+        "kvant.probe(model, tokenizer, spec) tells where, and recommends a spec; 'auto' takes "
+        "the smallest harmless format"
     )
 
 
-def _verdict(
-    model: PreTrainedModel, formats: CacheSpec, tried: ProbeTrial, progress: ProbeProgress
+def _find_verdict(
+    model: PreTrainedModel, formats: CacheSpec, trial: ProbeTrial, progress: ProbeProgress
 ) -> Verdict:
-    """Read it from disk, or find it out and keep it, unless it is unknown."""
-    key = verdicts.key_of(model, tried.ids, "format", dumps(formats), tried.max_kl)
-    if (known := verdicts.load(key, Verdict.from_json)) is not None:
-        return known
-    found = assess(model, tried.ids, formats, tried.max_kl, seconds=BUDGET, progress=progress)
-    if found.harmless is not None:
-        verdicts.store(key, asdict(found))
-    return found
+    """Load the verdict from disk, or run the trial; store its verdict unless it is unknown."""
+    key = verdicts.make_key(model, trial.ids, "format", dumps(formats), trial.max_kl)
+    if (stored := verdicts.load(key, Verdict.from_json)) is not None:
+        return stored
+    verdict = assess(
+        model, trial.ids, formats, trial.max_kl, seconds=TRIAL_SECONDS, progress=progress
+    )
+    if verdict.harmless is not None:
+        verdicts.store(key, asdict(verdict))
+    return verdict

@@ -1,12 +1,12 @@
-"""`kvant.probe`: what a spec does to a model, layer by layer, and what would do less.
+"""`kvant.probe`: measure the harm of a spec, layer by layer, and recommend a better one.
 
-A text of a thousand tokens, in seconds: enough to see a format that breaks a model or its memory,
-and no measurement of its quality; that is `kvant eval`.
+The probe reads a thousand tokens in a few seconds. That is enough to find a format that breaks a
+model or its recall. It does not measure quality; `kvant eval` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,42 +35,43 @@ from kvant.spec.auto import (
 )
 from kvant.spec.formats import SMOOTHABLE_FAMILIES, parse_format
 
-SpecPredicate = Callable[[str], bool]  # does the spec do little enough?
+SpecPredicate = Callable[[str], bool]  # whether the spec is harmless
 
-# From the smallest on; what is equally large stands with what needs no scales first.
+# The smallest first; of equal sizes, formats without smoothing first.
 FORMAT_LADDER = (
     *("turbo2", "turbo3v2", "turbo3", "turbo4v2", "turbo4v3", "turbo4", "affine4"),
     *("affine8v4", "affine6", "fp8", "affine8"),
 )
 CANDIDATE_SPECS = tuple(spec for word in FORMAT_LADDER for spec in (word, f"{word},smooth"))
-SINKS_OPTION = f"sinks={DEFAULT_WINDOW_SINKS}"  # as many as attention is known to sink into
-TAIL_ROWS = 128  # the usual one
+SINKS_OPTION = f"sinks={DEFAULT_WINDOW_SINKS}"  # the usual number of attention sinks
+TAIL_ROWS = 128  # the tail that is usually enough
 
 
 def list_promotions(spec: str) -> Iterator[tuple[str, str]]:
-    """What to take in place of a spec, and what that changes."""
+    """Yield less harmful alternatives to a spec, each with its reason."""
     word, *options = (part.strip() for part in spec.split(","))
-    form, rest = parse_format(word), [part for part in options if part != "smooth"]
-    scaled = len(rest) < len(options)
-    wider = f"affine8/{form.values.word}"
-    if {form.keys.family, form.values.family} & SMOOTHABLE_FAMILIES:
-        if not scaled:
-            yield _join_spec(word, rest, "smooth"), "it has outliers: scale its channels"
-        for other, why in _list_denser_options(rest):
-            yield _join_spec(word, other, "smooth"), why
-    if form.keys.bits < 8 and form.keys.family != "raw":
-        plain = [part for part in rest if not part.startswith("group=")]
-        yield _join_spec(wider, plain), "keys need affine8"
-        yield _join_spec(wider, plain, "smooth"), "keys need affine8 and scaled channels"
-    if not any(part.startswith("edge=") for part in rest):
-        yield _join_spec(word, rest, "smooth", "edge=2"), "the layers at both ends need 8 bits"
-    kept = [part for part in rest if part.split("=")[0] in ("window", "sinks", "capacity")]
-    yield _join_spec("affine8", kept, "smooth"), "keys and values need 8 bits"
-    yield _join_spec("raw", kept), "no format that was tried does little enough"
+    parsed, others = parse_format(word), [part for part in options if part != "smooth"]
+    is_smooth = len(others) < len(options)
+    wider = f"affine8/{parsed.values.word}"
+    if {parsed.keys.family, parsed.values.family} & SMOOTHABLE_FAMILIES:
+        if not is_smooth:
+            yield _join_spec(word, others, "smooth"), "it has outliers: scale its channels"
+        for denser, reason in _list_denser_options(others):
+            yield _join_spec(word, denser, "smooth"), reason
+    if parsed.keys.bits < 8 and parsed.keys.family != "raw":
+        without_group = [part for part in others if not part.startswith("group=")]
+        yield _join_spec(wider, without_group), "keys need affine8"
+        yield _join_spec(wider, without_group, "smooth"), "keys need affine8 and scaled channels"
+    if not any(part.startswith("edge=") for part in others):
+        edges = _join_spec(word, others, "smooth", "edge=2")
+        yield edges, "the layers at both ends need 8 bits"
+    limits = [part for part in others if part.split("=")[0] in ("window", "sinks", "capacity")]
+    yield _join_spec("affine8", limits, "smooth"), "keys and values need 8 bits"
+    yield _join_spec("raw", limits), "every other format that was tried is harmful"
 
 
 def _list_denser_options(options: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Options by which the first rows stay dense, or more of the last ones."""
+    """Yield options with dense first rows or a longer dense tail, each with its reason."""
     if not any(part.startswith(("sinks=", "window=", "capacity=")) for part in options):
         yield [*options, SINKS_OPTION], "its first rows need to stay dense"
     short = [part for part in options if part.startswith("tail=") and int(part[5:]) < TAIL_ROWS]
@@ -82,20 +83,19 @@ def _list_denser_options(options: list[str]) -> Iterator[tuple[list[str], str]]:
 def find_smallest_spec(
     is_harmless: SpecPredicate, layers: Sequence[LayerShape], context: int, size_limit: str | None
 ) -> str:
-    """The first of the choices that does little enough; within a size, where one is given."""
+    """Return the smallest candidate that is harmless and fits the size, if one is given."""
     limit = None if size_limit is None else parse_size(size_limit)
     sizes = {spec: plan(layers, spec, context=context).nbytes for spec in (*CANDIDATE_SPECS, "raw")}
-    small = [spec for spec in CANDIDATE_SPECS if sizes[spec] < sizes["raw"]]
-    for spec in (one for one in small if limit is None or sizes[one] <= limit):
+    smaller = [spec for spec in CANDIDATE_SPECS if sizes[spec] < sizes["raw"]]
+    for spec in (spec for spec in smaller if limit is None or sizes[spec] <= limit):
         if is_harmless(spec):
             return spec
     if limit is None or sizes["raw"] <= limit:
         return "raw"
-    least = format_size(min(sizes.values()))
+    smallest = format_size(min(sizes.values()))
     raise SpecError(
-        f"auto:{size_limit}: nothing that is so small at {context} tokens leaves this model what "
-        "it is; "
-        f"the smallest there is takes {least}: allow more bytes, or a shorter context"
+        f"auto:{size_limit}: no harmless format fits this size at {context} tokens; the smallest "
+        f"of all takes {smallest}: allow more bytes, or a shorter context"
     )
 
 
@@ -105,20 +105,20 @@ def _join_spec(form: str, options: list[str], *extra_options: str) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    """The finding.
+    """What a spec does to a model, and the recommended spec.
 
-    >>> found = kvant.probe(model, tokenizer, "affine8")
-    >>> found.harmless, found.recommended
+    >>> result = kvant.probe(model, tokenizer, "affine8")
+    >>> result.harmless, result.recommended
     (True, 'affine8')
     """
 
     spec: AnySpec
     divergence: Divergence
-    layers: tuple[float, ...]  # mean divergence where one layer alone is stored so, nats
-    recalled: float  # the chance of an answer with the raw cache,
-    lost: float  # and by how much it is less with the spec
-    max_kl: float  # what is tolerated in the mean,
-    max_lost: float  # and of what is lost
+    layers: tuple[float, ...]  # mean divergence with this layer alone in the format, nats
+    recalled: float  # probability of an answer with the raw cache,
+    lost: float  # and its loss with the spec
+    max_kl: float  # limit of the mean divergence,
+    max_lost: float  # and of the loss
     recommended: AnySpec
     why: str
 
@@ -129,13 +129,12 @@ class Probe:
     def __str__(self) -> str:
         worst = max(range(len(self.layers)), key=self.layers.__getitem__)
         return (
-            f"{_format_spec(self.spec)}: {self.divergence.mean_kl:.2g} nats in the mean, "
-            f"{self.divergence.quantile(0.999):.2g} in 1 of 1000 positions, the likeliest token "
-            f"stays in {self.divergence.top1:.1%}; at most {self.max_kl:.2g} in the mean is "
-            f"tolerated\n"
-            f"what it read it gives back with a chance of {self.recalled - self.lost:.2f}, and of "
-            f"{self.recalled:.2f} from raw; at most {self.max_lost:.2g} less is tolerated\n"
-            f"layer {worst} alone: {self.layers[worst]:.2g} nats, the most of all\n"
+            f"{_format_spec(self.spec)}: mean divergence {self.divergence.mean_kl:.2g} nats (limit "
+            f"{self.max_kl:.2g}), {self.divergence.quantile(0.999):.2g} at 1 of 1000 positions; "
+            f"the most likely token stays at {self.divergence.top1:.1%}\n"
+            f"recall: probability {self.recalled - self.lost:.2f} of an answer, "
+            f"{self.recalled:.2f} with raw (limit of the loss {self.max_lost:.2g})\n"
+            f"layer {worst} alone: {self.layers[worst]:.2g} nats, the most of all layers\n"
             f"recommended: {_format_spec(self.recommended)} ({self.why})"
         )
 
@@ -149,40 +148,41 @@ def probe(
     max_kl: float = MAX_KL,
     max_lost: float = MAX_LOST,
 ) -> Probe:
-    """What the formats of a spec do to a model, on a text of yours or one of the standard library.
+    """Measure the harm of a spec to a model, on `text` or on the standard library's sources.
 
-    Tolerated are `max_kl` nats in the mean, and `max_lost` of the chance that the model gives back
-    what was planted in the text. What a window lets go is not counted: a query sees less by it
-    whatever the format.
+    The limits are `max_kl` nats of mean divergence, and a loss of `max_lost` in the probability
+    that the model recalls what was planted in the text. Windows are ignored: a query sees fewer
+    rows in a window, whatever the format.
 
     >>> text = "def double(number): return 2 * number; " * 100
     >>> kvant.probe(model, tokenizer, "affine8", text=text).harmless
     True
     """
     model = get_text_model(get_transformers_model(model))
-    tried = make_trial(model, tokenizer, text, Tolerance(max_kl, max_lost))
-    asked, judgement = resolve_auto(model, spec, tried), SpecEvaluator(model, tried)
-    found, lost = judgement.measure_divergence(asked), judgement.measure_recall_loss(asked)
-    recommended, why = asked, "it does little enough"
-    if found.mean_kl > tried.max_kl or lost > tried.max_lost:
-        recommended, why = _find_better_spec(judgement, asked)
-    layers = judgement.screen.measure_by_layer(make_unbounded_spec(model, asked))
-    measured = (found, layers, judgement.recall.raw_probability, lost)
-    return Probe(asked, *measured, tried.max_kl, tried.max_lost, recommended, why)
+    trial = make_trial(model, tokenizer, text, Tolerance(max_kl, max_lost))
+    spec, evaluator = resolve_auto(model, spec, trial), SpecEvaluator(model, trial)
+    divergence = evaluator.measure_divergence(spec)
+    recall_loss = evaluator.measure_recall_loss(spec)
+    recommended, reason = spec, "it is harmless"
+    if divergence.mean_kl > trial.max_kl or recall_loss > trial.max_lost:
+        recommended, reason = _find_better_spec(evaluator, spec)
+    layers = evaluator.screen.measure_by_layer(make_unbounded_spec(model, spec))
+    results = (divergence, layers, evaluator.recall.raw_probability, recall_loss)
+    return Probe(spec, *results, trial.max_kl, trial.max_lost, recommended, reason)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` stands for with a model, and what was tried for it, in this order."""
+    """The spec that `auto` stands for with a model, and the candidates in the order tried."""
 
     spec: str
     candidates: tuple[FormatTrial, ...]
 
     @classmethod
-    def from_json(cls, fields: Any) -> Choice:
-        """Parse a choice that was kept; an error where one of its fields is wrong."""
+    def from_json(cls, fields: Mapping[str, Any]) -> Choice:
+        """Parse a stored choice; raise if one of its fields is invalid."""
         if fields["spec"] not in (*CANDIDATE_SPECS, "raw"):
-            raise ValueError(f"{fields['spec']!r} is no format that auto tries")
+            raise ValueError(f"{fields['spec']!r} is not a format that auto tries")
         return cls(fields["spec"], tuple(map(FormatTrial.from_json, fields["candidates"])))
 
 
@@ -192,40 +192,41 @@ def resolve_auto(
     trial: ProbeTrial,
     progress: ProbeProgress = ignore_progress,
 ) -> AnySpec:
-    """The spec, or what `auto` and `auto:SIZE` stand for with this model.
+    """Return `spec`, or the spec that `auto` or `auto:SIZE` stands for with this model.
 
-    What is tolerated is of the trial, or what the spec says: `auto,max_kl=0.01,max_lost=0.1`.
+    The spec may set the limits, else the trial's apply: `auto,max_kl=0.01,max_lost=0.1`.
     """
-    return choose(model, str(spec), trial, progress).spec if is_auto(spec) else spec
+    return choose_format(model, str(spec), trial, progress).spec if is_auto(spec) else spec
 
 
-def choose(
-    model: PreTrainedModel, spec: str, tried: ProbeTrial, progress: ProbeProgress = ignore_progress
+def choose_format(
+    model: PreTrainedModel, spec: str, trial: ProbeTrial, progress: ProbeProgress = ignore_progress
 ) -> Choice:
-    """Try formats, the smallest first, until one does little enough; or read it from disk."""
-    size, tolerated = parse_auto_size(spec), parse_auto_tolerance(spec, tried.tolerance)
-    tried = replace(tried, tolerance=tolerated)
-    asked = "auto", size, tried.max_kl, tried.max_lost, bool(tried.make_exams())
-    key = verdicts.key_of(model, tried.ids, *asked)
-    if (known := verdicts.load(key, Choice.from_json)) is not None:
-        return known
-    judgement, candidates = SpecEvaluator(model, tried), list[FormatTrial]()
+    """Try formats, the smallest first, until one is harmless; or load the choice from disk."""
+    size, tolerance = parse_auto_size(spec), parse_auto_tolerance(spec, trial.tolerance)
+    trial = replace(trial, tolerance=tolerance)
+    conditions = "auto", size, trial.max_kl, trial.max_lost, bool(trial.make_exams())
+    key = verdicts.make_key(model, trial.ids, *conditions)
+    if (stored := verdicts.load(key, Choice.from_json)) is not None:
+        return stored
+    evaluator, candidates = SpecEvaluator(model, trial), list[FormatTrial]()
 
-    def judge(one: str) -> bool:
+    def is_harmless(candidate: str) -> bool:
         progress(len(candidates), len(CANDIDATE_SPECS))
-        candidates.append(judgement.candidate(one))
+        candidates.append(evaluator.try_format(candidate))
         return candidates[-1].harmless
 
     context = max_context(model.config) or 8192
-    found = Choice(find_smallest_spec(judge, layer_shapes(model), context, size), tuple(candidates))
-    verdicts.store(key, asdict(found))
-    return found
+    smallest = find_smallest_spec(is_harmless, layer_shapes(model), context, size)
+    choice = Choice(smallest, tuple(candidates))
+    verdicts.store(key, asdict(choice))
+    return choice
 
 
 def _find_better_spec(evaluator: SpecEvaluator, spec: AnySpec) -> tuple[AnySpec, str]:
     if not isinstance(spec, str):
-        return "raw", "recipes of your own are not changed"
-    return next((one, why) for one, why in list_promotions(spec) if evaluator.is_harmless(one))
+        return "raw", "kvant does not change recipes"
+    return next(pair for pair in list_promotions(spec) if evaluator.is_harmless(pair[0]))
 
 
 def _format_spec(spec: AnySpec) -> str:

@@ -1,9 +1,9 @@
-"""Verdicts on disk: what was found out of a model and a format is not tried again.
+"""Store verdicts on disk, so that no format is tried on a model twice.
 
-A key is of all weights, the configuration, the format, the text and the version of the trial. A
-weight enters by at most 1 MiB of its bytes, spread evenly over it: training changes all values of a
-weight, and a key of 14 GiB still costs tenths of a second. Any fault in reading or writing a file
-is a verdict that is not there.
+A key hashes all weights, the configuration, the format, the text and the version of the trial. At
+most 1 MiB of each weight is hashed, spread evenly over it: training changes all values of a weight,
+and a key of 14 GiB still takes only tenths of a second. If a file cannot be read or written, there
+is no verdict.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from transformers import PreTrainedModel
 from kvant.hf import make_comparable, named_attributes, named_modules
 from kvant.weights import named_weights
 
-EDITION = "kvant verdict 2"  # another one where trials find another thing
+KEY_VERSION = "kvant verdict 2"  # change it if trials give other results
 MAX_FILES = 256
-SLICES, SLICE = 256, 4096  # of the bytes of a weight, and bytes of each
+NUM_SLICES, SLICE_NBYTES = 256, 4096  # of a weight, that are hashed
 
 T = TypeVar("T")
 
 log = logging.getLogger("kvant")
 
 
-def folder() -> Path:
-    """$XDG_CACHE_HOME/kvant/verdicts, or ~/.cache/kvant/verdicts."""
+def get_folder() -> Path:
+    """Return $XDG_CACHE_HOME/kvant/verdicts, or ~/.cache/kvant/verdicts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(base) / "kvant" / "verdicts"
 
 
-def key_of(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
-    """The name of a verdict; None of a model that its weights do not tell."""
+def make_key(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
+    """Make the key of a verdict; None if more than weights determines the model's output."""
     if any(
-        one.training or one._forward_hooks or one._forward_pre_hooks
-        for _, one in named_modules(model)
-    ) or any(tensor.is_meta for _, tensor in _tensors(model)):
+        module.training or module._forward_hooks or module._forward_pre_hooks
+        for _, module in named_modules(model)
+    ) or any(tensor.is_meta for _, tensor in _iterate_tensors(model)):
         return None
     settings = json.dumps(model.config.to_dict(), sort_keys=True, default=repr)
-    values = [(name, make_comparable(value)) for name, value in named_attributes(model)]
-    told = (
-        EDITION,
+    attributes = [(name, make_comparable(value)) for name, value in named_attributes(model)]
+    identity = (
+        KEY_VERSION,
         version("kvant"),
         type(model).__qualname__,
         settings,
-        values,
+        attributes,
         model.device.type,
     )
-    found = blake2b(repr((told, ids.tolist(), parts)).encode(), digest_size=32)
-    for name, tensor in _tensors(model):
-        found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        found.update(sample(tensor))
-    return found.hexdigest()
+    digest = blake2b(repr((identity, ids.tolist(), parts)).encode(), digest_size=32)
+    for name, tensor in _iterate_tensors(model):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(sample_bytes(tensor))
+    return digest.hexdigest()
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from named_weights(model)
     yield from model.named_buffers()
     for name, value in named_attributes(model):
@@ -74,42 +74,44 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def sample(tensor: Tensor) -> bytes:
+def sample_bytes(tensor: Tensor) -> bytes:
     """Return all bytes of a small tensor, and evenly spread slices of a large one."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if len(flat) > SLICES * SLICE:
-        begins = [at * (len(flat) - SLICE) // (SLICES - 1) for at in range(SLICES)]
-        flat = torch.cat([flat[begin : begin + SLICE] for begin in begins])
+    if len(flat) > NUM_SLICES * SLICE_NBYTES:
+        begins = [
+            index * (len(flat) - SLICE_NBYTES) // (NUM_SLICES - 1) for index in range(NUM_SLICES)
+        ]
+        flat = torch.cat([flat[begin : begin + SLICE_NBYTES] for begin in begins])
     return flat.cpu().numpy().tobytes()
 
 
 def load(key: str | None, parse: Callable[[Any], T]) -> T | None:
-    """Read a verdict; None where there is no file that `parse` accepts."""
+    """Load a verdict; return None if there is no file that `parse` accepts."""
     if key is None:
         return None
-    # No file, no JSON, no home; fields that are missing, of another type or out of range.
+    # Missing file or home folder, invalid JSON, fields missing, of another type or out of range.
     with suppress(OSError, ValueError, RuntimeError, LookupError, TypeError):
-        return parse(json.loads((folder() / f"{key}.json").read_text(encoding="utf-8")))
+        return parse(json.loads((get_folder() / f"{key}.json").read_text(encoding="utf-8")))
     return None
 
 
 def store(key: str | None, verdict: dict[str, Any]) -> None:
-    """Write it whole or not at all; the oldest beyond `MAX_FILES` go."""
+    """Write a verdict atomically; delete the oldest files beyond `MAX_FILES`."""
     if key is None:
         return
     try:
-        place = folder()
-        place.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=place, suffix=".new", delete=False) as file:
+        folder = get_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
             try:
                 json.dump(verdict, file)
                 file.close()
-                os.replace(file.name, place / f"{key}.json")
+                os.replace(file.name, folder / f"{key}.json")
             except BaseException:
                 os.unlink(file.name)
                 raise
-        kept = sorted(place.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
-        for one in kept[MAX_FILES:]:
-            one.unlink(missing_ok=True)
+        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in files[MAX_FILES:]:
+            path.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:
-        log.info("the verdict on a format is not kept: %s", error)
+        log.info("the verdict on a format could not be stored: %s", error)

@@ -1,4 +1,4 @@
-"""Which rows of a prompt matter most: a file and a line in SCORES for each way to tell."""
+"""Scores that rank the rows of a cache for pruning, registered under their names in specs."""
 
 from kvant.contracts import Score
 from kvant.lazy import Registry

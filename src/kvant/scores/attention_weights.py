@@ -1,4 +1,4 @@
-"""What the newest queries give to each row, which several scores go by."""
+"""Attention weights of the newest queries, which several scores use."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ if TYPE_CHECKING:
 
 
 def compute_attention_weights(rows: ScoreInput) -> Tensor:
-    """The mean over queries of their attention weights, [N, group, n]; a head at a time."""
+    """Return the mean attention weight of each row over the queries, [N, group, n].
+
+    Computes one head at a time, which bounds the scratch.
+    """
     import torch
 
     assert rows.queries is not None and rows.query_rows is not None
-    found = []
-    for keys, there, queries, asked in zip(
+    means = []
+    for keys, valid, queries, query_rows in zip(
         rows.keys, rows.valid, rows.queries, rows.query_rows, strict=True
     ):
-        seen = there & (torch.arange(len(keys), device=keys.device) <= asked[:, None])  # [m, n]
-        logits = (queries @ keys.T * rows.scale).masked_fill(~seen, float("-inf"))
-        weights = logits.softmax(-1).nan_to_num()  # a query that sees nothing is padding
-        found.append(weights.sum(1) / (asked >= 0).sum().clamp(min=1))
-    return torch.stack(found)
+        causal = torch.arange(len(keys), device=keys.device) <= query_rows[:, None]  # [m, n]
+        visible = valid & causal
+        logits = (queries @ keys.T * rows.scale).masked_fill(~visible, float("-inf"))
+        weights = logits.softmax(-1).nan_to_num()  # padding queries see no row
+        means.append(weights.sum(1) / (query_rows >= 0).sum().clamp(min=1))
+    return torch.stack(means)

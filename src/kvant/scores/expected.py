@@ -1,8 +1,8 @@
-"""Expected attention: what queries like those of the prompt give to a row, and how large it is.
+"""Expected attention: the weight that future queries should give a row, times its value norm.
 
-The published method (Devoto et al., 2025) takes queries before their positions are turned in, and
-turns their mean to positions to come. A cache sees queries as they are asked: so their mean and
-covariance are those of the newest ones, at the positions that they have.
+The published method (Devoto et al., 2025) takes queries before rotary embedding, and rotates their
+mean to future positions. A cache sees queries only after the embedding. So here the mean and the
+covariance are those of the newest queries, at their own positions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from kvant.contracts import Score, ScoreInput
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUM_PROTECTED_FIRST_ROWS = 4  # rows that always stay: many heads rest their attention on them
+NUM_PROTECTED_FIRST_ROWS = 4  # always retained: many heads attend to them (attention sinks)
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(Score):
+    """Score rows by their expected attention under a Gaussian model of the queries."""
+
     name: ClassVar[str] = "expected"
     num_queries: ClassVar[int] = 512
 
@@ -27,18 +29,19 @@ class ExpectedAttention(Score):
         import torch
 
         assert rows.queries is not None and rows.query_rows is not None
-        found = []
-        for keys, there, queries, asked in zip(
+        weights = []
+        for keys, valid, queries, query_rows in zip(
             rows.keys, rows.valid, rows.queries, rows.query_rows, strict=True
         ):
-            asking = queries[:, asked >= 0] * rows.scale  # [group, m, D]
-            mean = asking.mean(1, keepdim=True)
-            spread = asking - mean
-            covariance = spread.transpose(1, 2) @ spread / asking.shape[1]
+            queries = queries[:, query_rows >= 0] * rows.scale  # [group, m, D]
+            mean = queries.mean(1, keepdim=True)
+            centered = queries - mean
+            covariance = centered.transpose(1, 2) @ centered / queries.shape[1]
             logits = (mean @ keys.T).squeeze(1) + ((keys @ covariance) * keys).sum(-1) / 2
-            found.append(logits.masked_fill(~there, float("-inf")).softmax(-1).mean(0))
-        scores = torch.stack(found) * rows.values.norm(dim=-1)
-        first = rows.valid.long().cumsum(1)
-        most = torch.finfo(scores.dtype).max  # the newest rows, which are infinite, come before
-        kept: Tensor = scores.masked_fill(rows.valid & (first <= NUM_PROTECTED_FIRST_ROWS), most)
-        return kept
+            weights.append(logits.masked_fill(~valid, float("-inf")).softmax(-1).mean(0))
+        scores = torch.stack(weights) * rows.values.norm(dim=-1)
+        row_number = rows.valid.long().cumsum(1)  # from 1
+        is_protected = rows.valid & (row_number <= NUM_PROTECTED_FIRST_ROWS)
+        # Below infinity, which the caller gives to the newest rows.
+        protected: Tensor = scores.masked_fill(is_protected, torch.finfo(scores.dtype).max)
+        return protected

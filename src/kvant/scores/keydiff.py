@@ -1,4 +1,4 @@
-"""KeyDiff: keys that are unlike the others (Park et al., 2025). It asks for keys alone."""
+"""KeyDiff: retain keys that differ from the others (Park et al., 2025). Uses keys alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyDiff(Score):
-    """The cosine of a key and the mean direction of all keys of its head: the less, the better."""
+    """Score keys by their negative cosine to the mean direction of the head's keys."""
 
     name: ClassVar[str] = "keydiff"
     prunes_during_decode: ClassVar[bool] = True
@@ -22,6 +22,6 @@ class KeyDiff(Score):
         from torch.nn.functional import normalize
 
         directions = normalize(rows.keys, dim=-1)
-        there = rows.valid.unsqueeze(-1)
-        mean = (directions * there).sum(1, keepdim=True) / there.sum(1, keepdim=True)
+        valid = rows.valid.unsqueeze(-1)
+        mean = (directions * valid).sum(1, keepdim=True) / valid.sum(1, keepdim=True)
         return -(directions * normalize(mean, dim=-1)).sum(-1)

@@ -1,4 +1,4 @@
-"""Rows by chance: what any other score has to beat."""
+"""Random scores: the baseline for every other score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomScore(Score):
-    """The same rows for sequences of one length, whatever they are computed with."""
+    """Score rows at random, seeded by the number of rows of a sequence.
+
+    Sequences with equally many rows get the same scores on every device.
+    """
 
     name: ClassVar[str] = "random"
     prunes_during_decode: ClassVar[bool] = True
@@ -22,12 +25,12 @@ class RandomScore(Score):
         import torch
 
         count = rows.valid.shape[1]
-        found = torch.zeros(rows.valid.shape)
-        for first in range(0, len(found), rows.heads_per_sequence):
-            mine = slice(first, first + rows.heads_per_sequence)
-            held = int(rows.valid[mine].any(0).sum())
-            generator = torch.Generator().manual_seed(held)
-            found[mine, count - held :] = torch.rand(
-                rows.heads_per_sequence, held, generator=generator
+        scores = torch.zeros(rows.valid.shape)
+        for first in range(0, len(scores), rows.heads_per_sequence):
+            heads = slice(first, first + rows.heads_per_sequence)
+            num_rows = int(rows.valid[heads].any(0).sum())
+            generator = torch.Generator().manual_seed(num_rows)
+            scores[heads, count - num_rows :] = torch.rand(
+                rows.heads_per_sequence, num_rows, generator=generator
             )
-        return found.to(rows.valid.device)
+        return scores.to(rows.valid.device)

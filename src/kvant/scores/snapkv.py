@@ -1,4 +1,4 @@
-"""SnapKV: rows to which the end of the prompt attends (Li et al., 2024)."""
+"""SnapKV: retain rows to which the end of the prompt attends (Li et al., 2024)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from kvant.scores.attention_weights import compute_attention_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
-POOLING_WIDTH = 5  # neighbours over which weights are averaged: what matters is rarely one row
+POOLING_WIDTH = 5  # rows over which weights are averaged: neighbours of a key row matter too
 
 
 @dataclass(frozen=True)
 class SnapKV(Score):
+    """Score rows by the attention weights of the newest queries, averaged over neighbours."""
+
     name: ClassVar[str] = "snapkv"
     num_queries: ClassVar[int] = 64
 

@@ -1,4 +1,4 @@
-"""TOVA: rows to which the newest token attends (Oren et al., 2024), the same for all heads."""
+"""TOVA: retain rows to which the newest token attends (Oren et al., 2024)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(Score):
+    """Score rows by the attention weights of the newest query, averaged over all heads."""
+
     name: ClassVar[str] = "tova"
     prunes_during_decode: ClassVar[bool] = True
     num_queries: ClassVar[int] = 1

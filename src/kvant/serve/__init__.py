@@ -1,1 +1,1 @@
-"""Servers of many replicas: `routing` says which of them a request goes to, `ray` runs them."""
+"""Serve a model with many replicas: `routing` chooses one per request, `ray` runs them."""

@@ -1,10 +1,13 @@
-"""Replicas on Ray Serve: the same engine and the same application, many times, behind one front.
+"""Run replicas of the server on Ray Serve, with prefix-aware routing.
 
     serve run kvant.serve.ray:app model=PATH_OR_ID store=redis://HOST replicas=4
 
-The front reads a request, names its first pages and passes it on. A router on Ray's interface says
-to which replica; that one answers as `kvant serve` does, and the front passes on what it says. A
-request of which nothing was said yet when its replica went is asked of another one.
+    client ---> HttpFront ---> PageRouter ---> EngineReplica (engine and application)
+                authenticate,  choose a        respond as
+                hash pages     replica         `kvant serve`
+
+The front forwards the response of the replica. If a replica dies before it responds, the front
+retries the request on another one.
 """
 
 from __future__ import annotations
@@ -58,63 +61,64 @@ from kvant.server.response_writers import format_event, make_error
 log = logging.getLogger("kvant")
 
 LOCAL_HOST = "127.0.0.1"
-MAX_REPLICA_TRIES = 3  # replicas of one request, where each goes before it says anything
-MAX_REPORTED_KEYS = 4096  # keys that a replica tells a router
-STATS_PERIOD_S = 10.0  # seconds in which it does
-SCALE_UP_SHARE = 0.9  # of the bytes of all replicas: from there on there should be more of them
+MAX_REPLICA_TRIES = 3  # per request
+MAX_REPORTED_KEYS = 4096  # prefix keys that a replica reports to routers
+STATS_PERIOD_S = 10.0  # between two such reports
+SCALE_UP_SHARE = 0.9  # of the bytes of all replicas: more use starts another replica
 APP_NAME = "kvant"
-REPLICA_HEADER = b"x-kvant-replica"  # the header in which an answer says who answered
+REPLICA_HEADER = b"x-kvant-replica"  # names the replica in its responses
 USED_METRIC = "used"
-STORE_FLUSH_S = 30.0  # seconds for what a store is yet to have, as a replica ends
-MAX_ONGOING_REQUESTS = 1_000_000  # requests under way: a replica says itself that its house is full
+STORE_FLUSH_S = 30.0  # for pending store writes when a replica stops
+MAX_ONGOING_REQUESTS = 1_000_000  # no limit here: a replica limits its requests itself, with 429
 
 
 class DeploymentSettings(ServerSettings):
-    """What a deployment is of; the arguments of `app`."""
+    """Configuration of a deployment: the arguments of `app`."""
 
-    api_keys: Path | None = None  # or KVANT_API_KEYS, where it is deployed
-    host: str = LOCAL_HOST  # by which clients may call it that need no keys
+    api_keys: Path | None = None  # in addition to KVANT_API_KEYS of the deploying process
+    host: str = LOCAL_HOST  # without keys, requests must name this host
     replicas: int = Field(default=1, ge=1)
-    most_replicas: int | None = Field(default=None, ge=1)  # to which it may grow
+    most_replicas: int | None = Field(default=None, ge=1)  # upper limit of autoscaling
     fronts: int = Field(default=1, ge=1)
-    cpus: float = Field(default=1, ge=0)  # of a replica, and with as many threads it computes
+    cpus: float = Field(default=1, ge=0)  # per replica; also its number of threads
     gpus: float = Field(default=0, ge=0)
-    grace: float = Field(default=30, ge=0)  # seconds for what is under way as it ends
+    grace: float = Field(default=30, ge=0)  # seconds for running requests at shutdown
 
     def assign_resources(self) -> DeploymentSettings:
-        """The same, with replicas that share the cores of the cluster, or have a GPU each."""
-        there = ray.cluster_resources()
+        """Return a copy that splits the cluster's cores among replicas, or gives each a GPU."""
+        resources = ray.cluster_resources()
         if parse_device(self.device).type == "cuda":
             if self.device not in (None, "cuda"):
                 raise ValueError(
-                    f"--device {self.device} beside --replicas: each has one of its own"
+                    f"--device {self.device} with --replicas: each replica has its own GPU; give "
+                    "--device cuda"
                 )
-            if (gpus := int(there.get("GPU", 0))) < self.replicas:
+            if (num_gpus := int(resources.get("GPU", 0))) < self.replicas:
                 raise ValueError(
-                    f"--replicas {self.replicas}: there are {gpus} GPUs, one is for each"
+                    f"--replicas {self.replicas}: each needs a GPU, the cluster has {num_gpus}"
                 )
             return self.model_copy(update={"cpus": 0, "gpus": 1})
-        return self.model_copy(update={"cpus": there.get("CPU", 1) / self.replicas})
+        return self.model_copy(update={"cpus": resources.get("CPU", 1) / self.replicas})
 
 
 # ---- a replica
 
 
 class EngineReplica:
-    """An engine, and the application of it."""
+    """One replica: an engine and its application."""
 
     def __init__(self, settings: DeploymentSettings, api_keys: ApiKeys) -> None:
         self._resources = ExitStack()
         if not settings.gpus:
             torch.set_num_threads(max(1, int(settings.cpus)))
         model, tokenizer = settings.load()
-        found = attach_checked(model, settings.kv_cache, tokenizer, guard=settings.guard)
-        if found.warning is not None:
-            log.warning("%s", found.warning)
-        kept = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
-        self._resources.enter_context(kept)  # in the end it is written to the store
-        served = settings.open_service(model, tokenizer, found.spec, kept, api_keys)
-        self._service = self._resources.enter_context(served)
+        verdict = attach_checked(model, settings.kv_cache, tokenizer, guard=settings.guard)
+        if verdict.warning is not None:
+            log.warning("%s", verdict.warning)
+        prefixes = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
+        self._resources.enter_context(prefixes)  # its exit writes pending pages to the store
+        service = settings.open_service(model, tokenizer, verdict.spec, prefixes, api_keys)
+        self._service = self._resources.enter_context(service)
         self._resources.callback(self._service.close)
         self._app = create_app(self._service, settings.host)
         self._recent_keys = OrderedDict[bytes, None]()
@@ -124,29 +128,29 @@ class EngineReplica:
         )
 
     async def stream_answer(self, request: RoutedRequest) -> AsyncIterator[Any]:
-        """The status and headers of an answer, then its bytes as they come."""
-        said: asyncio.Queue[Any] = asyncio.Queue()
-        gone = asyncio.Event()
-        body = [{"type": "http.request", "body": request.body, "more_body": False}]
+        """Yield the status and headers of the response, then chunks of its body."""
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        disconnected = asyncio.Event()
+        pending_body = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
-            if body:
-                return body.pop()
-            await gone.wait()
+            if pending_body:
+                return pending_body.pop()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
-        answering = asyncio.create_task(self._app(request.scope, receive, said.put))
-        answering.add_done_callback(lambda task: said.put_nowait(None))
+        response = asyncio.create_task(self._app(request.scope, receive, messages.put))
+        response.add_done_callback(lambda task: messages.put_nowait(None))
         try:
-            while (message := await said.get()) is not None:
+            while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
                     yield message["status"], [*message["headers"], self._replica_header]
-                elif told := message.get("body", b""):
-                    yield told
+                elif chunk := message.get("body", b""):
+                    yield chunk
         finally:
-            gone.set()
+            disconnected.set()
             with suppress(Exception):
-                await answering
+                await response
         self._remember_keys(request.page_keys)
 
     def _remember_keys(self, keys: Sequence[bytes]) -> None:
@@ -157,25 +161,27 @@ class EngineReplica:
             self._recent_keys.popitem(last=False)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """For routers that begin later than it did."""
+        """Report recent keys, for routers that started after this replica."""
         return {"keys": tuple(self._recent_keys)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The share of its bytes that requests use; what is kept besides can go."""
-        told = self._service.stats()
-        kept, most = told["prefixes"], told["max_bytes"]
-        return {USED_METRIC: (told["nbytes_held"] - kept["nbytes_idle"]) / most if most else 0.0}
+        """Report the share of `max_bytes` in use, without idle prefixes, which can be evicted."""
+        stats = self._service.stats()
+        prefixes, max_bytes = stats["prefixes"], stats["max_bytes"]
+        if not max_bytes:
+            return {USED_METRIC: 0.0}
+        return {USED_METRIC: (stats["nbytes_held"] - prefixes["nbytes_idle"]) / max_bytes}
 
     def check_health(self) -> None:
         if not self._service.is_ready:
-            raise RuntimeError("the engine does not serve any more")
+            raise RuntimeError("the engine has stopped")
 
     def __del__(self) -> None:
         self._resources.close()
 
 
 def choose_num_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """So many replicas that neither places nor bytes are short."""
+    """Return the replicas needed for the bytes in use and for the ongoing requests."""
     used = (context.aggregated_metrics or {}).get(USED_METRIC, {})
     by_bytes = sum(used.values()) / SCALE_UP_SHARE
     by_requests = context.total_num_requests / context.config.target_ongoing_requests
@@ -186,7 +192,7 @@ def choose_num_replicas(context: AutoscalingContext) -> tuple[float, dict[str, A
 
 
 class HttpFront:
-    """Where clients ask."""
+    """The HTTP endpoint: authenticates requests and forwards them to replicas."""
 
     def __init__(self, replicas: Any, api_keys: ApiKeys) -> None:
         self._stream_answer = replicas.options(stream=True).stream_answer
@@ -195,55 +201,59 @@ class HttpFront:
     async def __call__(self, http: Request) -> Response:
         if not (len(self._api_keys) or (http.client and is_local(http.client.host))):
             return make_refusal(
-                403, "only this machine may ask: a server for others needs api_keys"
+                403, "without api_keys, only clients on this machine are accepted: set api_keys"
             )
         tenant = self._api_keys.authenticate(http.headers.get("authorization", ""))
-        if tenant is None and http.method == "POST":  # what else there is a replica answers
+        if tenant is None and http.method == "POST":  # replicas authenticate other methods
             return make_refusal(401, UNKNOWN_KEY_MESSAGE, code="invalid_api_key")
         body = bytearray()
-        async for part in http.stream():
-            body += part
+        async for chunk in http.stream():
+            body += chunk
             if len(body) > MAX_BODY_BYTES:
                 return make_refusal(413, BODY_TOO_LARGE_MESSAGE)
-        asked = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "")
+        request = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "")
         for _ in range(MAX_REPLICA_TRIES):
-            stream = self._stream_answer.remote(asked)
+            stream = self._stream_answer.remote(request)
             try:
                 status, headers = await anext(stream)
-                first = await anext(stream, b"")
+                first_chunk = await anext(stream, b"")
             except RayActorError as error:
-                log.warning("a replica went before it answered: %s", error)
+                log.warning("a replica died before it responded: %s", error)
                 continue
-            found = StreamingResponse(
-                forward_answer(stream, first, has_event_stream(headers)), status
+            response = StreamingResponse(
+                forward_answer(stream, first_chunk, has_event_stream(headers)), status
             )
-            found.raw_headers = headers
-            return found
+            response.raw_headers = headers
+            return response
         return make_refusal(
-            503, f"{MAX_REPLICA_TRIES} replicas went before they answered", "server_error"
+            503,
+            f"{MAX_REPLICA_TRIES} replicas died before they responded: retry later",
+            "server_error",
         )
 
 
-async def forward_answer(stream: Any, first: bytes, is_event_stream: bool) -> AsyncIterator[bytes]:
-    """What a replica says, to its end or to the end of that replica."""
+async def forward_answer(
+    stream: Any, first_chunk: bytes, is_event_stream: bool
+) -> AsyncIterator[bytes]:
+    """Yield the body of a replica's response; if the replica dies, end with an error event."""
     try:
-        yield first
-        async for part in stream:
-            yield part
+        yield first_chunk
+        async for chunk in stream:
+            yield chunk
     except RayActorError as error:
-        log.warning("a replica went before its answer was whole: %s", error)
+        log.warning("a replica died before its response was complete: %s", error)
         if not is_event_stream:
             raise
-        lost = make_error("the replica that answered is gone: ask again", "server_error")
-        yield format_event(lost).encode()
+        body = make_error("the replica of this request died: send it again", "server_error")
+        yield format_event(body).encode()
     finally:
         stream.cancel()
 
 
 def make_refusal(
-    status: int, message: str, kind: str = "invalid_request_error", code: str | None = None
+    status: int, message: str, error_type: str = "invalid_request_error", code: str | None = None
 ) -> Response:
-    return JSONResponse(make_error(message, kind, None, code), status)
+    return JSONResponse(make_error(message, error_type, None, code), status)
 
 
 def has_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
@@ -253,24 +263,24 @@ def has_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     )
 
 
-# ---- all of it
+# ---- the deployment
 
 
 def app(options: Mapping[str, Any] | DeploymentSettings) -> serve.Application:
-    """For `serve run`, and for the `import_path` of a YAML file, with its arguments."""
+    """Build the application for `serve run` or a YAML file's `import_path`."""
     settings = DeploymentSettings.model_validate(options)
     settings.check()
-    clients = load_keys(settings.api_keys)
+    api_keys = load_keys(settings.api_keys)
     if settings.most_replicas is None:
-        count: dict[str, Any] = {"num_replicas": settings.replicas}
+        scaling: dict[str, Any] = {"num_replicas": settings.replicas}
     else:
-        growing = AutoscalingConfig(
+        autoscaling = AutoscalingConfig(
             min_replicas=settings.replicas,
             max_replicas=settings.most_replicas,
             target_ongoing_requests=settings.max_sequences,
             policy=AutoscalingPolicy(policy_function=choose_num_replicas),
         )
-        count = {"autoscaling_config": growing}
+        scaling = {"autoscaling_config": autoscaling}
     replicas = serve.deployment(
         name="replica",
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
@@ -278,7 +288,7 @@ def app(options: Mapping[str, Any] | DeploymentSettings) -> serve.Application:
             request_router_class=PageRouter,
             request_routing_stats_period_s=STATS_PERIOD_S,
         ),
-        **count,
+        **scaling,
         **_make_shutdown_options(settings.grace + STORE_FLUSH_S),
     )(EngineReplica)
     front = serve.deployment(
@@ -287,11 +297,11 @@ def app(options: Mapping[str, Any] | DeploymentSettings) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         **_make_shutdown_options(settings.grace),
     )(HttpFront)
-    return front.bind(replicas.bind(settings, clients), clients)
+    return front.bind(replicas.bind(settings, api_keys), api_keys)
 
 
 def _make_shutdown_options(seconds: float) -> dict[str, Any]:
-    """What is under way has so many seconds as a deployment ends."""
+    """Return options that give running requests `seconds` at shutdown."""
     return {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "graceful_shutdown_timeout_s": seconds,
@@ -301,7 +311,7 @@ def _make_shutdown_options(seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def deploy(settings: DeploymentSettings, port: int) -> Iterator[None]:
-    """For as long as it is asked; on the cluster to which Ray is connected."""
+    """Run the deployment on the connected Ray cluster until the context exits."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(http_options={"host": settings.host, "port": port}, logging_config=quiet)
@@ -310,17 +320,17 @@ def deploy(settings: DeploymentSettings, port: int) -> Iterator[None]:
         yield
     finally:
         serve.delete(APP_NAME, _blocking=False)
-        until = time.monotonic() + settings.grace + 2 * STORE_FLUSH_S
-        while APP_NAME in serve.status().applications and time.monotonic() < until:
+        deadline = time.monotonic() + settings.grace + 2 * STORE_FLUSH_S
+        while APP_NAME in serve.status().applications and time.monotonic() < deadline:
             time.sleep(0.1)
 
 
 @contextmanager
 def connect() -> Iterator[None]:
-    """To the cluster of RAY_ADDRESS, if that is set, else to one of its own."""
+    """Connect to the cluster of RAY_ADDRESS if set, else start a local one."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    there = None if "RAY_ADDRESS" in os.environ else "local"
-    ray.init(there, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    address = None if "RAY_ADDRESS" in os.environ else "local"
+    ray.init(address, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         yield
     finally:
@@ -328,35 +338,37 @@ def connect() -> Iterator[None]:
 
 
 def run(settings: DeploymentSettings, port: int, on_started: Callable[[int], None]) -> None:
-    """Serve until a signal ends it; the second time at once."""
-    ended = threading.Event()
+    """Serve until a signal; the first one drains requests, the second stops at once."""
+    should_stop = threading.Event()
 
-    def end(number: int, frame: object) -> None:
-        if not up:
+    def handle_signal(number: int, frame: object) -> None:
+        if not is_running:
             raise SystemExit(0)
-        if ended.is_set():
+        if should_stop.is_set():
             raise KeyboardInterrupt
-        ended.set()
+        should_stop.set()
 
-    up = False
+    is_running = False
     port = find_free_port(settings.host, port)
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with connect():
-            for one in before:  # Ray has put a handler there that ends the process
-                signal.signal(one, end)
+            for number in previous_handlers:  # replaces Ray's handler, which ends the process
+                signal.signal(number, handle_signal)
             with deploy(settings.assign_resources(), port):
-                up = True
+                is_running = True
                 on_started(port)
-                ended.wait()
+                should_stop.wait()
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
 def find_free_port(host: str, port: int) -> int:
-    """A port on which nobody listens yet: Ray would not say so."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind((host, port))
-        return int(one.getsockname()[1])
+    """Return `port`, or any free port for 0; raise OSError if it is in use, which Ray does not."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])

@@ -1,4 +1,7 @@
-"""Ray Serve's interface to the router; Ray sends this module to wherever requests are sent from."""
+"""Adapter from Ray Serve's router interface to PrefixRouter.
+
+Ray pickles this module to every process that sends requests.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,23 @@ from kvant.serve.routing import PrefixRouter
 
 
 class PageRouter(RequestRouter):  # type: ignore[misc]
-    """Requests go where their pages are."""
+    """Send each request to the replica that probably has its pages in cache."""
 
     def initialize_state(self) -> None:
         self._router = PrefixRouter[str]()
-        self._reported_replicas = set[
-            str
-        ]()  # replicas that said what they had before this router was there
+        self._reported_replicas = set[str]()  # whose keys from before this router are known
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        named = {one.replica_id.unique_id: one for one in replicas}
-        for gone in set(self._router.servers) - set(named):
-            self._router.remove_server(gone)
-        self._reported_replicas &= set(named)
-        for name, replica in named.items():
+        by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        for name in set(self._router.servers) - set(by_name):
+            self._router.remove_server(name)
+        self._reported_replicas &= set(by_name)
+        for name, replica in by_name.items():
             self._router.add_server(name)
-            if name not in self._reported_replicas and (told := replica.routing_stats):
+            if name not in self._reported_replicas and (stats := replica.routing_stats):
                 self._reported_replicas.add(name)
-                self._router.add_keys(name, told["keys"])
+                self._router.add_keys(name, stats["keys"])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -38,20 +39,20 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        named = {one.replica_id.unique_id: one for one in candidate_replicas}
-        asked = _get_request(pending_request)
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        request = _get_request(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        if asked is None:
+        if request is None:
             return [candidate_replicas]
         ranked = [
             name
-            for name in self._router.rank_servers(asked.page_keys, asked.num_pages)
-            if name in named
+            for name in self._router.rank_servers(request.page_keys, request.num_pages)
+            if name in by_name
         ]
-        if ranked:  # now, and not once it is there: others that begin alike may come before
-            self._router.assign_request(ranked[0], asked.page_keys)
-        return [[named[name]] for name in ranked]
+        if ranked:  # now, not in on_send_request: requests with the same prefix may follow at once
+            self._router.assign_request(ranked[0], request.page_keys)
+        return [[by_name[name]] for name in ranked]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
@@ -63,7 +64,7 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _get_request(pending_request: PendingRequest | None) -> RoutedRequest | None:
-    found = (
+    argument = (
         pending_request.args[0] if pending_request is not None and pending_request.args else None
     )
-    return found if isinstance(found, RoutedRequest) else None
+    return argument if isinstance(argument, RoutedRequest) else None

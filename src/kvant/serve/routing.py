@@ -1,9 +1,15 @@
-"""Which of several servers a request goes to: where what it begins with was read.
+"""Prefix-aware routing: choose the server that has processed the first pages of a request.
 
-A request goes to the server with the highest score: the share of its pages that a server had, less
-what that server has to do. What nobody had goes to a server by its first page (rendezvous hashing
-with bounded load), so that what begins alike meets there, whoever sends it. Whoever joins is given
-its part of what is new; nothing else moves.
+The score of a server is the share of the request's pages it has had, minus a penalty for its load.
+If no server has had the first page, its hash selects one (rendezvous hashing with bounded load).
+So new requests with the same first page meet on the same server. A server that joins gets its
+share of new prefixes only; known prefixes stay where they are.
+
+A key names the first 1, 4, 16, ... pages of a request, each page hashed with all before it:
+
+    pages  | 0 | 1 | 2 | 3 | 4 | ...
+    keys   |-->|                        key of depth 1
+           |-------------->|            key of depth 4
 """
 
 from __future__ import annotations
@@ -11,51 +17,53 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-KEY_DEPTHS = (1, 4, 16, 64, 256)  # pages under one key
-LOAD_BOUND = 1.25  # times the mean load: more than that is beyond the part of a server
-SPARE_REQUESTS = 8  # requests beyond the bound that burden nobody
-OVERLOAD_WEIGHT = 4.0  # of a load twice that, beside a request that was had as a whole
-LOAD_WEIGHT = 0.1  # of the mean load, beside the same: what little is shared by all draws nobody
-LOAD_HALF_LIFE = 64  # requests of each server after which one of them counts half
-MAX_KEYS = 1 << 18  # that are known of all servers
-HASH_MIX_STEPS = (
-    (30, 0xBF58476D1CE4E5B9),
-    (27, 0x94D049BB133111EB),
-)  # shifts and odd factors of a hash
+KEY_DEPTHS = (1, 4, 16, 64, 256)  # pages per key
+LOAD_BOUND = 1.25  # times the mean load: above it, a server is overloaded
+SPARE_REQUESTS = 8  # above the bound, without a penalty
+# Penalties, compared with a hit share of 1 for a request whose pages a server has had.
+OVERLOAD_WEIGHT = 4.0  # for twice the bounded load
+LOAD_WEIGHT = 0.1  # for the mean load: outweighs a short prefix that all requests share
+LOAD_HALF_LIFE = 64  # requests per server, after which a past request counts half
+MAX_KEYS = 1 << 18  # of all servers together
+HASH_MIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, odd factor
 
 ServerT = TypeVar("ServerT", bound=Hashable)
 
 
 def make_keys(pages: Sequence[bytes], salt: bytes = b"") -> list[bytes]:
-    """The names of the first 1, 4, 16 … of these pages, for those who have the same salt."""
-    found = list[bytes]()
+    """Return the keys of the first 1, 4, 16, ... pages; `salt` separates tenants."""
+    keys = list[bytes]()
     chain = blake2b(digest_size=16, key=salt)
     for count, page in enumerate(pages[: KEY_DEPTHS[-1]], 1):
         chain.update(len(page).to_bytes(4, "little"))
         chain.update(page)
         if count in KEY_DEPTHS:
-            found.append(chain.digest())
-    return found
+            keys.append(chain.digest())
+    return keys
 
 
 class PrefixRouter(Generic[ServerT]):
-    """What each of some servers had lately, and what it has to do."""
+    """Routing state: recent keys and load of each server.
+
+    Loads are in requests. Instead of decaying all counts at every request, the weight of a new
+    request grows, and counts are divided by it when read.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._index: dict[ServerT, int] = {}  # in the arrays
-        self._keys_by_server: dict[ServerT, OrderedDict[bytes, None]] = {}  # keys, the newest last
+        self._index: dict[ServerT, int] = {}  # into the arrays below
+        self._keys_by_server: dict[ServerT, OrderedDict[bytes, None]] = {}  # newest key last
         self._servers_by_key: dict[bytes, set[ServerT]] = {}
-        self._server_hashes = np.zeros(0, np.uint64)  # of servers, for rendezvous
+        self._server_hashes = np.zeros(0, np.uint64)  # for rendezvous hashing
         self._num_ongoing = np.zeros(0)
-        self._recent_requests = np.zeros(0)  # requests, each counting less the longer ago it came
-        self._recent_new_requests = np.zeros(0)  # those of them that nobody had anything of
-        self._request_weight = 1.0  # what a request counts now in both
+        self._recent_requests = np.zeros(0)  # decaying count of all requests
+        self._recent_new_requests = np.zeros(0)  # the same, of those without a known key
+        self._request_weight = 1.0  # of the next request in both counts
 
     @property
     def servers(self) -> tuple[ServerT, ...]:
@@ -63,17 +71,17 @@ class PrefixRouter(Generic[ServerT]):
 
     @property
     def loads(self) -> NDArray[np.float64]:
-        """What each has to do and had to do lately, in requests."""
+        """Ongoing plus recent requests of each server."""
         return self._num_ongoing + self._recent_requests / self._request_weight
 
     def add_server(self, server: ServerT) -> None:
-        """It counts as one that had its part: else all that is new would be its own."""
+        """Add a server with the mean recent load: with none, it would get all new requests."""
         if server in self._index:
             return
         self._index[server] = len(self._index)
         self._keys_by_server[server] = OrderedDict()
-        mark = blake2b(str(server).encode(), digest_size=8).digest()
-        self._server_hashes = np.append(self._server_hashes, np.frombuffer(mark, np.uint64))
+        digest = blake2b(str(server).encode(), digest_size=8).digest()
+        self._server_hashes = np.append(self._server_hashes, np.frombuffer(digest, np.uint64))
         self._num_ongoing = np.append(self._num_ongoing, 0.0)
         self._recent_requests, self._recent_new_requests = (
             _append_mean(self._recent_requests),
@@ -85,37 +93,38 @@ class PrefixRouter(Generic[ServerT]):
             return
         for key in self._keys_by_server.pop(server):
             self._remove_key(key, server)
-        place = self._index.pop(server)
-        self._index = {one: at for at, one in enumerate(self._index)}
-        self._server_hashes = np.delete(self._server_hashes, place)
-        self._num_ongoing = np.delete(self._num_ongoing, place)
-        self._recent_requests = np.delete(self._recent_requests, place)
-        self._recent_new_requests = np.delete(self._recent_new_requests, place)
+        index = self._index.pop(server)
+        self._index = {other: position for position, other in enumerate(self._index)}
+        self._server_hashes = np.delete(self._server_hashes, index)
+        self._num_ongoing = np.delete(self._num_ongoing, index)
+        self._recent_requests = np.delete(self._recent_requests, index)
+        self._recent_new_requests = np.delete(self._recent_new_requests, index)
 
     def rank_servers(self, keys: Sequence[bytes], num_pages: int) -> list[ServerT]:
-        """The servers for a request of these keys and so many pages, the best one first."""
+        """Return all servers for a request with these keys and pages, the best one first."""
         if not self._index:
             return []
         loads, shares = self.loads, self._compute_hit_shares(keys, num_pages)
         if shares.any():
-            beyond = np.maximum(0.0, loads / (LOAD_BOUND * loads.mean() + SPARE_REQUESTS) - 1.0)
-            score = shares - LOAD_WEIGHT * loads / max(1.0, loads.mean()) - OVERLOAD_WEIGHT * beyond
+            overload = np.maximum(0.0, loads / (LOAD_BOUND * loads.mean() + SPARE_REQUESTS) - 1.0)
+            load_penalty = LOAD_WEIGHT * loads / max(1.0, loads.mean())
+            score = shares - load_penalty - OVERLOAD_WEIGHT * overload
             order = np.argsort(-score, kind="stable")
         else:
-            began = self._recent_new_requests / self._request_weight
-            part = max(1.0, LOAD_BOUND * (began.sum() + 1) / len(began))
-            order = np.lexsort((self._compute_hash_order(keys), began + 1 > part))
+            new_loads = self._recent_new_requests / self._request_weight
+            bound = max(1.0, LOAD_BOUND * (new_loads.sum() + 1) / len(new_loads))
+            order = np.lexsort((self._compute_hash_order(keys), new_loads + 1 > bound))
         servers = self.servers
-        return [servers[place] for place in order]
+        return [servers[index] for index in order]
 
     def assign_request(self, server: ServerT, keys: Sequence[bytes]) -> None:
-        """It is to have a request of these keys."""
-        place = self._index[server]
-        self._recent_requests[place] += self._request_weight
+        """Count a request for a server, which will then have these keys."""
+        index = self._index[server]
+        self._recent_requests[index] += self._request_weight
         if keys and not any(key in self._servers_by_key for key in keys):
-            self._recent_new_requests[place] += self._request_weight
+            self._recent_new_requests[index] += self._request_weight
         self._request_weight *= 2 ** (1 / (LOAD_HALF_LIFE * len(self._index)))
-        if self._request_weight > 2.0**512:
+        if self._request_weight > 2.0**512:  # before it overflows
             self._recent_requests, self._recent_new_requests = (
                 self._recent_requests / self._request_weight,
                 self._recent_new_requests / self._request_weight,
@@ -124,44 +133,41 @@ class PrefixRouter(Generic[ServerT]):
         self.add_keys(server, keys)
 
     def start_request(self, server: ServerT) -> None:
-        """One of its requests begins."""
+        """Count an ongoing request of a server."""
         self._num_ongoing[self._index[server]] += 1
 
     def finish_request(self, server: ServerT) -> None:
-        """One of its requests has ended."""
-        place = self._index.get(server)
-        if place is not None:
-            self._num_ongoing[place] = max(0.0, self._num_ongoing[place] - 1)
+        """Remove an ongoing request; the server may have been removed meanwhile."""
+        index = self._index.get(server)
+        if index is not None:
+            self._num_ongoing[index] = max(0.0, self._num_ongoing[index] - 1)
 
     def add_keys(self, server: ServerT, keys: Iterable[bytes]) -> None:
-        """It has these, whoever sent them there; the newest last."""
-        had = self._keys_by_server[server]
+        """Add keys to a server, the newest last; drop its oldest ones over the limit."""
+        server_keys = self._keys_by_server[server]
         for key in keys:
-            had[key] = None
-            had.move_to_end(key)
+            server_keys[key] = None
+            server_keys.move_to_end(key)
             self._servers_by_key.setdefault(key, set()).add(server)
-        while len(had) > max(1, self._max_keys // len(self._index)):
-            self._remove_key(had.popitem(last=False)[0], server)
+        while len(server_keys) > max(1, self._max_keys // len(self._index)):
+            self._remove_key(server_keys.popitem(last=False)[0], server)
 
     def _remove_key(self, key: bytes, server: ServerT) -> None:
-        holders = self._servers_by_key[key]
-        holders.discard(server)
-        if not holders:
+        servers = self._servers_by_key[key]
+        servers.discard(server)
+        if not servers:
             del self._servers_by_key[key]
 
     def _compute_hit_shares(self, keys: Sequence[bytes], num_pages: int) -> NDArray[np.float64]:
-        """How much of a request each of them had."""
+        """Return the share of the request's pages that each server has had."""
         shares = np.zeros(len(self._index))
         for depth, key in zip(KEY_DEPTHS, keys, strict=False):
-            places = [self._index[server] for server in self._servers_by_key.get(key, ())]
-            shares[places] = depth / num_pages
+            indices = [self._index[server] for server in self._servers_by_key.get(key, ())]
+            shares[indices] = depth / num_pages
         return shares
 
-    def _compute_hash_order(self, keys: Sequence[bytes]) -> NDArray[Any]:
-        """In which order they come for something new: another one for every first page.
-
-        Where there is no page it is by what they have to do.
-        """
+    def _compute_hash_order(self, keys: Sequence[bytes]) -> NDArray[np.generic]:
+        """Return sort keys of the servers: hashes with the first page, or loads without one."""
         if not keys:
             return self.loads
         mixed = self._server_hashes ^ np.frombuffer(keys[0][:8], np.uint64)
@@ -171,4 +177,5 @@ class PrefixRouter(Generic[ServerT]):
 
 
 def _append_mean(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Append the mean of the counts, or 0 to an empty array."""
     return np.append(counts, counts.mean() if len(counts) else 0.0)

@@ -1,4 +1,4 @@
-"""An engine over HTTP, for clients of OpenAI's interface."""
+"""HTTP server for an engine, compatible with OpenAI's API."""
 
 from kvant.errors import CacheError
 

@@ -1,4 +1,8 @@
-"""Who may ask: keys, of which only hashes are kept, and what keeps their owners apart."""
+"""API keys: authenticate clients, and map each key to a tenant.
+
+Only hashes of keys stay in memory. The name of a tenant is a digest of its key and the server's
+secret; it salts the tenant's prefixes, so tenants share none.
+"""
 
 from __future__ import annotations
 
@@ -8,87 +12,87 @@ from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
-UNKNOWN_KEY_MESSAGE = "no key, or one that is not known: Authorization: Bearer KEY"
-MIN_KEY_LENGTH = 8  # characters of a key
-ADMIN = "admin"  # stands before a key that reads the totals of all tenants
-FOR_ADMINS = (
-    "/metrics has the totals of all tenants, for an admin key: a line 'admin KEY' of --api-keys, "
-    "or 'admin KEY' in KVANT_API_KEYS, makes one; /v1/stats has your own figures"
+UNKNOWN_KEY_MESSAGE = "missing or unknown API key: send Authorization: Bearer KEY"
+MIN_KEY_LENGTH = 8  # characters
+ADMIN_ROLE = "admin"  # the word before an admin's key
+ADMIN_ONLY_MESSAGE = (
+    "/metrics has the totals of all tenants and needs an admin key: add a line 'admin KEY' to "
+    "--api-keys, or 'admin KEY' to KVANT_API_KEYS; /v1/stats has the counts of your own tenant"
 )
-KEYS_VARIABLE, SECRET_VARIABLE = "KVANT_API_KEYS", "KVANT_SECRET"  # in the environment
+KEYS_VARIABLE, SECRET_VARIABLE = "KVANT_API_KEYS", "KVANT_SECRET"  # environment variables
 
 
 class ApiKeys:
-    """The hashes of keys; none: everybody may ask."""
+    """Hashes of the accepted keys; without keys, every client is accepted."""
 
     def __init__(
         self, keys: Iterable[str] = (), secret: str = "", admins: Iterable[str] = ()
     ) -> None:
-        """What a tenant's prefixes are salted with follows from its key and the server's secret.
+        """Accept `keys` and `admins`; admins also read the totals of all tenants.
 
-        `admins` are keys as well, and read the totals of all tenants.
+        `secret` is mixed into the names of tenants, so a prefix salt does not reveal a key.
         """
-        admin = [_hash_key(key) for key in admins]
-        self._hashes = list(dict.fromkeys([*map(_hash_key, keys), *admin]))
+        admin_hashes = [_hash_key(key) for key in admins]
+        self._hashes = list(dict.fromkeys([*map(_hash_key, keys), *admin_hashes]))
         self._secret = secret.encode()
-        self._admins = frozenset(map(self._name, admin))
+        self._admins = frozenset(map(self._make_tenant_name, admin_hashes))
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def authenticate(self, authorization: str) -> str | None:
-        """The tenant of a request with this header; None: of nobody."""
-        kind, _, key = authorization.partition(" ")
-        return self.find_tenant(key.strip() if kind.lower() == "bearer" else "")
+        """Return the tenant of an Authorization header, None if its key is not accepted."""
+        scheme, _, key = authorization.partition(" ")
+        return self.find_tenant(key.strip() if scheme.lower() == "bearer" else "")
 
     def find_tenant(self, key: str) -> str | None:
-        """The name under which the owner of a key is known; None: it is no key of ours.
+        """Return the tenant of a key, None if the key is not accepted.
 
-        All are compared, whichever it is, each in a time that tells nothing.
+        Compares every hash in constant time, so the duration reveals nothing about a key.
         """
         if not self._hashes:
             return ""
-        asked, found = _hash_key(key), None
-        for one in self._hashes:
-            if hmac.compare_digest(one, asked):
-                found = self._name(one)
-        return found
+        key_hash, tenant = _hash_key(key), None
+        for accepted_hash in self._hashes:
+            if hmac.compare_digest(accepted_hash, key_hash):
+                tenant = self._make_tenant_name(accepted_hash)
+        return tenant
 
     def is_admin(self, tenant: str) -> bool:
-        """Whether a tenant reads the totals of all; without keys, every client does."""
+        """Whether a tenant may read the totals of all tenants; without keys, every client may."""
         return not self._hashes or tenant in self._admins
 
-    def _name(self, hashed: bytes) -> str:
-        return hmac.digest(self._secret, hashed, sha256).hex()
+    def _make_tenant_name(self, key_hash: bytes) -> str:
+        return hmac.digest(self._secret, key_hash, sha256).hex()
 
 
 def load_keys(file: Path | None) -> ApiKeys:
-    """The keys of a file and of the environment."""
+    """Load the keys of a file and of KVANT_API_KEYS, with the secret of KVANT_SECRET."""
     keys, admins = parse_keys(file, os.environ.get(KEYS_VARIABLE))
     return ApiKeys(keys, os.environ.get(SECRET_VARIABLE, ""), admins)
 
 
 def parse_keys(file: Path | None, variable: str | None) -> tuple[list[str], list[str]]:
-    """Read the keys of a file, one a line, and of a variable, between commas; and the admins' keys.
+    """Return all keys and the admins' keys of a file and of an environment variable.
 
-    `admin KEY` is the key of an admin, which is a tenant as well.
+    The file has one entry per line, the variable separates entries by commas. An entry is `KEY`,
+    or `admin KEY` for an admin, who is a tenant as well.
     """
     lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
-    told = [line.strip() for line in lines if not line.lstrip().startswith("#")]
-    told += [one.strip() for one in (variable or "").split(",")]
-    words = [one.split() for one in told if one]
-    if file is not None and not words:
-        raise ValueError(f"--api-keys {file}: there is no key in it, one a line is needed")
-    for *role, key in words:
-        right = len(key) >= MIN_KEY_LENGTH and key.isascii() and key.isprintable()
-        if not right or role not in ([], [ADMIN]):
+    entries = [line.strip() for line in lines if not line.lstrip().startswith("#")]
+    entries += [entry.strip() for entry in (variable or "").split(",")]
+    fields = [entry.split() for entry in entries if entry]
+    if file is not None and not fields:
+        raise ValueError(f"--api-keys {file}: there is no key in it, one per line is needed")
+    for *role, key in fields:
+        is_valid_key = len(key) >= MIN_KEY_LENGTH and key.isascii() and key.isprintable()
+        if not is_valid_key or role not in ([], [ADMIN_ROLE]):
             raise ValueError(
-                f"a key of {len(key)} characters: {MIN_KEY_LENGTH} or more are needed, in ASCII "
-                "without "
-                f"spaces; only the word {ADMIN!r} and a space may stand before it"
+                f"a key of {len(key)} characters: at least {MIN_KEY_LENGTH} ASCII characters "
+                f"without spaces are needed; only the word {ADMIN_ROLE!r} may precede it"
             )
-    keys = dict.fromkeys(key for *_, key in words)
-    return [*keys], [*dict.fromkeys(key for *role, key in words if role)]
+    keys = dict.fromkeys(key for *_, key in fields)
+    return [*keys], [*dict.fromkeys(key for *role, key in fields if role)]
 
 
 def _hash_key(key: str) -> bytes:

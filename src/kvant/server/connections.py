@@ -1,8 +1,13 @@
-"""Connections of a server: how many there are, how long one may be idle, how long headers may be.
+"""Limits on the connections of a server: their number, idle time and header size.
 
-A connection is idle while no whole request of it is being answered, and while its client does not
-read an answer. Where there are as many as may be, the one that is idle longest makes room for a new
-one; so idle ones keep no client out.
+At the limit, a new connection replaces the one that has been idle longest, so idle connections
+lock no client out.
+
+    state                   idle    deadline
+    receiving a request     yes     REQUEST_TIMEOUT_S: status 408, or close if no byte arrived
+    answering it            no      none
+    client stops reading    yes     REQUEST_TIMEOUT_S: close
+    between requests        yes     uvicorn's keep-alive: close
 """
 
 from __future__ import annotations
@@ -20,37 +25,37 @@ from uvicorn.server import ServerState
 
 from kvant.server.response_writers import make_error
 
-MAX_HEADER_BYTES = 64 << 10  # bytes of a request line and headers in all
-REQUEST_TIMEOUT_S = 60.0  # from the first byte of a request, or from the connection, to its last
-LINGER_TIMEOUT_S = 1.0  # for a client to read a refusal: what it still sends would reset that
-MAX_LINGERING = 64  # connections that linger
-SHARE_OF_FILES = 0.75  # of the files that the process may open
+MAX_HEADER_BYTES = 64 << 10  # request line and headers together
+REQUEST_TIMEOUT_S = 60.0  # for a complete request, from the connection or its first byte
+LINGER_TIMEOUT_S = 1.0  # for a client to read an error; closing at once would reset its upload
+MAX_LINGERING = 64  # connections
+SHARE_OF_FILES = 0.75  # of the process's file descriptors, for connections
 
 
 def compute_max_connections() -> int:
-    """Return how many connections leave files for everything else."""
+    """Compute a limit on connections that leaves file descriptors for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if files == resource.RLIM_INFINITY else max(16, int(SHARE_OF_FILES * files))
 
 
 class Connections(ServerState):
-    """All connections of a server, and those that are idle, the longest first."""
+    """All connections of a server; the idle ones ordered, longest idle first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.limit = compute_max_connections()
         self.idle_connections: dict[Connection, None] = {}
-        self.lingering: set[Connection] = set()  # they linger
+        self.lingering: set[Connection] = set()  # closing, until their client has read an error
 
     def make_room(self) -> bool:
-        """Close idle connections until there is room for the newest; return whether there is."""
+        """Close idle connections to make room for the newest; return whether there is room."""
         while len(self.connections) > self.limit and len(self.idle_connections) > 1:
             next(iter(self.idle_connections)).drop()
         return len(self.connections) <= self.limit
 
     def drop_lingering(self) -> None:
-        for one in list(self.lingering):
-            one.drop()
+        for connection in list(self.lingering):
+            connection.drop()
 
 
 class Connection(H11Protocol):
@@ -66,9 +71,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._start_deadline()
         if not self._connections.make_room():
-            self._refuse(
-                503, f"{self._connections.limit} connections are being answered: try again later"
-            )
+            self._refuse(503, f"all {self._connections.limit} connections are in use: retry later")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
@@ -84,7 +87,7 @@ class Connection(H11Protocol):
         self._clear_deadline_if_answering()
 
     def pause_writing(self) -> None:
-        """Wait for a client that does not read, as for one that does not ask."""
+        """Start the deadline: a client that stops reading counts as idle."""
         super().pause_writing()
         self._start_deadline()
 
@@ -93,7 +96,7 @@ class Connection(H11Protocol):
         self._clear_deadline_if_answering()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, which a client may have sent already."""
+        """Mark the connection idle; a pipelined request may already be in progress."""
         self._clear_deadline()
         super().on_response_complete()
         if self.transport.is_closing():
@@ -104,14 +107,14 @@ class Connection(H11Protocol):
             self._start_deadline()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or has too many headers; called while the error is handled."""
+        """Reject invalid HTTP and oversized headers; called inside the exception handler."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         if status == http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            msg = f"a request line and headers of more than {MAX_HEADER_BYTES} bytes"
+            msg = f"the request line and headers exceed {MAX_HEADER_BYTES} bytes"
         self._refuse(status, msg)
 
     def drop(self) -> None:
-        """Close the connection at once, whatever the client has not read yet."""
+        """Close the connection at once and discard unsent data."""
         self._clear_deadline()
         self.connections.discard(self)
         self._connections.lingering.discard(self)
@@ -119,19 +122,19 @@ class Connection(H11Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """Whether no request is being answered, nor its body read."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_deadline(self) -> None:
-        """Wait for a whole request, or for a reply to be read, until the deadline."""
+        """Mark the connection idle and close it after REQUEST_TIMEOUT_S."""
         self._clear_deadline()
         self._connections.idle_connections[self] = None
         self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
 
     def _clear_deadline_if_answering(self) -> None:
-        """End the wait where a whole request is being answered, and the client reads."""
-        answering = not self._is_between_requests and not self.cycle.more_body
-        if answering and not self.flow.write_paused:
+        """Clear the deadline if a complete request is being answered and the client reads."""
+        is_answering = not self._is_between_requests and not self.cycle.more_body
+        if is_answering and not self.flow.write_paused:
             self._clear_deadline()
 
     def _clear_deadline(self) -> None:
@@ -141,16 +144,16 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _expire(self) -> None:
-        began = bool(self.conn.trailing_data[0]) or not self._is_between_requests
-        if began and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(408, f"no whole request within {REQUEST_TIMEOUT_S:.0f} seconds")
+        has_partial_request = bool(self.conn.trailing_data[0]) or not self._is_between_requests
+        if has_partial_request and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(408, f"no complete request within {REQUEST_TIMEOUT_S:.0f} seconds")
         else:
             self.drop()
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Answer with an error, and close the connection."""
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = json.dumps(make_error(reason, kind)).encode()
+        """Send an error and close the connection, lingering so that the client can read it."""
+        error_type = "server_error" if status >= 500 else "invalid_request_error"
+        body = json.dumps(make_error(reason, error_type)).encode()
         phrase = http.HTTPStatus(status).phrase
         head = (
             f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"

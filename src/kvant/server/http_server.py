@@ -1,4 +1,4 @@
-"""A server until somebody ends it."""
+"""The uvicorn server: runs an application until a signal, then drains its requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fastapi import FastAPI
 
 from kvant.server.connections import MAX_HEADER_BYTES, Connection, Connections
 
-KEEP_ALIVE_S = 75  # seconds that a connection without a request is kept
+KEEP_ALIVE_S = 75  # for a connection without a request
 
 
 class HttpServer(uvicorn.Server):
-    """Ends with what was asked for being answered, and returns; uvicorn's own would kill itself."""
+    """Drain requests on the first signal, then return instead of re-raising it as uvicorn does."""
 
     on_started: Callable[[int], None] | None = None
     on_stopping: Callable[[], None] | None = None
@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """Where it listens, once it has begun."""
+        """The port it listens on, once started."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     @contextmanager
@@ -39,17 +39,18 @@ class HttpServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {
-            one: signal.signal(one, self._handle_signal) for one in (signal.SIGINT, signal.SIGTERM)
+        previous_handlers = {
+            number: signal.signal(number, self._handle_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             yield
         finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """The second time at once."""
+        """Shut down gracefully; at once on the second signal."""
         self.force_exit = self.should_exit
         if self.on_stopping is not None:
             self.on_stopping()
@@ -58,7 +59,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         await super().shutdown(sockets)
         self._connections.drop_lingering()
-        await asyncio.sleep(0)  # transports that were dropped end before their loop
+        await asyncio.sleep(0)  # lets the dropped transports close before the loop ends
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(app: FastAPI, host: str, port: int, grace: int) -> HttpServer:
-    """Requests that are under way as it ends have `grace` seconds."""
+    """Make a server of an application; at shutdown, running requests have `grace` seconds."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -87,16 +88,16 @@ def make_server(app: FastAPI, host: str, port: int, grace: int) -> HttpServer:
 
 
 def check_host(host: str, num_keys: int) -> None:
-    """Who does not know a key reaches a server from its own machine alone."""
+    """Require keys of a server that other machines can reach."""
     if not (num_keys or is_local(host)):
         raise ValueError(
-            f"--host {host} without keys: anybody could ask; give --api-keys FILE or set "
-            "KVANT_API_KEYS, or take 127.0.0.1"
+            f"--host {host} without keys: anyone on the network could use the server; give "
+            "--api-keys FILE, set KVANT_API_KEYS, or use --host 127.0.0.1"
         )
 
 
 def is_local(host: str) -> bool:
-    """Is it a name of this machine for itself?"""
+    """Whether a host name or address is a loopback one, which only this machine reaches."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,5 +1,4 @@
-"""Figures for Prometheus: under vLLM's names where the meaning is the same, so that what draws
-those draws these."""
+"""Prometheus metrics of a server; named as in vLLM where they agree, so its dashboards work."""
 
 from __future__ import annotations
 
@@ -13,32 +12,32 @@ from prometheus_client.registry import Collector
 from kvant.engine import Engine
 
 LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-MEMORY_STATES = ("held", "shared", "free", "states")  # of the bytes of an engine
+MEMORY_STATES = ("held", "shared", "free", "states")  # the nbytes_* keys of Engine.stats()
 
 
 class ServerMetrics:
-    """What a server counts, beside what its engine does."""
+    """Latencies and response counts of a server, with the counters of its engine."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
         self.time_to_first_token = self._make_histogram(
-            "time_to_first_token", "From a request to its first token", model
+            "time_to_first_token", "Seconds from a request to its first token", model
         )
         self.inter_token_latency = self._make_histogram(
-            "inter_token_latency", "Between two tokens", model
+            "inter_token_latency", "Seconds between two tokens", model
         )
         self.request_latency = self._make_histogram(
-            "e2e_request_latency", "All of a request", model
+            "e2e_request_latency", "Seconds from a request to its last token", model
         )
         self.responses = Counter(
-            "kvant_http_responses", "Answers by status", ["status"], registry=self._registry
+            "kvant_http_responses", "Responses by status", ["status"], registry=self._registry
         )
 
     def _make_histogram(self, name: str, description: str, model: str) -> Histogram:
         labels = ["model_name"]
-        more: Any = {"registry": self._registry, "buckets": LATENCY_BUCKETS_S}
-        return Histogram(f"vllm:{name}_seconds", description, labels, **more).labels(model)
+        options: Any = {"registry": self._registry, "buckets": LATENCY_BUCKETS_S}
+        return Histogram(f"vllm:{name}_seconds", description, labels, **options).labels(model)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -50,36 +49,36 @@ class _EngineCollector(Collector):
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        told = self._engine.stats()
-        most = told["max_bytes"]
+        stats = self._engine.stats()
+        max_bytes = stats["max_bytes"]
         gauges = {
-            "vllm:num_requests_running": ("Requests that are served", told["running"]),
-            "vllm:num_requests_waiting": ("Requests that wait", told["waiting"]),
+            "vllm:num_requests_running": ("Running requests", stats["running"]),
+            "vllm:num_requests_waiting": ("Waiting requests", stats["waiting"]),
             "vllm:kv_cache_usage_perc": (
-                "Bytes that are held, of max_bytes",
-                told["nbytes_held"] / most if most else 0.0,
+                "Fraction of max_bytes in use",
+                stats["nbytes_held"] / max_bytes if max_bytes else 0.0,
             ),
         }
         counters = {
-            "vllm:prompt_tokens": ("Tokens of prompts", told["prompt_tokens"]),
-            "vllm:generation_tokens": ("Tokens of replies", told["completion_tokens"]),
-            "vllm:prefix_cache_queries": ("Tokens that were looked for", told["prompt_tokens"]),
-            "vllm:prefix_cache_hits": ("Those that were there", told["cached_tokens"]),
-            "kvant_restored_tokens": ("Those that a store had", told["restored_tokens"]),
-            "kvant_requests_failed": ("Requests that failed", told["failed"]),
-            "kvant_requests_cancelled": ("Requests whose client went", told["cancelled"]),
-            "kvant_put_aside": ("Requests whose pages went to a file", told["put_aside"]),
+            "vllm:prompt_tokens": ("Tokens of prompts", stats["prompt_tokens"]),
+            "vllm:generation_tokens": ("Generated tokens", stats["completion_tokens"]),
+            "vllm:prefix_cache_queries": ("Prompt tokens looked up", stats["prompt_tokens"]),
+            "vllm:prefix_cache_hits": ("Prompt tokens in the prefix cache", stats["cached_tokens"]),
+            "kvant_restored_tokens": ("Prompt tokens from a store", stats["restored_tokens"]),
+            "kvant_requests_failed": ("Failed requests", stats["failed"]),
+            "kvant_requests_cancelled": ("Requests cancelled by the client", stats["cancelled"]),
+            "kvant_put_aside": ("Requests swapped out to a file", stats["put_aside"]),
         }
-        for name, (about, value) in gauges.items():
-            yield self._fill_family(GaugeMetricFamily(name, about, labels=["model_name"]), value)
-        for name, (about, value) in counters.items():
-            yield self._fill_family(CounterMetricFamily(name, about, labels=["model_name"]), value)
-        pages = GaugeMetricFamily("kvant_cache_bytes", "Bytes by their state", labels=["state"])
+        labels = ["model_name"]
+        for name, (description, value) in gauges.items():
+            yield self._fill_family(GaugeMetricFamily(name, description, labels=labels), value)
+        for name, (description, value) in counters.items():
+            yield self._fill_family(CounterMetricFamily(name, description, labels=labels), value)
+        memory = GaugeMetricFamily("kvant_cache_bytes", "Cache bytes by state", labels=["state"])
         for state in MEMORY_STATES:
-            pages.add_metric([state], told[f"nbytes_{state}"])
-        yield pages
+            memory.add_metric([state], stats[f"nbytes_{state}"])
+        yield memory
 
-    def _fill_family(self, family: Any, value: float) -> Metric:
+    def _fill_family(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric([self._model], value)
-        found: Metric = family
-        return found
+        return family

@@ -1,8 +1,9 @@
-"""What a reply is made of: content, what a model thought before it, and calls of tools.
+"""Split generated text into content, reasoning and tool calls while it streams.
 
-How a model writes these is told by the `response_template` of its tokenizer, which transformers
-reads; for some families it knows one itself. Where the chat template knows no tools, calls are a
-JSON list, as the description of the tools asks. A call that cannot be read is content as it stands.
+The `response_template` of a tokenizer describes how its model writes them. transformers reads that
+template, and has built-in ones for some families. If the chat template renders no tools, the
+prompt describes them as text and asks for calls as a JSON list. A call that cannot be parsed
+stays content.
 """
 
 from __future__ import annotations
@@ -19,15 +20,11 @@ from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-REASONING_FIELDS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names that templates have for it
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names in response templates
 CALLS_FIELD = "tool_calls"
-HEAD = 256  # characters that show whether content is a list of calls
+MAX_PREFIX_CHARACTERS = 256  # of content, compared with CALL_LIST_PREFIX
 SURROGATE = re.compile("[\ud800-\udfff]")
-FIRST_CALL = '[{"name":'  # what a list of calls begins with, without spaces
+CALL_LIST_PREFIX = '[{"name":'  # of a JSON list of calls, without spaces
 
 
 @dataclass(frozen=True)
@@ -50,26 +47,26 @@ OutputPart = ContentPart | ReasoningPart | CallPart
 
 
 class OutputParser(ABC):
-    """Hears one reply as it comes."""
+    """Incremental parser of one generated text."""
 
     @abstractmethod
     def feed(self, text: str) -> list[OutputPart]:
-        """What is certain now and was not before."""
+        """Return the parts that are certain after this text; buffer the rest."""
 
     def finish(self) -> list[OutputPart]:
-        """What was held back, now that nothing comes any more."""
+        """Return the parts still buffered at the end of the text."""
         return []
 
 
 class PlainParser(OutputParser):
-    """All of it is content."""
+    """Return all text as content."""
 
     def feed(self, text: str) -> list[OutputPart]:
         return [ContentPart(text)] if text else []
 
 
 class CallListParser(OutputParser):
-    """A list of calls, as `Grammar.calls` has it."""
+    """Parse text that `Grammar.calls` constrains to a JSON list of calls."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -80,55 +77,61 @@ class CallListParser(OutputParser):
 
     def finish(self) -> list[OutputPart]:
         try:
-            return [_make_call(one) for one in _parse(self._text)]
-        except (ValueError, RecursionError):  # it was cut short
+            return [_make_call(call) for call in _parse_json(self._text)]
+        except (ValueError, RecursionError):  # the list is incomplete
             return [ContentPart(self._text)] if self._text else []
 
 
-class DescribedCalls(OutputParser):
-    """Calls in the form that a description of tools asks for: a JSON list, and no other content.
+class PromptedCallParser(OutputParser):
+    """Parse the calls that a text description of tools asks for: content that is one JSON list.
 
-    Content is kept back for as long as it may become such a list.
+    Buffers content while it may still become such a list.
     """
 
-    def __init__(self, inner: OutputParser, tools: Sequence[Mapping[str, Any]], most: int | None):
-        """`inner` tells content from thoughts; `most` bounds the calls."""
+    def __init__(
+        self, inner: OutputParser, tools: Sequence[Mapping[str, Any]], max_calls: int | None
+    ):
+        """Take content from `inner`, which separates it from reasoning; drop calls over the limit.
+
+        `max_calls` None: no limit.
+        """
         self._inner = inner
         self._names = {tool["function"]["name"] for tool in tools}
-        self._most = most
-        self._kept = ""  # content that may become a list
+        self._max_calls = max_calls
+        self._buffer = ""  # content that may become a list of calls
         self._is_text = False
 
     def feed(self, text: str) -> list[OutputPart]:
-        return self._sort(self._inner.feed(text))
+        return self._buffer_content(self._inner.feed(text))
 
     def finish(self) -> list[OutputPart]:
-        parts = self._sort(self._inner.finish())
-        kept, self._kept = self._kept, ""
-        return parts + (self._calls(kept) if kept else [])
+        parts = self._buffer_content(self._inner.finish())
+        content, self._buffer = self._buffer, ""
+        return parts + (self._parse_calls(content) if content else [])
 
-    def _sort(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
-        found: list[OutputPart] = []
+    def _buffer_content(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
+        """Buffer content that may become a list of calls, and return the other parts."""
+        output: list[OutputPart] = []
         for part in parts:
             if self._is_text or not isinstance(part, ContentPart):
-                found.append(part)
+                output.append(part)
                 continue
-            self._kept += part.text
-            begun = "".join(self._kept[:HEAD].split())
-            if not (begun.startswith(FIRST_CALL) or FIRST_CALL.startswith(begun)):
+            self._buffer += part.text
+            prefix = "".join(self._buffer[:MAX_PREFIX_CHARACTERS].split())
+            if not (prefix.startswith(CALL_LIST_PREFIX) or CALL_LIST_PREFIX.startswith(prefix)):
                 self._is_text = True
-                found.append(ContentPart(self._kept))
-                self._kept = ""
-        return found
+                output.append(ContentPart(self._buffer))
+                self._buffer = ""
+        return output
 
-    def _calls(self, text: str) -> list[OutputPart]:
+    def _parse_calls(self, text: str) -> list[OutputPart]:
         try:
-            listed = _parse(text)
-        except (ValueError, RecursionError):  # it was cut short, or is no list after all
+            calls = _parse_json(text)
+        except (ValueError, RecursionError):  # the list is incomplete, or not JSON after all
             return [ContentPart(text)]
-        if not all(map(self._is_call, listed)):
+        if not all(map(self._is_call, calls)):
             return [ContentPart(text)]
-        return [*map(_make_call, listed[: self._most])]
+        return [*map(_make_call, calls[: self._max_calls])]
 
     def _is_call(self, value: Any) -> bool:
         if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
@@ -138,13 +141,15 @@ class DescribedCalls(OutputParser):
 
 
 class ResponseTemplate:
-    """How a model writes what is not content: the response template of its tokenizer."""
+    """The response template of a tokenizer: how its model marks reasoning and tool calls."""
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
-        """Refuses one that cannot be used."""
-        content = {name: one for name, one in definition["fields"].items() if name != CALLS_FIELD}
+        """Load the template; raise an error if it is invalid."""
+        other_fields = {
+            name: field for name, field in definition["fields"].items() if name != CALLS_FIELD
+        }
         self.with_calls = load_response_template(dict(definition))
-        self.without_calls = load_response_template({**definition, "fields": content})
+        self.without_calls = load_response_template({**definition, "fields": other_fields})
 
     @property
     def has_calls(self) -> bool:
@@ -152,12 +157,12 @@ class ResponseTemplate:
 
     @property
     def has_self_delimiting_calls(self) -> bool:
-        """Does what is within a call tell whether it is whole?"""
+        """Whether the content of a call shows that it is complete, as JSON does."""
         return self.has_calls and self.with_calls.fields[CALLS_FIELD].content == "json"
 
 
 class TemplateParser(OutputParser):
-    """By the template of a model."""
+    """Parse text by the response template of its model."""
 
     def __init__(
         self,
@@ -166,18 +171,19 @@ class TemplateParser(OutputParser):
         tools: Sequence[Mapping[str, Any]],
         max_calls: int | None = None,
     ) -> None:
-        """A prompt may begin a reply itself. Without tools nothing is a call; at `most` so many."""
-        told = template.with_calls if tools else template.without_calls
-        begun = told.truncate_past_last_anchor(prompt)
-        begun = "" if begun == prompt else begun  # it is not there
-        self._parser = ResponseParser(told, prefix=begun, tools=list(tools) or None)
-        self._num_calls_left = max_calls  # calls that may still come
+        """Start after `prompt`, whose end may already open the reply, for example its reasoning.
+
+        Without tools, nothing is parsed as a call. Calls beyond `max_calls` are dropped.
+        """
+        response_template = template.with_calls if tools else template.without_calls
+        prefix = response_template.truncate_past_last_anchor(prompt)
+        prefix = "" if prefix == prompt else prefix  # the prompt has no anchor
+        self._parser = ResponseParser(response_template, prefix=prefix, tools=list(tools) or None)
+        self._num_calls_left = max_calls
         self._has_self_delimiting_calls = template.has_self_delimiting_calls
-        self._kinds_not_started: set[type] = {
-            ContentPart,
-            ReasoningPart,
-        }  # of which nothing was told yet
-        self._pending_text = ""  # what may be a call, and is not told yet
+        # Part types without any text yet: the first text loses its leading spaces.
+        self._types_not_started: set[type] = {ContentPart, ReasoningPart}
+        self._pending_text = ""  # text not returned in any part yet; content if parsing fails
         self._has_failed = False
 
     def feed(self, text: str) -> list[OutputPart]:
@@ -187,48 +193,51 @@ class TemplateParser(OutputParser):
         return self._parse_events(lambda: self._parser.feed(text))
 
     def finish(self) -> list[OutputPart]:
-        """Calls that end with the reply are whole only if they tell so themselves."""
+        """Return the remaining parts.
 
-        def rest() -> Sequence[Mapping[str, Any]]:
+        A call that ends with the text is accepted only if its content shows that it is complete.
+        """
+
+        def finalize() -> Sequence[Mapping[str, Any]]:
             events: Sequence[Mapping[str, Any]] = self._parser.finalize()[1]
             if not self._has_self_delimiting_calls and any(
-                one["field"] == CALLS_FIELD for one in events
+                event["field"] == CALLS_FIELD for event in events
             ):
-                raise ValueError("a call that is cut short")
+                raise ValueError("incomplete call")
             return events
 
-        return [] if self._has_failed else self._parse_events(rest)
+        return [] if self._has_failed else self._parse_events(finalize)
 
     def _parse_events(
         self, get_events: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> list[OutputPart]:
-        """What came of these; who parses is a program of others, and may fail."""
-        found: list[OutputPart] = []
+        """Convert parser events to parts; if the parser raises, all further text is content."""
+        parts: list[OutputPart] = []
         try:
             for event in get_events():
-                found += self._parse_event(event)
-        except Exception:
+                parts += self._parse_event(event)
+        except Exception:  # transformers may raise anything on malformed output
             self._has_failed = True
-            found += [ContentPart(self._pending_text)] if self._pending_text else []
-        return found
+            parts += [ContentPart(self._pending_text)] if self._pending_text else []
+        return parts
 
     def _parse_event(self, event: Mapping[str, Any]) -> list[OutputPart]:
-        kind, field = event["type"], event["field"]
+        event_type, field = event["type"], event["field"]
         if field == CALLS_FIELD:
-            return self._make_calls(event["value"]) if kind == "region_close" else []
-        if kind == "region_close" and field in REASONING_FIELDS:
+            return self._make_calls(event["value"]) if event_type == "region_close" else []
+        if event_type == "region_close" and field in REASONING_FIELDS:
             self._pending_text = ""
-        if kind != "region_chunk" or not event["text"]:
+        if event_type != "region_chunk" or not event["text"]:
             return []
         self._pending_text = self._pending_text.rpartition(event["text"])[2]
-        said = ReasoningPart if field in REASONING_FIELDS else ContentPart
-        text = event["text"].lstrip() if said in self._kinds_not_started else event["text"]
-        self._kinds_not_started -= {said} if text else set()
-        return [said(text)] if text else []
+        part_type = ReasoningPart if field in REASONING_FIELDS else ContentPart
+        text = event["text"].lstrip() if part_type in self._types_not_started else event["text"]
+        self._types_not_started -= {part_type} if text else set()
+        return [part_type(text)] if text else []
 
     def _make_calls(self, value: Any) -> list[OutputPart]:
         values = value if isinstance(value, list) else [value]
-        calls = [_make_call(one["function"]) for one in values][: self._num_calls_left]
+        calls = [_make_call(call["function"]) for call in values][: self._num_calls_left]
         self._num_calls_left = (
             None if self._num_calls_left is None else self._num_calls_left - len(calls)
         )
@@ -237,30 +246,30 @@ class TemplateParser(OutputParser):
 
 
 def find_template(model: Any, tokenizer: Any) -> ResponseTemplate | None:
-    """None: nobody told how the model writes calls and thoughts, or it knows no messages."""
+    """Find the response template of a model, None if it has none or no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    found = get_response_template(tokenizer, model)
-    return None if found is None else ResponseTemplate(found)
+    definition = get_response_template(tokenizer, model)
+    return None if definition is None else ResponseTemplate(definition)
 
 
-def _parse(text: str) -> Any:
-    """Parse JSON; numbers that JSON does not have, or that a float cannot hold, are an error."""
+def _parse_json(text: str) -> Any:
+    """Parse JSON; raise ValueError for NaN, Infinity and numbers over the range of a float."""
 
-    def finite(number: str) -> float:
+    def parse_finite(number: str) -> float:
         if not math.isfinite(value := float(number)):
-            raise ValueError(f"{number}: no finite number")
+            raise ValueError(f"{number}: not a finite number")
         return value
 
-    return json.loads(text, parse_float=finite, parse_constant=finite)
+    return json.loads(text, parse_float=parse_finite, parse_constant=parse_finite)
 
 
 def _make_call(call: Mapping[str, Any]) -> CallPart:
     arguments = call.get("arguments", {})
-    whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return CallPart(_without_surrogates(str(call["name"])), _without_surrogates(whole))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return CallPart(_escape_surrogates(str(call["name"])), _escape_surrogates(text))
 
 
-def _without_surrogates(text: str) -> str:
-    """Escape halves of surrogate pairs, which are no Unicode text: JSON strings may have them."""
-    return SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+def _escape_surrogates(text: str) -> str:
+    """Escape lone surrogates: JSON strings may contain them, but UTF-8 cannot encode them."""
+    return SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

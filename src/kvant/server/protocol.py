@@ -1,4 +1,4 @@
-"""What clients ask for, in OpenAI's words; a field that is not here is refused by its name."""
+"""Request bodies of OpenAI's API, validated by pydantic; unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ MAX_FIELDS = 64
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_BIASES = 1024
-MAX_CONTENT_PARTS = 256  # of a message
+MAX_CONTENT_PARTS = 256  # per message
 MAX_PROMPTS = 128
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 8  # of one reply, where it must call
-MAX_SCHEMA_CHARACTERS = 64 << 10  # characters
+MAX_FORCED_CALLS = 8  # per reply, under tool_choice "required"
+MAX_SCHEMA_CHARACTERS = 64 << 10
 # The schema of a function without parameters.
 EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Of a list that is wrong the first wrong item is told, and no other is looked at.
+# fail_fast: one error per list, so that a huge invalid list makes no huge response.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 PROMPT_LIST = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
 def check_num_fields(limit: int, value: Any) -> Any:
-    """A mapping, counted before anything in it is looked at."""
+    """Limit the fields of a mapping, before its values are validated."""
     if isinstance(value, dict) and len(value) > limit:
-        raise ValueError(f"{len(value)} fields: {limit} at most")
+        raise ValueError(f"{len(value)} fields: at most {limit} are allowed")
     return value
 
 
 def check_schema_size(schema: Any) -> Any:
-    """A schema, or several of them, of so many characters at most."""
+    """Limit the characters of one or several schemas, serialized as JSON."""
     if (size := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
-        raise ValueError(f"a schema of {size} characters: {MAX_SCHEMA_CHARACTERS} at most")
+        raise ValueError(
+            f"a schema of {size} characters: at most {MAX_SCHEMA_CHARACTERS} are allowed"
+        )
     return schema
 
 
@@ -47,7 +49,7 @@ Metadata = Annotated[dict[str, str], FIELD_LIMIT]
 
 
 class RequestBody(BaseModel):
-    """JSON as it is: no text for a number, and nothing that nobody knows."""
+    """Base of all request bodies: strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -63,12 +65,12 @@ class StreamOptions(RequestBody):
 
 
 class SamplingParams(RequestBody):
-    """What all requests for text have in common."""
+    """Fields of every request that generates text."""
 
     model: str | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=-1)] = None  # 0 and -1, as vLLM has it: all
+    top_k: Annotated[int | None, Field(ge=-1)] = None  # 0 and -1: no limit, as in vLLM
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -87,8 +89,9 @@ class SamplingParams(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
-    cache_salt: Annotated[str | None, Field(max_length=256)] = None  # shares prefixes within it
-    user: str | None = None  # these are taken, and not used
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None  # restricts prefix sharing
+    # Accepted and ignored:
+    user: str | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -96,37 +99,37 @@ class SamplingParams(RequestBody):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Tokens that it asks for at most."""
+        """Limit on generated tokens; None: the server's default."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likely tokens it wants beside each; None: no logprobs at all."""
+        """Number of likeliest tokens to report per token; None: no logprobs at all."""
         return None
 
     @property
     def grammar(self) -> Grammar | None:
-        """What a reply may be."""
+        """Grammar that constrains the reply."""
         return None
 
     @property
     def is_free_form(self) -> bool:
-        """Does a model write it in words of its own, with thoughts and calls?"""
+        """Whether the reply is unconstrained and may contain reasoning and calls."""
         return False
 
     @property
     def requires_calls(self) -> bool:
-        """Is it a list of calls?"""
+        """Whether the reply must be a list of calls."""
         return False
 
     @property
     def max_calls(self) -> int | None:
-        """Calls that a reply may have."""
+        """Limit on the calls of a reply."""
         return None
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        """Tools that may be called, as a template knows them."""
+        """Callable tools, in the format of chat templates."""
         return []
 
     @property
@@ -134,8 +137,8 @@ class SamplingParams(RequestBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def to_engine_options(self) -> dict[str, Any]:
-        """As an engine is asked."""
-        given = {
+        """Return the keyword arguments of `Engine.submit`."""
+        values = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
@@ -149,14 +152,18 @@ class SamplingParams(RequestBody):
             "grammar": self.grammar,
             "logprobs": self.num_logprobs,
         }
-        found: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
+        options: dict[str, Any] = {
+            name: value for name, value in values.items() if value is not None
+        }
         if self.logit_bias:
-            found["logit_bias"] = {parse_token_id(one): by for one, by in self.logit_bias.items()}
-        return found | {"ignore_end": self.ignore_eos}
+            options["logit_bias"] = {
+                parse_token_id(token): bias for token, bias in self.logit_bias.items()
+            }
+        return options | {"ignore_end": self.ignore_eos}
 
 
 class CompletionRequest(SamplingParams):
-    """POST /v1/completions"""
+    """Body of POST /v1/completions."""
 
     prompt: (
         str | TokenIds | Annotated[list[str], PROMPT_LIST] | Annotated[list[TokenIds], PROMPT_LIST]
@@ -169,7 +176,7 @@ class CompletionRequest(SamplingParams):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """The prompts as a list, also if there is only one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         first = self.prompt[0]
@@ -184,11 +191,11 @@ class TextPart(RequestBody):
 class ToolCallFunction(RequestBody):
     name: str
     arguments: str
-    parsed_arguments: Any = None  # beside them, as OpenAI's client keeps them: not used
+    parsed_arguments: Any = None  # sent back by OpenAI's client; ignored
 
 
 class ToolCall(RequestBody):
-    """What a model asked for, as clients send it back."""
+    """A call that the model made earlier in the conversation."""
 
     id: str
     type: Literal["function"] = "function"
@@ -197,13 +204,13 @@ class ToolCall(RequestBody):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """Templates know the arguments as what the JSON says."""
+        """The call in the format of chat templates, with parsed arguments if they are JSON."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = self.function.arguments
-        told = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": told}
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 class ChatMessage(RequestBody):
@@ -215,7 +222,7 @@ class ChatMessage(RequestBody):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    parsed: Any = None  # as replies have it, which clients send back
+    parsed: Any = None  # this and the rest: fields of replies, which clients send back
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -224,11 +231,11 @@ class ChatMessage(RequestBody):
     @model_validator(mode="after")
     def _check_message(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls of {self.role}: only an assistant calls")
+            raise ValueError(f"tool_calls with role {self.role}: only role assistant may have them")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool_call_id: a message of a tool needs it, and no other one has it")
+            raise ValueError("tool_call_id: required with role tool, and only there")
         if self.content is None and not self.tool_calls:
-            raise ValueError("content: needed, but where an assistant calls tools")
+            raise ValueError("content: required, except in an assistant message with tool_calls")
         return self
 
     @property
@@ -239,17 +246,17 @@ class ChatMessage(RequestBody):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        """As a template knows it."""
+        """The message in the format of chat templates."""
         calls = [call.template_dict for call in self.tool_calls or ()]
-        beside = {
+        optional = {
             "name": self.name,
             "tool_calls": calls or None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
         }
         role = "system" if self.role == "developer" else self.role
-        told = {"role": role, "content": self.text}
-        return told | {name: one for name, one in beside.items() if one is not None}
+        message = {"role": role, "content": self.text}
+        return message | {name: value for name, value in optional.items() if value is not None}
 
 
 Conversation = Annotated[
@@ -270,8 +277,8 @@ class Tool(RequestBody):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        told = self.function.model_dump(exclude={"strict"}, exclude_none=True)
-        return {"type": "function", "function": {"parameters": EMPTY_PARAMETERS} | told}
+        function = self.function.model_dump(exclude={"strict"}, exclude_none=True)
+        return {"type": "function", "function": {"parameters": EMPTY_PARAMETERS} | function}
 
 
 def check_tools_size(tools: list[Any]) -> list[Any]:
@@ -319,7 +326,7 @@ ResponseFormat = Annotated[
 
 
 class ChatRequest(SamplingParams):
-    """POST /v1/chat/completions"""
+    """Body of POST /v1/chat/completions."""
 
     messages: Conversation
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -332,7 +339,7 @@ class ChatRequest(SamplingParams):
     chat_template_kwargs: Annotated[dict[str, bool | int | float | str], FIELD_LIMIT] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     store: Literal[False] | None = None
-    # What OpenAI has and this server has not, as clients send it who do not ask for it.
+    # Not supported here, but some clients send an explicit null.
     reasoning_effort: None = None
     verbosity: None = None
     prompt_cache_retention: None = None
@@ -349,14 +356,11 @@ class ChatRequest(SamplingParams):
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice: there are no tools")
         if isinstance(self.tool_choice, NamedToolChoice):
-            name, known = (
-                self.tool_choice.function.name,
-                {one.name for one in self.callable_functions},
-            )
-            if name not in known:
+            name = self.tool_choice.function.name
+            if name not in {function.name for function in self.callable_functions}:
                 raise ValueError(f"tool_choice: {name!r} is none of the tools")
         if self.requires_json and self.callable_functions:
-            raise ValueError("response_format beside tools: only with tool_choice none")
+            raise ValueError("response_format with tools: allowed only with tool_choice none")
         return self
 
     @property
@@ -369,21 +373,20 @@ class ChatRequest(SamplingParams):
 
     @property
     def requires_json(self) -> bool:
-        """Is a reply to be JSON?"""
+        """Whether the reply must be JSON."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def callable_functions(self) -> list[FunctionDefinition]:
-        """Those that may be called."""
-        return [] if self.tool_choice == "none" else [one.function for one in self.tools or ()]
+        """Functions that the reply may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
 
     @property
     def required_functions(self) -> list[FunctionDefinition]:
-        """Those of which one at least must be called."""
+        """Functions of which the reply must call at least one; empty if it need not call any."""
         if isinstance(self.tool_choice, NamedToolChoice):
-            return [
-                one for one in self.callable_functions if one.name == self.tool_choice.function.name
-            ][:1]
+            name = self.tool_choice.function.name
+            return [function for function in self.callable_functions if function.name == name][:1]
         return self.callable_functions if self.tool_choice == "required" else []
 
     @property
@@ -397,11 +400,12 @@ class ChatRequest(SamplingParams):
     @property
     def grammar(self) -> Grammar | None:
         if self.required_functions:
-            functions = {
-                one.name: one.parameters or EMPTY_PARAMETERS for one in self.required_functions
+            schemas = {
+                function.name: function.parameters or EMPTY_PARAMETERS
+                for function in self.required_functions
             }
-            one = isinstance(self.tool_choice, NamedToolChoice)
-            return Grammar.calls(functions, 1 if one else self.max_calls or MAX_FORCED_CALLS)
+            is_named = isinstance(self.tool_choice, NamedToolChoice)
+            return Grammar.calls(schemas, 1 if is_named else self.max_calls or MAX_FORCED_CALLS)
         if isinstance(self.response_format, JsonSchemaFormat):
             return Grammar.json(self.response_format.json_schema.schema_)
         return Grammar.json() if self.requires_json else None
@@ -412,17 +416,17 @@ class ChatRequest(SamplingParams):
 
     @property
     def template_tools(self) -> list[dict[str, Any]]:
-        return [one.template_dict for one in self.tools or () if self.callable_functions]
+        return [tool.template_dict for tool in self.tools or () if self.callable_functions]
 
     @property
     def template_messages(self) -> Messages:
-        """As a template knows it."""
+        """The conversation, tools and options in the format of chat templates."""
         messages = [message.template_dict for message in self.messages]
         return Messages(messages, self.template_tools, self.chat_template_kwargs or {})
 
 
 class TokenizeRequest(RequestBody):
-    """POST /tokenize"""
+    """Body of POST /tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -434,6 +438,6 @@ def parse_token_id(name: str) -> int:
     """Read a key of `logit_bias`: a token id in decimal digits, without leading zeros."""
     if not re.fullmatch("0|[1-9][0-9]{0,8}", name):
         raise ValueError(
-            f'logit_bias: {name!r} is no token id; a number in digits 0 to 9, such as "17"'
+            f'logit_bias: {name!r} is not a token id: use decimal digits, such as "17"'
         )
     return int(name)

@@ -1,4 +1,4 @@
-"""What an engine said, in OpenAI's words."""
+"""Write generated steps as OpenAI responses: one JSON object, or server-sent events."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from kvant.server.protocol import SamplingParams
 
 INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 DONE_EVENT = "data: [DONE]\n\n"
-CANCELLED_REASON = "length"  # what is cut short by a server that ends
+CANCELLED_REASON = "length"  # finish reason of a request that a server's shutdown cuts short
 
 
 def find_finish_reason(steps: Sequence[Step]) -> str:
-    """Why a continuation ended."""
+    """Return the finish reason of a choice."""
     reason = steps[-1].finish_reason if steps else None
     return CANCELLED_REASON if reason in (None, "cancelled") else str(reason)
 
 
 class ResponseWriter(ABC):
-    """What is said to one request, as a whole or in events."""
+    """Writes the response to one request, whole or as events."""
 
     def __init__(
         self, tokenizer: Any, params: SamplingParams, parsers: Sequence[OutputParser]
     ) -> None:
-        """Each continuation has a listener of its own."""
+        """Take one parser per choice."""
         self.tokenizer = tokenizer
         self.num_logprobs = params.num_logprobs
         self.includes_usage = params.includes_usage
@@ -53,40 +53,40 @@ class ResponseWriter(ABC):
     def write_all(
         self, steps_by_choice: Sequence[Sequence[Step]], usages: Iterable[Usage]
     ) -> dict[str, Any]:
-        """Every continuation from its first step to its last."""
+        """Return the whole response, from all steps of every choice."""
 
     @abstractmethod
     def write_begin(self) -> str:
-        """The events before the first step."""
+        """Return the events before the first step."""
 
     @abstractmethod
     def write_step(self, index: int, step: Step) -> str:
-        """The events of a step; nothing for one that adds nothing."""
+        """Return the events of a step; empty if it adds nothing."""
 
     @abstractmethod
     def write_end(self, usages: Iterable[Usage]) -> str:
-        """The events behind the last step."""
+        """Return the events after the last step."""
 
     @abstractmethod
     def write_error(self, body: Mapping[str, Any]) -> str:
-        """The event of an error, after which nothing comes."""
+        """Return the event of an error, which ends the stream."""
 
     def parse_step(self, index: int, step: Step | None) -> list[OutputPart]:
-        """What a step adds to a continuation; None: nothing comes any more."""
-        listener = self.parsers[index]
-        found = [] if step is None else listener.feed(step.text)
+        """Return the parts that a step adds to a choice; `step` None ends an unfinished choice."""
+        parser = self.parsers[index]
+        parts = [] if step is None else parser.feed(step.text)
         if step is None or step.finish_reason:
             self._unfinished.discard(index)
-            found += listener.finish()
-        return found
+            parts += parser.finish()
+        return parts
 
     def list_unfinished(self) -> list[int]:
-        """Continuations without an end of their own: the server ended before."""
+        """Return the choices without a finish reason, which a shutdown cut short."""
         return sorted(self._unfinished)
 
 
 class ChoicesWriter(ResponseWriter):
-    """Continuations beside each other; `Chatted` and `Completed` say what one is."""
+    """Base of the APIs whose responses have a list of choices: chat and completions."""
 
     id_prefix = ""
     object_type = ""
@@ -117,23 +117,21 @@ class ChoicesWriter(ResponseWriter):
         return ""
 
     def write_end(self, usages: Iterable[Usage]) -> str:
-        told = "".join(self.write_last(index) for index in self.list_unfinished())
-        return (
-            told
-            + (self.write_chunk([], usage=make_usage(usages)) if self.includes_usage else "")
-            + DONE_EVENT
-        )
+        events = "".join(self.write_last(index) for index in self.list_unfinished())
+        if self.includes_usage:
+            events += self.write_chunk([], usage=make_usage(usages))
+        return events + DONE_EVENT
 
     def write_error(self, body: Mapping[str, Any]) -> str:
         return format_event(body)
 
     @abstractmethod
     def make_choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
-        """A whole continuation."""
+        """Return a whole choice."""
 
     @abstractmethod
     def write_last(self, index: int) -> str:
-        """The event of a continuation that is cut short."""
+        """Return the last event of a choice without a finish reason."""
 
     def write_chunk(self, choices: list[dict[str, Any]], **extra: Any) -> str:
         return format_event(
@@ -151,7 +149,7 @@ class ChatWriter(ChoicesWriter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._num_calls = Counter[int]()  # calls of each continuation
+        self._num_calls = Counter[int]()  # by choice
 
     def write_begin(self) -> str:
         delta = {"role": "assistant"}
@@ -165,12 +163,12 @@ class ChatWriter(ChoicesWriter):
         if index in self.list_unfinished():
             parts += self.parse_step(index, None)
         calls = self._make_calls(index, parts)
-        content = "".join(one.text for one in parts if isinstance(one, ContentPart))
+        content = "".join(part.text for part in parts if isinstance(part, ContentPart))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
-        if thought := "".join(one.text for one in parts if isinstance(one, ReasoningPart)):
-            message["reasoning_content"] = thought
+        if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
+            message["reasoning_content"] = reasoning
         return {
             "index": index,
             "message": message,
@@ -194,30 +192,30 @@ class ChatWriter(ChoicesWriter):
         )
 
     def _make_delta(self, index: int, parts: Sequence[OutputPart]) -> dict[str, Any]:
-        """What these add to a message."""
+        """Return the delta that adds these parts to a message."""
         delta: dict[str, Any] = {}
-        for name, kind in (("content", ContentPart), ("reasoning_content", ReasoningPart)):
-            if text := "".join(one.text for one in parts if isinstance(one, kind)):
+        for name, part_type in (("content", ContentPart), ("reasoning_content", ReasoningPart)):
+            if text := "".join(part.text for part in parts if isinstance(part, part_type)):
                 delta[name] = text
-        before = self._num_calls[index]
+        first_index = self._num_calls[index]
         if calls := self._make_calls(index, parts):
             delta["tool_calls"] = [
-                {"index": before + place} | one for place, one in enumerate(calls)
+                {"index": call_index} | call for call_index, call in enumerate(calls, first_index)
             ]
         return delta
 
     def _make_calls(self, index: int, parts: Iterable[OutputPart]) -> list[dict[str, Any]]:
-        found = [
+        calls = [
             {
                 "id": f"call_{secrets.token_hex(12)}",
                 "type": "function",
-                "function": {"name": one.name, "arguments": one.arguments},
+                "function": {"name": part.name, "arguments": part.arguments},
             }
-            for one in parts
-            if isinstance(one, CallPart)
+            for part in parts
+            if isinstance(part, CallPart)
         ]
-        self._num_calls[index] += len(found)
-        return found
+        self._num_calls[index] += len(calls)
+        return calls
 
     def _find_finish_reason(self, index: int, steps: Sequence[Step]) -> str:
         reason = find_finish_reason(steps)
@@ -235,18 +233,18 @@ class ChatWriter(ChoicesWriter):
     def _make_logprobs(self, steps: Iterable[Step]) -> dict[str, Any] | None:
         if self.num_logprobs is None:
             return None
-        told = [
+        content = [
             self._make_token_logprob(step.token, step.logprob)
             | {"top_logprobs": [self._make_token_logprob(*pair) for pair in step.likeliest]}
             for step in steps
         ]
-        return {"content": told, "refusal": None}
+        return {"content": content, "refusal": None}
 
     def _make_token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._decode_token(token)
-        whole = INCOMPLETE_CHARACTER not in text  # of a character there is no telling which bytes
-        told = list(text.encode()) if whole else None
-        return {"token": text, "logprob": _clamp_logprob(logprob), "bytes": told}
+        # The bytes of a token that is only part of a character are unknown.
+        token_bytes = None if INCOMPLETE_CHARACTER in text else list(text.encode())
+        return {"token": text, "logprob": _clamp_logprob(logprob), "bytes": token_bytes}
 
 
 class CompletionWriter(ChoicesWriter):
@@ -255,7 +253,7 @@ class CompletionWriter(ChoicesWriter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._num_characters = Counter[int]()  # characters of each continuation, by its tokens
+        self._num_characters = Counter[int]()  # of the decoded tokens, by choice
 
     def make_choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
         return {
@@ -269,10 +267,9 @@ class CompletionWriter(ChoicesWriter):
         self.parse_step(index, step)
         if not (step.text or step.finish_reason or self.num_logprobs is not None):
             return ""
-        one = {"index": index, "text": step.text, "logprobs": self._make_logprobs(index, [step])}
-        return self.write_chunk(
-            [one | {"finish_reason": find_finish_reason([step]) if step.finish_reason else None}]
-        )
+        choice = {"index": index, "text": step.text, "logprobs": self._make_logprobs(index, [step])}
+        reason = find_finish_reason([step]) if step.finish_reason else None
+        return self.write_chunk([choice | {"finish_reason": reason}])
 
     def write_last(self, index: int) -> str:
         return self.write_chunk([self.make_choice(index, [])])
@@ -281,28 +278,26 @@ class CompletionWriter(ChoicesWriter):
         if self.num_logprobs is None:
             return None
         texts = [self._decode_token(step.token) for step in steps]
-        *begins, self._num_characters[index] = accumulate(
+        *offsets, self._num_characters[index] = accumulate(
             map(len, texts), initial=self._num_characters[index]
         )
-        tops = [
+        top_logprobs = [
             {self._decode_token(t): _clamp_logprob(p) for t, p in step.likeliest} for step in steps
         ]
         return {
             "tokens": texts,
             "token_logprobs": [_clamp_logprob(step.logprob) for step in steps],
-            "top_logprobs": tops,
-            "text_offset": begins,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
         }
 
 
 def make_usage(usages: Iterable[Usage]) -> dict[str, Any]:
-    """Tokens of one request, of one prompt or several."""
-    some = list(usages)
-    prompt, completion = (
-        sum(getattr(one, name) for one in some) for name in ("prompt_tokens", "completion_tokens")
-    )
-    cached, restored = (
-        sum(getattr(one, name) for one in some) for name in ("cached_tokens", "restored_tokens")
+    """Sum the usage of all prompts of a request."""
+    per_prompt = list(usages)
+    prompt, completion, cached, restored = (
+        sum(getattr(usage, name) for usage in per_prompt)
+        for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "restored_tokens")
     )
     return {
         "prompt_tokens": prompt,
@@ -313,7 +308,7 @@ def make_usage(usages: Iterable[Usage]) -> dict[str, Any]:
 
 
 def format_event(data: Mapping[str, Any]) -> str:
-    """Of a stream of server-sent events."""
+    """Format data as a server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
@@ -330,12 +325,14 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
-def make_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> Any:
-    return ErrorResponse(
-        error=ErrorBody(message=message, type=kind, param=param, code=code)
-    ).model_dump()
+def make_error(
+    message: str, error_type: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Make the body of an error response."""
+    error = ErrorBody(message=message, type=error_type, param=param, code=code)
+    return ErrorResponse(error=error).model_dump()
 
 
 def _clamp_logprob(logprob: float) -> float:
-    """JSON has no minus infinity; OpenAI has this for it."""
+    """Clamp minus infinity, which JSON does not have, to OpenAI's -9999."""
     return max(logprob, -9999.0)

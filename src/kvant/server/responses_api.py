@@ -1,11 +1,14 @@
-"""POST /v1/responses: the same replies as of a chat, in other words. Nothing is stored."""
+"""POST /v1/responses: converts requests to chat requests, and writes replies as lists of items.
+
+No response is stored, so `previous_response_id` and `conversation` are not supported.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -81,7 +84,7 @@ class FunctionCall(ResponsesItem):
 
 
 class FunctionCallOutput(ResponsesItem):
-    """What a function gave."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -102,7 +105,7 @@ class ReasoningText(RequestBody):
 
 
 class ReasoningItem(ResponsesItem):
-    """Sent back as it came."""
+    """Reasoning of an earlier reply, sent back by the client."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
@@ -154,6 +157,8 @@ ResponsesItems = Annotated[
 
 
 class ResponsesRequest(RequestBody):
+    """Body of POST /v1/responses."""
+
     model: str | None = None
     input: str | ResponsesItems
     instructions: str | None = None
@@ -165,11 +170,12 @@ class ResponsesRequest(RequestBody):
     tools: ResponsesTools | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = None  # told again
+    metadata: Metadata | None = None  # repeated in the response
     store: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
+    # Accepted and ignored: reasoning is always sent, as plain text.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = (
-        None  # thoughts are told as they are
+        None
     )
     background: Literal[False] | None = None
     stream_options: StreamOptions | None = None
@@ -177,7 +183,7 @@ class ResponsesRequest(RequestBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # What OpenAI has and this server has not, as clients send it who do not ask for it.
+    # Not supported here, but some clients send an explicit null.
     reasoning: None = None
     previous_response_id: None = None
     conversation: None = None
@@ -188,51 +194,62 @@ class ResponsesRequest(RequestBody):
 
     @property
     def chat_request(self) -> ChatRequest:
-        """The same request as a chat."""
+        """The equivalent chat request."""
         names = "model", "temperature", "top_p", "stream", "parallel_tool_calls"
-        asked = {name: getattr(self, name) for name in names}
-        asked |= {
+        fields = {name: getattr(self, name) for name in names}
+        fields |= {
             "messages": self._make_messages(),
             "max_completion_tokens": self.max_output_tokens,
         }
         if self.tools:
-            asked["tools"] = [tool.template_dict for tool in self.tools]
-        chosen = self.tool_choice
-        if isinstance(chosen, ResponsesToolChoice):
-            asked["tool_choice"] = {"type": "function", "function": {"name": chosen.name}}
-        elif chosen is not None:
-            asked["tool_choice"] = chosen
+            fields["tools"] = [tool.template_dict for tool in self.tools]
+        choice = self.tool_choice
+        if isinstance(choice, ResponsesToolChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif choice is not None:
+            fields["tool_choice"] = choice
         if self.text is not None and self.text.format is not None:
-            told = self.text.format.model_dump(by_alias=True)
-            kind = told.pop("type")
-            asked["response_format"] = {"type": kind} | ({kind: told} if told else {})
-        return ChatRequest.model_validate(asked)
+            details = self.text.format.model_dump(by_alias=True)
+            format_type = details.pop("type")
+            fields["response_format"] = {"type": format_type} | (
+                {format_type: details} if details else {}
+            )
+        return ChatRequest.model_validate(fields)
 
     def _make_messages(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        """Convert the items to chat messages; calls and reasoning join an assistant message."""
+        messages: list[dict[str, Any]] = []
         if self.instructions is not None:
-            found.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*found, {"role": "user", "content": self.input}]
-        thought = ""
+            return [*messages, {"role": "user", "content": self.input}]
+        reasoning = ""  # precedes the message or call it belongs to
         for item in self.input:
-            if isinstance(item, ReasoningItem):  # of the message or the call behind it
-                thought += item.text
+            if isinstance(item, ReasoningItem):
+                reasoning += item.text
                 continue
             if isinstance(item, FunctionCall):
-                if not found or found[-1]["role"] != "assistant" or thought:
-                    found.append({"role": "assistant", "content": None})
-                found[-1].setdefault("tool_calls", []).append(item.template_dict)
+                if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(item.template_dict)
             else:
-                found.append(item.template_dict)
-            if thought and found[-1]["role"] == "assistant":
-                found[-1]["reasoning_content"] = thought
-            thought = ""
-        return found
+                messages.append(item.template_dict)
+            if reasoning and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = reasoning
+            reasoning = ""
+        return messages
 
 
 class ResponsesWriter(ResponseWriter):
-    """One continuation as a list of items: thoughts, a message, calls."""
+    """Writes one choice as a list of items: reasoning, messages and calls.
+
+    Events of an item, in order:
+
+        message, reasoning    output_item.added, content_part.added, <text>.delta ...,
+                              <text>.done, content_part.done, output_item.done
+        function_call         output_item.added, function_call_arguments.delta and .done,
+                              output_item.done
+    """
 
     def __init__(
         self,
@@ -243,11 +260,11 @@ class ResponsesWriter(ResponseWriter):
         parsers: Sequence[OutputParser],
     ) -> None:
         super().__init__(tokenizer, params, parsers)
-        self._num_events = 0  # events so far
+        self._num_events = 0
         self._items: list[dict[str, Any]] = []
-        self._open_item: dict[str, Any] | None = None  # the last of them, as long as it grows
-        self._last_steps: list[Step] = []  # the last one
-        self._num_reasoning_tokens = 0  # tokens
+        self._open_item: dict[str, Any] | None = None  # the last item, while it gets more text
+        self._last_steps: list[Step] = []  # at most one: it has the finish reason
+        self._num_reasoning_tokens = 0
         self._header = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -275,9 +292,11 @@ class ResponsesWriter(ResponseWriter):
         return self._make_response(find_finish_reason(steps_by_choice[0]), usages)
 
     def write_begin(self) -> str:
-        told = self._make_response(None)
-        events = "response.created", "response.in_progress"
-        return "".join(self._write_event(kind, response=told) for kind in events)
+        response = self._make_response(None)
+        event_types = "response.created", "response.in_progress"
+        return "".join(
+            self._write_event(event_type, response=response) for event_type in event_types
+        )
 
     def write_step(self, index: int, step: Step) -> str:
         parts = self.parse_step(index, step)
@@ -286,14 +305,14 @@ class ResponsesWriter(ResponseWriter):
         return "".join(map(self._add_part, parts))
 
     def write_end(self, usages: Iterable[Usage]) -> str:
-        closed = self._finish_items()
-        told = self._make_response(find_finish_reason(self._last_steps), usages)
-        return closed + self._write_event(f"response.{told['status']}", response=told)
+        events = self._finish_items()
+        response = self._make_response(find_finish_reason(self._last_steps), usages)
+        return events + self._write_event(f"response.{response['status']}", response=response)
 
     def _finish_items(self) -> str:
-        """What was held back, and the end of the last item."""
-        left = [part for index in self.list_unfinished() for part in self.parse_step(index, None)]
-        return "".join(map(self._add_part, left)) + self._close_item()
+        """Add the parts that the parser still buffers, and close the last item."""
+        parts = [part for index in self.list_unfinished() for part in self.parse_step(index, None)]
+        return "".join(map(self._add_part, parts)) + self._close_item()
 
     def write_error(self, body: Mapping[str, Any]) -> str:
         error = {"code": "server_error", "message": body["error"]["message"]}
@@ -301,82 +320,85 @@ class ResponsesWriter(ResponseWriter):
         return self._write_event("response.failed", response=failed)
 
     def _make_response(self, reason: str | None, usages: Iterable[Usage] = ()) -> dict[str, Any]:
-        """As it stands; with a reason it is at its end."""
+        """Return the response with all items so far; a finish `reason` completes it."""
         status = "in_progress" if reason is None else "completed"
-        cut = reason == "length"
+        is_truncated = reason == "length"
         return self._header | {
-            "status": "incomplete" if cut else status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "incomplete" if is_truncated else status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
             "error": None,
             "output": [*self._items],
             "usage": None if reason is None else self._make_usage(usages),
         }
 
     def _make_usage(self, usages: Iterable[Usage]) -> dict[str, Any]:
-        told = make_usage(usages)
+        usage = make_usage(usages)
         return {
-            "input_tokens": told["prompt_tokens"],
-            "input_tokens_details": told["prompt_tokens_details"],
-            "output_tokens": told["completion_tokens"],
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
-            "total_tokens": told["total_tokens"],
+            "total_tokens": usage["total_tokens"],
         }
 
-    # ---- items as they grow
+    # ---- items
 
     def _add_part(self, part: OutputPart) -> str:
         if isinstance(part, CallPart):
             return self._close_item() + self._write_call(part)
-        kind = ITEM_TYPES[type(part)]
-        told = ""
-        if self._open_item is None or self._open_item["type"] != kind:
-            told = self._close_item() + self._begin_item(kind)
+        item_type = ITEM_TYPES[type(part)]
+        events = ""
+        if self._open_item is None or self._open_item["type"] != item_type:
+            events = self._close_item() + self._begin_item(item_type)
         assert self._open_item is not None
         content = self._open_item["content"][0]
         content["text"] += part.text
-        return told + self._write_text_event("delta", delta=part.text)
+        return events + self._write_text_event("delta", delta=part.text)
 
-    def _begin_item(self, kind: str) -> str:
-        """A message or a thought, of which there is no text yet."""
-        short, name, more, beside = ITEM_LAYOUTS[kind]
-        head = {"id": f"{short}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
-        self._open_item = head | {"content": []} | beside
+    def _begin_item(self, item_type: str) -> str:
+        """Append an empty message or reasoning item."""
+        layout = ITEM_LAYOUTS[item_type]
+        item_id = f"{layout.id_prefix}_{secrets.token_hex(12)}"
+        header = {"id": item_id, "type": item_type, "status": "in_progress"}
+        self._open_item = header | {"content": []} | layout.item_fields
         self._items.append(self._open_item)
-        added = self._write_item_event("added")
-        self._open_item["content"] = [{"type": name, "text": ""} | more]
-        return added + self._write_content_event("added")
+        event = self._write_item_event("added")
+        self._open_item["content"] = [{"type": layout.text_type, "text": ""} | layout.text_fields]
+        return event + self._write_content_event("added")
 
     def _close_item(self) -> str:
-        """The last item grows no more."""
+        """Complete the open item, if any."""
         if self._open_item is None:
             return ""
         text = self._open_item["content"][0]["text"]
-        told = self._write_text_event("done", text=text) + self._write_content_event("done")
+        events = self._write_text_event("done", text=text) + self._write_content_event("done")
         self._open_item["status"] = "completed"
-        told += self._write_item_event("done")
+        events += self._write_item_event("done")
         self._open_item = None
-        return told
+        return events
 
     def _write_call(self, call: CallPart) -> str:
-        told = {"name": call.name, "arguments": call.arguments}
-        one = {"id": f"fc_{secrets.token_hex(12)}", "call_id": f"call_{secrets.token_hex(12)}"}
-        item = one | {"type": "function_call", "status": "in_progress"} | told
+        """Append a complete call."""
+        function = {"name": call.name, "arguments": call.arguments}
+        ids = {"id": f"fc_{secrets.token_hex(12)}", "call_id": f"call_{secrets.token_hex(12)}"}
+        item = ids | {"type": "function_call", "status": "in_progress"} | function
         self._items.append(item | {"arguments": ""})
-        begun = self._write_item_event("added")
+        events = self._write_item_event("added")
         self._items[-1] = item
-        place = {"item_id": one["id"], "output_index": len(self._items) - 1}
-        kind = "response.function_call_arguments"
-        begun += self._write_event(f"{kind}.delta", **place, delta=call.arguments)
-        begun += self._write_event(f"{kind}.done", **place, **told)
+        location = {"item_id": ids["id"], "output_index": len(self._items) - 1}
+        event_type = "response.function_call_arguments"
+        events += self._write_event(f"{event_type}.delta", **location, delta=call.arguments)
+        events += self._write_event(f"{event_type}.done", **location, **function)
         item["status"] = "completed"
-        return begun + self._write_item_event("done")
+        return events + self._write_item_event("done")
 
     # ---- events
 
     def _write_item_event(self, action: str) -> str:
-        place = len(self._items) - 1
         return self._write_event(
-            f"response.output_item.{action}", output_index=place, item=self._items[-1]
+            f"response.output_item.{action}",
+            output_index=len(self._items) - 1,
+            item=self._items[-1],
         )
 
     def _write_content_event(self, action: str) -> str:
@@ -386,28 +408,37 @@ class ResponsesWriter(ResponseWriter):
         )
 
     def _write_text_event(self, action: str, **fields: Any) -> str:
-        name = ITEM_LAYOUTS[self._items[-1]["type"]][1]
-        beside: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+        text_type = ITEM_LAYOUTS[self._items[-1]["type"]].text_type
+        logprobs: dict[str, Any] = {"logprobs": []} if text_type == "output_text" else {}
         return self._write_event(
-            f"response.{name}.{action}", **self._locate_text(), **beside, **fields
+            f"response.{text_type}.{action}", **self._locate_text(), **logprobs, **fields
         )
 
     def _locate_text(self) -> dict[str, Any]:
-        place = len(self._items) - 1
-        return {"item_id": self._items[-1]["id"], "output_index": place, "content_index": 0}
+        output_index = len(self._items) - 1
+        return {"item_id": self._items[-1]["id"], "output_index": output_index, "content_index": 0}
 
-    def _write_event(self, kind: str, **fields: Any) -> str:
-        whole = {"type": kind, "sequence_number": self._num_events} | fields
+    def _write_event(self, event_type: str, **fields: Any) -> str:
+        event = {"type": event_type, "sequence_number": self._num_events} | fields
         self._num_events += 1
-        return f"event: {kind}\n{format_event(whole)}"
+        return f"event: {event_type}\n{format_event(event)}"
+
+
+class ItemLayout(NamedTuple):
+    """The fixed fields of an item with text."""
+
+    id_prefix: str
+    text_type: str
+    text_fields: dict[str, Any]
+    item_fields: dict[str, Any]
 
 
 ITEM_TYPES: dict[type, str] = {ContentPart: "message", ReasoningPart: "reasoning"}
-ITEM_LAYOUTS: dict[
-    str, tuple[str, str, dict[str, Any], dict[str, Any]]
-] = {  # by the kind of an item
-    "message": ("msg", "output_text", {"annotations": [], "logprobs": []}, {"role": "assistant"}),
-    "reasoning": ("rs", "reasoning_text", {}, {"summary": []}),
+ITEM_LAYOUTS = {
+    "message": ItemLayout(
+        "msg", "output_text", {"annotations": [], "logprobs": []}, {"role": "assistant"}
+    ),
+    "reasoning": ItemLayout("rs", "reasoning_text", {}, {"summary": []}),
 }
 
 

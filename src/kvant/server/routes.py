@@ -1,4 +1,4 @@
-"""The routes. The service is that of the application they are asked in."""
+"""HTTP routes; each takes its service from the state of the application that serves it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvant.generation import Messages
-from kvant.server.access import FOR_ADMINS, UNKNOWN_KEY_MESSAGE
+from kvant.server.access import ADMIN_ONLY_MESSAGE, UNKNOWN_KEY_MESSAGE
 from kvant.server.errors import BadRequest, describe_error, make_error_response
 from kvant.server.output_parsing import OutputParser
 from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams, TokenizeRequest
@@ -29,7 +29,7 @@ from kvant.server.service import RequestStreams, Service
 
 log = logging.getLogger("kvant")
 
-CLIENT_CLOSED_REQUEST = 499  # the client, before it was answered
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects early
 CHAT_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
@@ -41,48 +41,50 @@ PAGE_HEADERS = {
     "Cache-Control": "no-store",
 }
 STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "A reply, or events of it", "content": {"text/event-stream": {}}}
+    200: {"description": "A response, or a stream of events", "content": {"text/event-stream": {}}}
 }
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 async def _get_service(http: Request) -> Service:
-    found: Service = http.app.state.service
-    return found
+    service: Service = http.app.state.service
+    return service
 
 
 CurrentService = Annotated[Service, Depends(_get_service)]
 
 
 async def _authenticate(http: Request, service: CurrentService) -> str:
-    """Whose key it is."""
-    found = service.keys.authenticate(http.headers.get("authorization", ""))
-    if found is None:
+    """Return the tenant of a request."""
+    tenant = service.keys.authenticate(http.headers.get("authorization", ""))
+    if tenant is None:
         raise BadRequest(UNKNOWN_KEY_MESSAGE, None, 401, "invalid_api_key")
-    return found
+    return tenant
 
 
 Tenant = Annotated[str, Depends(_authenticate)]
 
 
 class TextRequest(Request):
-    """A request whose JSON is Unicode text: half of a surrogate pair is refused."""
+    """A request that rejects JSON with lone surrogates, which are not Unicode text."""
 
     async def json(self) -> Any:
-        found, body = await super().json(), await self.body()
-        if b"\\u" in body or b"\xed" in body or b"\0" in body:  # else it cannot have one
+        value, body = await super().json(), await self.body()
+        # Only a \u escape, a 0xED byte or UTF-16 can encode a surrogate.
+        if b"\\u" in body or b"\xed" in body or b"\0" in body:
             try:
-                json.dumps(found, ensure_ascii=False).encode()
+                json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                wrong = ord(error.object[error.start])
+                surrogate = ord(error.object[error.start])
                 raise HTTPException(
-                    400, f"the body has U+{wrong:04X}: half of a surrogate pair is no Unicode text"
+                    400,
+                    f"the body has U+{surrogate:04X}: half of a surrogate pair is not Unicode text",
                 ) from None
-        return found
+        return value
 
 
 class TextRoute(APIRoute):
-    """A route that reads bodies as `TextRequest` does."""
+    """A route whose handlers get a `TextRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -96,7 +98,7 @@ class TextRoute(APIRoute):
 router = APIRouter(route_class=TextRoute)
 
 
-# ---- what a server says of itself
+# ---- status of the server
 
 
 @router.get("/health")
@@ -119,14 +121,14 @@ async def page() -> Response:
 
 @router.get("/v1/stats")
 async def stats(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    """The totals for an admin; of any other tenant its own figures."""
-    return service.stats() if service.keys.is_admin(tenant) else service.stats_of(tenant)
+    """Return the totals of all tenants to an admin, and its own counts to any other tenant."""
+    return service.stats() if service.keys.is_admin(tenant) else service.tenant_stats(tenant)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: CurrentService, tenant: Tenant) -> Response:
     if not service.keys.is_admin(tenant):
-        raise BadRequest(FOR_ADMINS, None, 403, "insufficient_permissions")
+        raise BadRequest(ADMIN_ONLY_MESSAGE, None, 403, "insufficient_permissions")
     return PlainTextResponse(service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
@@ -147,16 +149,17 @@ async def tokenize(
 ) -> dict[str, Any]:
     _check_model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("prompt or messages: one of them is needed", "prompt")
+        raise BadRequest("either prompt or messages is needed", "prompt")
     messages = [message.template_dict for message in body.messages or ()]
-    told = service.make_prompt(Messages(messages, [one.template_dict for one in body.tools or ()]))
-    prompt = told if body.prompt is None else body.prompt
+    tools = [tool.template_dict for tool in body.tools or ()]
+    chat_prompt = service.make_prompt(Messages(messages, tools))
+    prompt = chat_prompt if body.prompt is None else body.prompt
     tokens = await service.tokenize(prompt, tenant)
-    most = service.engine.stop_conditions.max_context
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+    max_context = service.engine.stop_conditions.max_context
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": max_context}
 
 
-# ---- what a server is for
+# ---- generation
 
 
 @router.post("/v1/chat/completions", responses=STREAM_RESPONSES)
@@ -164,9 +167,9 @@ async def chat(
     body: ChatRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
     _check_model(service, body.model)
-    replies = await service.submit([service.make_prompt(body.template_messages)], body, tenant)
-    told_by = partial(ChatWriter, service.engine.tokenizer, service.model, body)
-    return await _make_response(told_by, replies, body, http)
+    streams = await service.submit([service.make_prompt(body.template_messages)], body, tenant)
+    make_writer = partial(ChatWriter, service.engine.tokenizer, service.model, body)
+    return await _make_response(make_writer, streams, body, http)
 
 
 @router.post("/v1/completions", responses=STREAM_RESPONSES)
@@ -174,9 +177,9 @@ async def completions(
     body: CompletionRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
     _check_model(service, body.model)
-    replies = await service.submit([*body.prompts], body, tenant)
-    told_by = partial(CompletionWriter, service.engine.tokenizer, service.model, body)
-    return await _make_response(told_by, replies, body, http)
+    streams = await service.submit([*body.prompts], body, tenant)
+    make_writer = partial(CompletionWriter, service.engine.tokenizer, service.model, body)
+    return await _make_response(make_writer, streams, body, http)
 
 
 @router.post("/v1/responses", responses=STREAM_RESPONSES)
@@ -184,10 +187,14 @@ async def responses(
     body: ResponsesRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
     _check_model(service, body.model)
-    asked = body.chat_request
-    replies = await service.submit([service.make_prompt(asked.template_messages)], asked, tenant)
-    told_by = partial(ResponsesWriter, service.engine.tokenizer, service.model, body, asked)
-    return await _make_response(told_by, replies, asked, http)
+    chat_request = body.chat_request
+    streams = await service.submit(
+        [service.make_prompt(chat_request.template_messages)], chat_request, tenant
+    )
+    make_writer = partial(
+        ResponsesWriter, service.engine.tokenizer, service.model, body, chat_request
+    )
+    return await _make_response(make_writer, streams, chat_request, http)
 
 
 def _describe_model(service: Service) -> dict[str, Any]:
@@ -202,8 +209,8 @@ def _describe_model(service: Service) -> dict[str, Any]:
 
 def _check_model(service: Service, name: str | None) -> None:
     if name not in (None, "", service.model):
-        known = f"this server has {service.model!r}"
-        raise BadRequest(f"model {name!r}: {known}", "model", 404, "model_not_found")
+        message = f"model {name!r}: this server has {service.model!r}"
+        raise BadRequest(message, "model", 404, "model_not_found")
 
 
 async def _make_response(
@@ -212,31 +219,31 @@ async def _make_response(
     params: SamplingParams,
     http: Request,
 ) -> Response:
-    """Whole, or as it comes."""
+    """Respond with a stream of events, or with one JSON object once all steps are generated."""
     try:
-        reply = make_writer(streams.parsers)
+        writer = make_writer(streams.parsers)
     except Exception:
         streams.cancel()
         raise
     if params.stream:
-        return EventStreamResponse(_iterate_events(streams, reply), streams)
-    spoken = None
+        return EventStreamResponse(_iterate_events(streams, writer), streams)
+    steps = None
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_on_disconnect, http, group.cancel_scope)
         try:
-            spoken = await streams.collect_steps()
+            steps = await streams.collect_steps()
         except Exception as error:
             return make_error_response(error, started=True)
         finally:
             streams.cancel()
             group.cancel_scope.cancel()
-    if spoken is None:
+    if steps is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(await anyio.to_thread.run_sync(reply.write_all, spoken, streams.usages))
+    return JSONResponse(await anyio.to_thread.run_sync(writer.write_all, steps, streams.usages))
 
 
 class EventStreamResponse(StreamingResponse):
-    """A stream of events; however it ends, nothing more is said for it."""
+    """A stream of events that cancels its generation when it ends, also by a disconnect."""
 
     def __init__(self, events: AsyncIterator[str], streams: RequestStreams) -> None:
         super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
@@ -250,19 +257,19 @@ class EventStreamResponse(StreamingResponse):
 
 
 async def _iterate_events(streams: RequestStreams, writer: ResponseWriter) -> AsyncIterator[str]:
-    """A stream to its end, or to an error; who does not listen any more ends it."""
+    """Yield the events of a response; an error becomes the last event."""
     try:
-        async for told in streams.iterate_events(writer):
-            yield told
+        async for event in streams.iterate_events(writer):
+            yield event
     except Exception as error:
-        log.warning("a stream ended: %r", error)
+        log.warning("a response stream failed: %r", error)
         yield writer.write_error(describe_error(error, started=True)[1])
     finally:
         streams.cancel()
 
 
 async def _cancel_on_disconnect(http: Request, scope: anyio.CancelScope) -> None:
-    """End what is done for a client once it is not there any more."""
+    """Cancel `scope` when the client disconnects."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     scope.cancel()

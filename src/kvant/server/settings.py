@@ -1,4 +1,4 @@
-"""What a server is of: a model, how its cache is stored, and within which limits it answers."""
+"""Server configuration: the model, the format of its cache, and the limits of the engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvant.devices import parse_device, parse_dtype
 from kvant.engine import Engine
 from kvant.errors import SpecError
 from kvant.prefixes import Prefixes
+from kvant.recipes import AnySpec
 from kvant.server.access import ApiKeys
 from kvant.server.service import Service
 from kvant.sizes import parse_size
@@ -22,17 +23,17 @@ from kvant.spec import as_spec
 from kvant.spec.auto import check_spec_or_auto, is_auto
 from kvant.stores import open_tiers
 
-BUNDLED_MODEL_NAME = "kvant-inside"  # the name of the model inside the package
-DEFAULT_PREFIX_BYTES = "1GiB"  # of prefixes, where nothing bounds all caches
+BUNDLED_MODEL_NAME = "kvant-inside"
+DEFAULT_PREFIX_BYTES = "1GiB"  # of prefixes, if max_bytes does not bound all caches
 
 
 def _as_list(value: Any) -> Any:
-    """One of them needs no list."""
+    """Wrap a single store's name in a list."""
     return [value] if isinstance(value, str) else value
 
 
 class ServerSettings(BaseModel):
-    """The options of `kvant serve` that a service is made by, under their names."""
+    """The options of `kvant serve` that configure a service, under the same names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,11 +56,11 @@ class ServerSettings(BaseModel):
 
     @property
     def served_model_name(self) -> str:
-        """What clients call the model."""
+        """Model name for clients."""
         return self.name or (Path(self.model).name if self.model else BUNDLED_MODEL_NAME)
 
     def check(self) -> None:
-        """Before anything is loaded: what is wrong, as far as it can be known."""
+        """Raise an error for invalid settings, before anything is loaded."""
         if self.max_bytes is not None:
             parse_size(self.max_bytes)
         check_spec_or_auto(self.kv_cache)
@@ -69,33 +70,33 @@ class ServerSettings(BaseModel):
         checkpoints.check_checkpoint(self.model)
         if self.store and not self.shares_prefixes:
             raise SpecError(
-                f"a store beside {self.kv_cache}: rows that one prompt leaves out may matter to the"
-                " next, so nothing is shared; leave one of the two out"
+                f"--store with --kv-cache {self.kv_cache}: a row pruned for one prompt may matter "
+                "to the next, so prompts share no prefixes; drop --store or prune="
             )
         if self.store:
             open_tiers(self.store)
 
     def load(self) -> tuple[Any, Any]:
-        """The model, and its tokenizer."""
+        """Load the model and its tokenizer."""
         return checkpoints.load(
             self.model, trust_code=self.trust_remote_code, device=self.device, dtype=self.dtype
         )
 
     @property
     def max_prefix_bytes(self) -> str | None:
-        """The bytes of prefixes; None: the limit of all caches is theirs as well."""
+        """Limit on the bytes of prefixes; None if `max_bytes` bounds them with all caches."""
         return DEFAULT_PREFIX_BYTES if self.max_bytes is None else None
 
     @property
     def shares_prefixes(self) -> bool:
-        """Do prompts share what they begin with? Rows that one leaves out may matter to others."""
+        """Whether prompts share prefixes: not if rows are pruned, which another may need."""
         return is_auto(self.kv_cache) or not as_spec(self.kv_cache, 1).prunes
 
     @contextmanager
     def open_service(
-        self, model: Any, tokenizer: Any, spec: Any, prefixes: Prefixes | None, keys: ApiKeys
+        self, model: Any, tokenizer: Any, spec: AnySpec, prefixes: Prefixes | None, keys: ApiKeys
     ) -> Iterator[Service]:
-        """The service, for as long as its engine is open."""
+        """Open an engine and yield its service; close the engine at the end."""
         malloc.keep_freed_memory()
         with Engine(
             model,

@@ -1,4 +1,4 @@
-"""Figures of one tenant: what its requests took, by the streams of their replies."""
+"""Request and token counts of one tenant, summed over its streams."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ OUTCOMES = ("finished", "cancelled", "failed")
 TOKENS = ("prompt_tokens", "cached_tokens", "restored_tokens", "completion_tokens")
 
 
-class TenantFigures:
-    """Counts of requests and tokens, with the names of `Engine.stats()`.
+class TenantStats:
+    """Request and token counts under the names of `Engine.stats()`.
 
     The counts of all tenants add up to those of the engine.
     """
 
     def __init__(self) -> None:
-        self._ended: Counter[str] = Counter()  # of requests that are over
-        self._streams: set[Stream] = set()  # of those under way
+        self._ended: Counter[str] = Counter()  # counts of ended requests
+        self._streams: set[Stream] = set()  # of running requests
 
     def begin(self, stream: Stream) -> None:
         self._streams.add(stream)
 
     def end(self, stream: Stream) -> None:
         self._streams.discard(stream)
-        self._ended.update(_counts([stream]))
+        self._ended.update(_count_streams([stream]))
 
     def counts(self) -> dict[str, int]:
-        """Count what is over, and what is under way so far."""
-        found = self._ended + _counts(self._streams)
-        return {name: found[name] for name in ("requests", *OUTCOMES, *TOKENS)}
+        """Counts of ended requests plus those of running ones so far."""
+        totals = self._ended + _count_streams(self._streams)
+        return {name: totals[name] for name in ("requests", *OUTCOMES, *TOKENS)}
 
 
-def _counts(streams: Iterable[Stream]) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _count_streams(streams: Iterable[Stream]) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for stream in streams:
         usage = stream.usage
-        found["requests"] += 1
+        counts["requests"] += 1
         if stream.outcome is not None:
-            found[stream.outcome] += 1
+            counts[stream.outcome] += 1
         for name in TOKENS:
-            found[name] += getattr(usage, name)
-    return found
+            counts[name] += getattr(usage, name)
+    return counts

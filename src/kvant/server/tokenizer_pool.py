@@ -1,7 +1,7 @@
-"""Encode prompts beside the event loop: short ones at once, long ones one by one.
+"""Encode prompts in threads: short ones at once, long ones one at a time.
 
-A long prompt takes a tokenizer for seconds. Long ones wait for each other, a tenant's turn after
-another's; short ones have threads of their own and never wait for a long one.
+A long prompt occupies the tokenizer for seconds. Long prompts share one thread, and tenants take
+turns at it; short prompts have their own threads and never wait for a long one.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from typing import TypeVar
 from kvant.errors import CacheError
 from kvant.generation import Messages
 
-MAX_SHORT_CHARACTERS = 16 << 10  # characters, which take a few milliseconds
-MAX_WAITING_CHARACTERS = 32 << 20  # characters of long prompts that wait
-RETRY_AFTER_S = 2  # seconds
+MAX_SHORT_CHARACTERS = 16 << 10  # of a short prompt: encoding takes a few milliseconds
+MAX_WAITING_CHARACTERS = 32 << 20  # of all waiting long prompts
+RETRY_AFTER_S = 2
 
 Prompt = str | list[int] | Messages
 ResultT = TypeVar("ResultT")
 
 
 class ServerBusy(CacheError):
-    """More waits than may wait."""
+    """A queue is full; clients should retry after `retry_seconds`."""
 
     def __init__(self, retry_seconds: int, subject: str = "requests") -> None:
-        super().__init__(f"too many {subject} wait: try again later")
+        super().__init__(f"too many {subject} are waiting: retry in {retry_seconds} s")
         self.retry_seconds = retry_seconds
 
 
 class TokenizerPool:
-    """The threads in which prompts are encoded, and the queue of long ones."""
+    """Threads that encode prompts, and the queue of long prompts."""
 
     def __init__(self) -> None:
         self._short_executor = ThreadPoolExecutor(2, "kvant-short-prompts")
         self._long_executor = ThreadPoolExecutor(1, "kvant-long-prompts")
-        self._is_encoding_long = False  # whether a long prompt has its turn
-        self._num_long_characters = 0  # of long prompts that wait or have their turn
-        self._waiting_turns: dict[
-            str, deque[asyncio.Future[None]]
-        ] = {}  # by tenant, the next one first
+        self._is_encoding_long = False
+        self._num_long_characters = 0  # of long prompts, waiting or being encoded
+        # By tenant, in the order of their turns.
+        self._waiting_turns: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, prompt: Prompt, tenant: str, encode: Callable[[], ResultT]) -> ResultT:
-        """Return what `encode` makes of a prompt, once it is its turn."""
+        """Run `encode` in a thread and return its result; a long prompt waits for its turn."""
         size, loop = count_characters(prompt), asyncio.get_running_loop()
         if size <= MAX_SHORT_CHARACTERS:
             return await loop.run_in_executor(self._short_executor, encode)
@@ -66,7 +65,7 @@ class TokenizerPool:
             try:
                 await turn
             except asyncio.CancelledError:
-                if not turn.cancelled():  # its turn had come
+                if not turn.cancelled():  # the turn was passed to it: pass it on
                     self._pass_turn()
                 raise
         self._is_encoding_long = True
@@ -76,7 +75,7 @@ class TokenizerPool:
             self._pass_turn()
 
     def _pass_turn(self) -> None:
-        """Give the turn to the tenant that waits longest for one; it goes behind the others."""
+        """Pass the turn to the first tenant in the queue, and move that tenant to the end."""
         while self._waiting_turns:
             tenant = next(iter(self._waiting_turns))
             turns = deque(turn for turn in self._waiting_turns.pop(tenant) if not turn.done())
@@ -88,10 +87,10 @@ class TokenizerPool:
 
 
 def count_characters(prompt: Prompt) -> int:
-    """Count the characters that a tokenizer reads of a prompt; of token ids, none."""
+    """Count the characters of a prompt to tokenize; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, list):
         return 0
-    shown = (*prompt.messages, *prompt.tools, prompt.options)
-    return sum(len(str(value)) for one in shown for value in one.values())
+    parts = (*prompt.messages, *prompt.tools, prompt.options)
+    return sum(len(str(value)) for part in parts for value in part.values())

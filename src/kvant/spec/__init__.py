@@ -1,4 +1,4 @@
-"""One string names a cache everywhere; one JSON object does so in the header of a file."""
+"""The spec language: a string describes a cache to users, a JSON object in file headers."""
 
 from kvant.spec.formats import format_codecs
 from kvant.spec.language import (

@@ -1,4 +1,4 @@
-"""The words of `auto`: the smallest format that a model tolerates, found by trying them on it.
+"""Parse the spec `auto`: the smallest format that a model tolerates, found by trial.
 
 auto := "auto" (":" SIZE)? ("," "max_kl=" NATS)? ("," "max_lost=" SHARE)?
 """
@@ -12,16 +12,16 @@ from kvant.sizes import parse_size
 from kvant.spec.language import check_words
 
 AUTO = "auto"
-MAX_KL = 5e-3  # nats, in the mean: about one percent of perplexity
-MAX_LOST = 0.04  # of the chance of an answer: between formats that are twice that and half of it
+MAX_KL = 5e-3  # mean nats: about one percent of perplexity
+MAX_LOST = 0.04  # share of the probability of an answer: formats lose about half or twice this
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a format may do to a model."""
+    """Limits on the loss that a format may cause."""
 
-    max_kl: float = MAX_KL  # nats, in the mean
-    max_lost: float = MAX_LOST  # of the chance that an answer is right
+    max_kl: float = MAX_KL  # mean nats
+    max_lost: float = MAX_LOST  # share of the probability of the right answer
 
     def __post_init__(self) -> None:
         for name in ("max_kl", "max_lost"):
@@ -31,14 +31,15 @@ class Tolerance:
 
 
 def is_auto(spec: object) -> bool:
+    """Return whether a spec is `auto`, with or without limits."""
     return isinstance(spec, str) and _split_options(spec)[0].partition(":")[0].strip() == AUTO
 
 
 def parse_auto_size(spec: str) -> str | None:
-    """What `auto:SIZE` may take, if it says so."""
+    """Return the size limit of `auto:SIZE`, None without one."""
     _, colon, size = _split_options(spec)[0].partition(":")
     if colon and not size:
-        raise SpecError(f"{spec!r}: a size is needed behind the colon; nearest: auto:1GiB")
+        raise SpecError(f"{spec!r}: a size is needed after the colon; nearest: auto:1GiB")
     if not colon:
         return None
     parse_size(size)
@@ -46,21 +47,21 @@ def parse_auto_size(spec: str) -> str | None:
 
 
 def parse_auto_tolerance(spec: str, default: Tolerance) -> Tolerance:
-    """What `auto,max_kl=NATS,max_lost=SHARE` may do to a model, where it says so."""
-    told: dict[str, float] = {}
+    """Return the limits of `auto,max_kl=NATS,max_lost=SHARE`, from `default` if absent."""
+    limits: dict[str, float] = {}
     for part in _split_options(spec)[1:]:
         name, _, number = part.partition("=")
-        if name not in ("max_kl", "max_lost") or name in told:
+        if name not in ("max_kl", "max_lost") or name in limits:
             raise SpecError(f"{spec!r}: auto takes max_kl=NATS and max_lost=SHARE, each once")
         try:
-            told[name] = float(number)
+            limits[name] = float(number)
         except ValueError:
             raise SpecError(f"{spec!r}: {name} needs a number; nearest: {name}=0.01") from None
-    return replace(default, **told)
+    return replace(default, **limits)
 
 
 def check_spec_or_auto(spec: str) -> None:
-    """Refuse a spec with a wrong word, `auto` included. It builds no codec and needs no torch."""
+    """Refuse an invalid spec or `auto`, without building codecs or importing torch."""
     if is_auto(spec):
         parse_auto_size(spec)
         parse_auto_tolerance(spec, Tolerance())

@@ -1,10 +1,10 @@
-"""The first word of a spec: the codec of the keys of a layer, and that of the values.
+"""Parse the first word of a spec into the codecs of the keys and values of a layer.
 
     format := side | FAMILY K "v" V | side "/" side
 
-A side is a name in SIDES, or a codec of CODECS that is made without arguments. Words are lower
-case; an unknown one is a SpecError with the nearest that there is. Knows no options but the three
-that codecs are made from, and neither retention nor layers.
+A side is a name in SIDE_FORMATS, or a codec of CODECS that needs no arguments. Words are lower
+case; an unknown word is a SpecError with the nearest known one. This module knows neither retention
+nor layers, and of the options only those of CodecOptions.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from kvant.errors import SpecError
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # width: values a scale covers
+DEFAULT_GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # bits -> values per scale
 TURBO_WIDTHS = (4, 3, 2)
 FAMILY_WIDTHS = {"affine": tuple(DEFAULT_GROUPS), "turbo": TURBO_WIDTHS, "aura": TURBO_WIDTHS}
-CODECS_NAMED_BY_WIDTH = (
-    "affine",
-    "codebook",
-)  # codecs that only FAMILY and width can name
-ROTATABLE_FAMILIES = {"affine", "fp8"}  # families that the option asks; turbo is rotated anyway
+CODECS_NAMED_BY_WIDTH = ("affine", "codebook")  # a spec names them by family and width only
+ROTATABLE_FAMILIES = {"affine", "fp8"}  # families that `rotate` applies to; turbo always rotates
 RAW_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-SMOOTHABLE_FAMILIES = {"affine", "turbo", "fp8"}  # whose codecs take any frame
+SMOOTHABLE_FAMILIES = {"affine", "turbo", "fp8"}  # families whose codecs accept any frame
 FORMAT_SUMMARY = (
     "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
 )
-# What other caches call it: llama.cpp and Ollama, mlx-lm, FFAI, OminiX-MLX, transformers, vLLM.
+# Names of llama.cpp, Ollama, mlx-lm, FFAI, OminiX-MLX, transformers and vLLM -> nearest format.
 FOREIGN_NAMES = {
     **dict.fromkeys(("q8", "q8_1"), "q8_0"),
     **dict.fromkeys(("q4", "q4_1", "iq4_nl"), "q4_0"),
@@ -60,15 +57,15 @@ FOREIGN_NAMES = {
     **dict.fromkeys(("fp32", "float32", "float"), "f32"),
 }
 MODEL_ONLY_FORMATS = {
-    "auto": "is found by trying formats on a model: it stands alone, and generate, Session,"
-    " attach, run and chat take it; nearest: affine8",
+    "auto": "is found by trying formats on a model: it cannot be part of a spec, and only generate,"
+    " Session, attach, run and chat accept it; nearest: affine8",
 }
 MAX_LAYERS = 2**19  # rotation seeds then stay below 2**51, which any JSON reader keeps
 
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """The options that codecs are made from."""
+    """The options that configure codecs."""
 
     group: int | None = None
     rotate: bool = False
@@ -78,15 +75,16 @@ class CodecOptions:
 
 @dataclass(frozen=True)
 class SideFormat:
-    """What one word says about the keys, or about the values."""
+    """The format of one side: the keys, or the values."""
 
     word: str
-    family: str  # affine, fp8, turbo, or a disk name
+    family: str  # affine, fp8, turbo, or the name of a codec in files
     bits: int = 0
-    group: int | None = None  # fixed by an alias
-    dtype: str | None = None  # its name in torch
+    group: int | None = None  # fixed by an alias such as q8_0
+    dtype: str | None = None  # name in torch
 
     def make_codec(self, options: CodecOptions, seed: int) -> Codec:
+        """Build the codec of this side."""
         build = CODEC_BUILDERS.get(self.family)
         codec: Any = build(self, options, seed) if build else CODECS[self.family]()
         if not (options.smooth and self.family in SMOOTHABLE_FAMILIES):
@@ -98,7 +96,7 @@ class SideFormat:
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """The keys and the values of a layer."""
+    """The formats of the keys and the values of a layer."""
 
     keys: SideFormat
     values: SideFormat
@@ -113,7 +111,8 @@ class LayerFormat:
         return DTYPES[name]
 
     def make_codecs(self, options: CodecOptions, layer: int) -> tuple[Codec, Codec]:
-        # No two layers, sides or seeds share a rotation. Heads do: layers may be split by head.
+        """Build the codecs of the keys and values of layer number `layer`."""
+        # Layers, sides and seeds all rotate differently. Heads share one, as layers may be split.
         seed = (options.seed * MAX_LAYERS + layer) * 2
         return self.keys.make_codec(options, seed), self.values.make_codec(options, seed + 1)
 
@@ -166,7 +165,7 @@ TWO_WIDTH_FORMATS: dict[str, LayerFormat] = {
 
 
 def parse_format(word: str) -> LayerFormat:
-    """The format that `word` names, or a SpecError with the nearest that there is."""
+    """Parse a format, or raise a SpecError with the nearest one."""
     keys, slash, values = word.partition("/")
     if slash:
         return combine_sides(word, parse_side(keys, word), parse_side(values, word))
@@ -177,6 +176,7 @@ def parse_format(word: str) -> LayerFormat:
 
 
 def parse_side(name: str, word: str) -> SideFormat:
+    """Parse the format `name` of one side of `word`."""
     sides = {**SIDE_FORMATS, **list_plain_codecs()}
     if name in sides:
         return sides[name]
@@ -185,8 +185,8 @@ def parse_side(name: str, word: str) -> SideFormat:
         allowed = ", ".join([FORMAT_SUMMARY, *list_plain_codecs()])
         near = translate_name(name) or find_nearest(name, [*sides, *TWO_WIDTH_FORMATS])
         raise SpecError(f"format {short(name)} is not known; allowed: {allowed}; nearest: {near}")
-    known = translate_name(name)
-    near = known if known in sides else find_nearest(name, sides)
+    translated = translate_name(name)
+    near = translated if translated in sides else find_nearest(name, sides)
     raise SpecError(
         f"format {short(name)} on one side of {short(word)} is not known;"
         f" allowed: {', '.join(sides)}; nearest: {near}"
@@ -194,13 +194,13 @@ def parse_side(name: str, word: str) -> SideFormat:
 
 
 def translate_name(name: str) -> str | None:
-    """What a name of another cache is called here; rotated 8 bits are no better than affine8."""
+    """Translate a name of another cache; rotated 8 bits are no better than affine8."""
     if name.lower() in FOREIGN_NAMES:
         return FOREIGN_NAMES[name.lower()]
-    found = re.fullmatch("(turbo|aura)([2348])(?:v([2348]))?|k([23468])v([23468])", name.lower())
-    if found is None:
+    match = re.fullmatch("(turbo|aura)([2348])(?:v([2348]))?|k([23468])v([23468])", name.lower())
+    if match is None:
         return None
-    family, keys, values, *affine = found.groups()
+    family, keys, values, *affine = match.groups()
     if family is None:
         return f"affine{affine[0]}v{affine[1]}"
     sides = (f"{'affine' if bits == '8' else family}{bits}" for bits in (keys, values or keys))
@@ -208,7 +208,7 @@ def translate_name(name: str) -> str | None:
 
 
 def combine_sides(word: str, keys: SideFormat, values: SideFormat) -> LayerFormat:
-    """Rows of both sides are dense in one dtype, so two raw sides must name the same one."""
+    """Combine two sides; refuse raw sides of two dtypes, since dense rows have one dtype."""
     if keys.family == values.family == "raw" and keys.dtype != values.dtype:
         near = keys.word if keys.dtype else values.word
         raise SpecError(
@@ -219,7 +219,7 @@ def combine_sides(word: str, keys: SideFormat, values: SideFormat) -> LayerForma
 
 
 def list_plain_codecs() -> dict[str, SideFormat]:
-    """Codecs that go by their disk name, also those added to CODECS from outside."""
+    """List codecs named as in files, including those that users added to CODECS."""
     return {
         name: SideFormat(name, name)
         for name in CODECS
@@ -234,7 +234,7 @@ def needs_no_arguments(codec: Callable[..., object]) -> bool:
 
 
 def format_codecs(*codecs: Codec) -> str:
-    """Write the codecs of a layer as a spec does: affine8, affine8v4, or affine8/turbo3."""
+    """Format the codecs of a layer as in a spec: affine8, affine8v4, or affine8/turbo3."""
     words = list(dict.fromkeys(format_codec(codec) for codec in codecs))
     if len(words) == 2 and words[0][:-1] == words[1][:-1] in ("affine", "turbo"):
         return f"{words[0]}v{words[1][-1]}"
@@ -242,26 +242,27 @@ def format_codecs(*codecs: Codec) -> str:
 
 
 def format_codec(codec: Codec) -> str:
-    """Its family and width, or its disk name."""
+    """Format a codec as its family and width, or as its name in files."""
     from kvant.codecs import Affine, Codebook
 
     if isinstance(codec, Affine | Codebook):
         return f"{'affine' if isinstance(codec, Affine) else 'turbo'}{codec.bits}"
-    names = (name for name, kind in CODECS.items() if kind is type(codec))
+    names = (name for name, codec_class in CODECS.items() if codec_class is type(codec))
     return next(names, type(codec).__name__)
 
 
 def refuse_without_model(word: str) -> None:
+    """Refuse a format that only a model can determine."""
     if word in MODEL_ONLY_FORMATS:
         raise SpecError(f"{word} {MODEL_ONLY_FORMATS[word]}")
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str:
-    """The name most like `word`, the first of several."""
+    """Return the name most similar to `word`, the first of several."""
     match = SequenceMatcher(b=word[:99].lower())
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         match.set_seq1(name)
         return match.ratio()
 
-    return max(names, key=likeness)
+    return max(names, key=similarity)

@@ -1,9 +1,9 @@
-"""Recipes as JSON, for the headers of files.
+"""Encode recipes as JSON for file headers, and decode them.
 
-A codec, a frame or a rule is an object with its "name" in CODECS, FRAMES or RETENTIONS; any other
-recipe has a "kind". Nobody vouches for a header, so names are looked up in those dicts and nowhere
-else, values have the types of the dataclass fields, and the constructors check them again. A key
-that is missing takes the default of its field. Knows no layer count and no file.
+A codec, frame or retention rule is an object with its "name" in CODECS, FRAMES or RETENTIONS; any
+other recipe has a "kind". Headers are untrusted: names are looked up in those tables only, values
+must have the types of the dataclass fields, and the constructors check them again. A missing key
+takes the default of its field. This module knows neither layer counts nor files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvant.scores import SCORES
 from kvant.spec.formats import find_nearest
 
 PART_RECIPES = {name: RECIPES_BY_KIND[name] for name in ("attention", "recurrent")}
-# What a field of this type may hold: the key that names it in JSON, and all that it can name.
+# Type of a field: the JSON key that names its class, and the classes by name.
 NAMED_TYPES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     CacheSpec: ("kind", {"cache": CacheSpec}),
     Recipe: ("kind", RECIPES_BY_KIND),
@@ -49,18 +49,17 @@ NAMED_TYPES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     Score: ("name", SCORES),
 }
 
-
-# Fields that recipes did not always have: where they say nothing, stores of before are still found.
+# Newer fields of recipes: omitted while unset, so that keys of older stores still match.
 OMITTED_IF_NONE = ("select", "prune")
 
 
 def dumps(spec: CacheSpec) -> str:
-    """`spec` as one line."""
+    """Encode `spec` as one line of JSON."""
     return json.dumps(encode(spec), separators=(",", ":"), allow_nan=False)
 
 
 def loads(text: str) -> CacheSpec:
-    """The spec that `text` describes, or a SpecError that says where it stops making sense."""
+    """Decode a spec, or raise a SpecError that names the invalid part."""
     try:
         value = json.loads(
             text, object_pairs_hook=reject_duplicate_keys, parse_constant=refuse_constant
@@ -74,15 +73,15 @@ def loads(text: str) -> CacheSpec:
 
 
 def encode(value: Any) -> Any:
+    """Encode a recipe or one of its fields as a JSON value."""
     if is_dataclass(value):
         tag, name = find_label(value)
-        given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
-        told = {
-            name: one
-            for name, one in given.items()
-            if one is not None or name not in OMITTED_IF_NONE
+        field_values = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        return {tag: name} | {
+            field_name: encode(field_value)
+            for field_name, field_value in field_values.items()
+            if field_value is not None or field_name not in OMITTED_IF_NONE
         }
-        return {tag: name} | {name: encode(one) for name, one in told.items()}
     if isinstance(value, tuple):
         return [encode(item) for item in value]
     if value in DTYPES.values():
@@ -95,28 +94,29 @@ def encode(value: Any) -> Any:
     )
 
 
-def find_label(value: Any) -> tuple[str, str]:
+def find_label(value: object) -> tuple[str, str]:
+    """Return the JSON key and the name of a recipe's class."""
     for tag, table in NAMED_TYPES.values():
-        for name, kind in table.items():
-            if kind is type(value):
+        for name, recipe_class in table.items():
+            if recipe_class is type(value):
                 return tag, name
     raise SpecError(
-        f"{type(value).__name__} has no name; allowed: what CODECS, FRAMES and RETENTIONS list"
+        f"{type(value).__name__} has no name; allowed: classes in CODECS, FRAMES and RETENTIONS"
     )
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a key comes twice in {short([key for key, _ in pairs])}")
+        raise ValueError(f"a key occurs twice in {short([key for key, _ in pairs])}")
     return dict(pairs)
 
 
 def refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def decode(hint: Any, value: Any, path: str) -> Any:
-    """`value` as the type `hint` says."""
+    """Decode a JSON value as the type `hint`."""
     if hint in NAMED_TYPES:
         return decode_named(hint, value, path)
     reader = DECODERS.get(get_origin(hint) or hint)
@@ -133,25 +133,28 @@ def decode_named(hint: Any, value: Any, path: str) -> Any:
     if name not in table:
         near = find_nearest(name, table)
         raise make_value_error(f"{path}.{tag}", name, f"one of {', '.join(table)}; nearest: {near}")
-    kind: Any = table[name]
-    own, hints = get_field_types(kind)
-    check_keys(tag, own, value, path)
-    given = {key: decode(hints[key], value[key], f"{path}.{key}") for key in own if key in value}
+    recipe_class: Any = table[name]
+    known_fields, hints = get_field_types(recipe_class)
+    check_keys(tag, known_fields, value, path)
+    arguments = {
+        key: decode(hints[key], value[key], f"{path}.{key}") for key in known_fields if key in value
+    }
     try:
-        return kind(**given)
+        return recipe_class(**arguments)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(f"{path}: {error}") from error
 
 
 @lru_cache
 def get_field_types(recipe_type: type) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
-    """The fields of a dataclass and their types: a header may name it for each of many layers."""
-    return {item.name: item for item in fields(recipe_type) if item.init}, get_type_hints(
-        recipe_type
-    )
+    """Return the fields of a dataclass and their types; cached, since many layers repeat it."""
+    return {f.name: f for f in fields(recipe_type) if f.init}, get_type_hints(recipe_type)
 
 
-def check_keys(tag: str, known_fields: Mapping[str, Field[Any]], value: Any, path: str) -> None:
+def check_keys(
+    tag: str, known_fields: Mapping[str, Field[Any]], value: Mapping[str, Any], path: str
+) -> None:
+    """Refuse unknown keys, and missing keys without a default."""
     for key in value:
         if key != tag and key not in known_fields:
             keys = [*known_fields, tag]
@@ -159,8 +162,8 @@ def check_keys(tag: str, known_fields: Mapping[str, Field[Any]], value: Any, pat
                 f"{path} has the key {short(key)}; allowed: {', '.join(keys)};"
                 f" nearest: {find_nearest(key, keys)}"
             )
-    for key, item in known_fields.items():
-        if key not in value and item.default is item.default_factory is MISSING:
+    for key, field in known_fields.items():
+        if key not in value and field.default is field.default_factory is MISSING:
             raise make_value_error(path, value, f"an object with {key!r}")
 
 
@@ -172,13 +175,13 @@ def decode_tuple(hint: Any, value: Any, path: str) -> Any:
         hints = hints[:1] * len(value)
     if len(hints) != len(value):
         raise make_value_error(path, value, f"a list of {len(hints)}")
-    items = enumerate(zip(hints, value, strict=True))
-    return tuple(decode(item, one, f"{path}[{i}]") for i, (item, one) in items)
+    pairs = enumerate(zip(hints, value, strict=True))
+    return tuple(decode(item_hint, item, f"{path}[{i}]") for i, (item_hint, item) in pairs)
 
 
 def decode_optional(hint: Any, value: Any, path: str) -> Any:
-    """`X | None`: the only union there is beside those in TABLES."""
-    [inner] = [each for each in get_args(hint) if each is not NoneType]
+    """Decode `X | None`, the only union that is not in NAMED_TYPES."""
+    [inner] = [member for member in get_args(hint) if member is not NoneType]
     return None if value is None else decode(inner, value, path)
 
 
@@ -196,15 +199,15 @@ def decode_dtype(hint: Any, value: Any, path: str) -> torch.dtype:
 
 
 def decode_float(hint: Any, value: Any, path: str) -> float:
-    # Compared before it is converted: an integer may be too long for that, or lose digits.
-    number = type(value) in (int, float) and abs(value) <= sys.float_info.max
-    if not number or float(value) != value:
+    # Compare first: float() of a long integer overflows or loses digits.
+    is_in_range = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if not is_in_range or float(value) != value:
         raise make_value_error(path, value, "a finite number")
     return float(value)
 
 
 def decode_exact(hint: Any, value: Any, path: str) -> Any:
-    # not isinstance: a bool is an int there
+    # type(), because isinstance(True, int) holds
     if type(value) is not hint:
         raise make_value_error(
             path, value, {int: "a whole number", bool: "true or false", str: "text"}[hint]

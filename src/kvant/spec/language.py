@@ -1,10 +1,10 @@
-"""The spec language: one string, or one JSON object, names the recipe of every layer.
+"""The spec language: parse a string, or a JSON object, into the recipe of every layer.
 
     spec := format ("," option)*
 
-The words are read in formats.py and options.py, JSON in headers.py; here they become recipes,
-which are checked the same way wherever they come from. Anything unknown, doubled or contradictory
-is a SpecError with what was read, what is allowed and the nearest that is valid.
+formats.py and options.py parse words, headers.py parses JSON. This module builds recipes from them
+and checks recipes of any origin alike. Anything unknown, repeated or contradictory is a SpecError
+with the value, the allowed values and the nearest valid one.
 """
 
 from __future__ import annotations
@@ -43,25 +43,27 @@ from kvant.spec.options import (
 OPTION_FIELDS = {
     name: name for name in ("tail", "page", "slack", "prefill", "step", "capacity", "prune")
 }
-OPTION_FIELDS["start"] = "dense_until"  # option: field of a LayerSpec
+OPTION_FIELDS["start"] = "dense_until"  # option -> field of LayerSpec
 MIN_VALUES = dict.fromkeys(
     ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
-)  # others may be 0; that pages are multiples of 64 is asked of text only
+)  # other minima are 0; only text must give pages in multiples of 64
 Recipes = Sequence[Recipe]
 
 
 def as_spec(spec: AnySpec, num_layers: int | None) -> CacheSpec:
-    """A spec of `num_layers` layers; a LayerSpec serves all of them as it is."""
+    """Convert any spec to a checked CacheSpec of `num_layers` layers; a LayerSpec serves all."""
     if isinstance(spec, CacheSpec) and num_layers is None:
         return check_spec(spec)
     if num_layers is None:
-        raise SpecError("num_layers is needed: only a CacheSpec says how many layers there are")
+        raise SpecError(
+            "num_layers is needed: of all specs, only a CacheSpec has a number of layers"
+        )
     if isinstance(spec, str):
         return parse(spec, num_layers)
     if isinstance(spec, LayerSpec):
         spec = CacheSpec((spec,) * num_layers)
     if not isinstance(spec, CacheSpec):
-        raise SpecError(f"{short(spec)} is no spec; allowed: a string, a LayerSpec, a CacheSpec")
+        raise SpecError(f"{short(spec)} is not a spec; allowed: a string, a LayerSpec, a CacheSpec")
     if len(spec.layers) != num_layers:
         raise SpecError(
             f"the spec has {len(spec.layers)} layers, the cache {num_layers};"
@@ -71,7 +73,7 @@ def as_spec(spec: AnySpec, num_layers: int | None) -> CacheSpec:
 
 
 def parse(text: str, num_layers: int) -> CacheSpec:
-    """The recipe of each of `num_layers` layers, from a string such as "affine4,window=4096".
+    """Parse a string such as "affine4,window=4096" into the recipes of `num_layers` layers.
 
     >>> spec = kvant.parse("affine4,window=4096", num_layers=32)
     >>> len(spec.layers), spec.layers[0].retention
@@ -79,32 +81,33 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     """
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
-    main, edge, count, options = read_words(text)
-    choice = CodecOptions(
+    main, edge, edge_layers, options = parse_words(text)
+    codec_options = CodecOptions(
         options.get("group"), "rotate" in options, "smooth" in options, options.get("seed", 0)
     )
     layers = []
     for layer in range(num_layers):
-        at_edge = min(layer, num_layers - 1 - layer) < count
-        layers.append(make_recipe(edge if at_edge else main, options, choice, layer))
+        at_edge = min(layer, num_layers - 1 - layer) < edge_layers
+        layers.append(make_recipe(edge if at_edge else main, options, codec_options, layer))
     return check_spec(CacheSpec(tuple(layers)))
 
 
-class Words(NamedTuple):
-    """The words of a spec, read and checked."""
+class ParsedWords(NamedTuple):
+    """The words of a spec, parsed and checked."""
 
     main: LayerFormat
     edge: LayerFormat
-    edge_layers: int  # at each end, which are stored in `edge`
+    edge_layers: int  # layers in `edge`, at each end
     options: Mapping[str, Any]
 
 
 def check_words(text: str) -> None:
-    """Refuse a spec with a wrong word. It builds no codec, so it needs no torch."""
-    read_words(text)
+    """Refuse a spec with an invalid word, without building codecs or importing torch."""
+    parse_words(text)
 
 
-def read_words(text: str) -> Words:
+def parse_words(text: str) -> ParsedWords:
+    """Parse a spec into its formats and options, and check that they fit together."""
     first, *rest = (word.strip() for word in text.split(","))
     if first.partition("=")[0] in OPTION_PARSERS:
         raise SpecError(
@@ -113,32 +116,33 @@ def read_words(text: str) -> Words:
         )
     main = parse_format(first)
     options = parse_options(rest)
-    count, other = options.pop("edge", (0, main))
-    check_options(options, (main, other) if count else (main,))
+    edge_layers, edge = options.pop("edge", (0, main))
+    check_options(options, (main, edge) if edge_layers else (main,))
     check_capacity(options)
-    return Words(main, other, count, options)
+    return ParsedWords(main, edge, edge_layers, options)
 
 
 def split_specs(text: str) -> list[str]:
-    """Specs from one text: "raw,step=1,affine8" is two, for an option belongs to its format."""
-    found: list[str] = []
+    """Split a list of specs: "raw,step=1,affine8" is two, as options follow their format."""
+    specs: list[str] = []
     for word in (part.strip() for part in text.split(",")):
-        if found and ("=" in word or word in OPTION_PARSERS):
-            found[-1] += f",{word}"
+        if specs and ("=" in word or word in OPTION_PARSERS):
+            specs[-1] += f",{word}"
         else:
-            found.append(word)
-    return found
+            specs.append(word)
+    return specs
 
 
 def make_recipe(
     layer_format: LayerFormat, options: Mapping[str, Any], codec_options: CodecOptions, layer: int
 ) -> LayerSpec:
+    """Build the recipe of layer number `layer`."""
     keys, values = layer_format.make_codecs(codec_options, layer)
     retention: Retention = KeepAll(options.get("sinks", 0))
     if "window" in options:
         retention = Window(options["window"], options.get("sinks", DEFAULT_WINDOW_SINKS))
-    selection, first = options.get("select", (None, 0))
-    selection = selection if layer >= first else None
+    selection, first_layer = options.get("select", (None, 0))
+    selection = selection if layer >= first_layer else None
     layer_spec = LayerSpec(keys, values, retention, dtype=layer_format.dtype, select=selection)
     return replace(
         layer_spec, **{OPTION_FIELDS[n]: options[n] for n in OPTION_FIELDS if n in options}
@@ -146,21 +150,22 @@ def make_recipe(
 
 
 def check_spec(spec: CacheSpec) -> CacheSpec:
-    """`spec`, if its numbers make sense and its layers fit together."""
+    """Return `spec` if its numbers are in range and its layers fit together."""
     if len(spec.layers) > MAX_LAYERS:
         raise SpecError(f"the spec has {len(spec.layers)} layers; allowed: at most {MAX_LAYERS}")
-    before: list[Recipe] = []
+    previous: list[Recipe] = []
     for index, layer in enumerate(spec.layers):
         if type(layer) not in CHECKS:
             raise SpecError(
                 f"layers[{index}] is {short(layer)}; allowed: {', '.join(RECIPES_BY_KIND)}"
             )
-        CHECKS[type(layer)](layer, f"layers[{index}]", before)
-        before.append(layer)
+        CHECKS[type(layer)](layer, f"layers[{index}]", previous)
+        previous.append(layer)
     return spec
 
 
 def check_layer(layer: LayerSpec, path: str, previous: Recipes) -> None:
+    """Refuse numbers out of range, and a prune of a layer that cannot prune."""
     check_numbers(layer, path, "page tail slack dense_until step capacity chunk value_dim")
     check_numbers(layer.retention, f"{path}.retention", "window sinks")
     if layer.select is not None:
@@ -174,22 +179,22 @@ def check_layer(layer: LayerSpec, path: str, previous: Recipes) -> None:
             or layer.value_dim
         ):
             raise SpecError(
-                f"{path}.prune beside a window, sinks, a chunk or values inside the keys;"
-                " allowed: a layer that keeps every row and sees it; nearest: no prune"
+                f"{path}.prune with a window, sinks, a chunk or values inside the keys;"
+                " allowed: a layer that keeps and reads every row; nearest: no prune"
             )
     if layer.dtype is not None:
         check_dtype(layer.dtype, path)
 
 
-def check_dtype(dtype: Any, where: str) -> None:
+def check_dtype(dtype: Any, path: str) -> None:
     from kvant.dtypes import DTYPES
 
     if dtype not in DTYPES.values():
-        raise SpecError(f"{where}.dtype is {dtype}; allowed: {', '.join(DTYPES)}; nearest: float32")
+        raise SpecError(f"{path}.dtype is {dtype}; allowed: {', '.join(DTYPES)}; nearest: float32")
 
 
 def check_fitted(spec: CacheSpec) -> CacheSpec:
-    """`spec`, if it needs no model to tell it more."""
+    """Return `spec` if no frame of it still has to be fitted to a model."""
     from kvant.codecs.frames import SmoothPlaceholder, needs_fitting
 
     for layer in iterate_attention(*spec.layers):
@@ -203,34 +208,35 @@ def check_recurrent(layer: RecurrentSpec, path: str, previous: Recipes) -> None:
 
 
 def check_parts(layer: GroupSpec, path: str, previous: Recipes) -> None:
+    """Check the names of the parts, and each part."""
     names = [name for name, _ in layer.parts]
     if not names or len(set(names)) < len(names) or any("/" in name for name in names):
-        raise SpecError(
-            f"{path}.parts is {short(names)}; allowed: names that all differ, without a slash"
-        )
+        raise SpecError(f"{path}.parts is {short(names)}; allowed: distinct names without a slash")
     for name, part in layer.parts:
         CHECKS[type(part)](part, f"{path}.{short(name)}", previous)
 
 
 def check_shared(layer: SharedSpec, path: str, previous: Recipes) -> None:
+    """Refuse to share a layer that does not precede this one."""
     if not 0 <= layer.layer < len(previous) or isinstance(previous[layer.layer], EmptySpec):
         near = min(max(layer.layer, 0), len(previous) - 1) if previous else "a recipe of its own"
         raise SpecError(
-            f"{path}.layer is {short(layer.layer)}; allowed: layers before it; nearest: {near}"
+            f"{path}.layer is {short(layer.layer)}; allowed: a previous layer; nearest: {near}"
         )
 
 
 def check_empty(layer: EmptySpec, path: str, previous: Recipes) -> None:
-    """Nothing is said, so nothing is wrong."""
+    """An EmptySpec has no fields to check."""
 
 
 def check_numbers(owner: object, path: str, names: str) -> None:
+    """Refuse a field of `owner` that is out of range; `names` are separated by spaces."""
     for name in names.split():
-        value, least = getattr(owner, name), MIN_VALUES.get(name, 0)
-        if value is not None and not least <= value <= MAX_OPTION_VALUE:
-            near = min(max(value, least), MAX_OPTION_VALUE)
+        value, minimum = getattr(owner, name), MIN_VALUES.get(name, 0)
+        if value is not None and not minimum <= value <= MAX_OPTION_VALUE:
+            near = min(max(value, minimum), MAX_OPTION_VALUE)
             raise SpecError(
-                f"{path}.{name} is {short(value)}; allowed: {least} to {MAX_OPTION_VALUE};"
+                f"{path}.{name} is {short(value)}; allowed: {minimum} to {MAX_OPTION_VALUE};"
                 f" nearest: {near}"
             )
 
@@ -245,35 +251,35 @@ CHECKS: dict[type, Callable[[Any, str, Recipes], None]] = {
 
 
 def to_json(spec: CacheSpec) -> str:
-    """`spec` as one line of JSON, for the header of a file."""
+    """Encode `spec` as one line of JSON, for the header of a file."""
     from kvant.spec.headers import dumps
 
     return dumps(check_spec(spec))
 
 
 def from_json(text: str) -> CacheSpec:
-    """The spec of a header that nobody vouches for."""
+    """Decode and check the spec of an untrusted header."""
     from kvant.spec.headers import loads
 
     return check_spec(loads(text))
 
 
 def describe_spec(spec: CacheSpec) -> str:
-    """The formats of its layers, what stays of the widest one, and what tokens read of it."""
+    """Describe a spec in its own words: formats, widest retention, selection and prune."""
     layers = list(iterate_attention(*spec.layers))
     if not layers:
         return ""
-    told = " and ".join(dict.fromkeys(format_codecs(*layer.sides.values()) for layer in layers))
-    kept = max(layers, key=lambda layer: layer.effective_window).retention
-    if kept.window is not None:
-        told += f",window={kept.window}"
-    if kept.window is not None or kept.sinks:  # 0 as well: a window alone has WINDOW_SINKS
-        told += f",sinks={kept.sinks}"
-    some = next((layer.select for layer in layers if layer.select is not None), None)
-    if some is not None:
-        told += f",select={some.pages or f'{some.percent:g}%'}"
-    rule = next((layer.prune for layer in layers if layer.prune is not None), None)
-    if rule is not None:
-        told += f",prune={rule.score.name}:{rule.rows or f'{rule.percent:g}%'}"
-        told += f":{ADAPTIVE}" if rule.adaptive else ""
-    return told
+    text = " and ".join(dict.fromkeys(format_codecs(*layer.sides.values()) for layer in layers))
+    retention = max(layers, key=lambda layer: layer.effective_window).retention
+    if retention.window is not None:
+        text += f",window={retention.window}"
+    if retention.window is not None or retention.sinks:  # with a window, 0 is not the default
+        text += f",sinks={retention.sinks}"
+    selection = next((layer.select for layer in layers if layer.select is not None), None)
+    if selection is not None:
+        text += f",select={selection.pages or f'{selection.percent:g}%'}"
+    prune = next((layer.prune for layer in layers if layer.prune is not None), None)
+    if prune is not None:
+        text += f",prune={prune.score.name}:{prune.rows or f'{prune.percent:g}%'}"
+        text += f":{ADAPTIVE}" if prune.adaptive else ""
+    return text

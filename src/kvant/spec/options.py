@@ -1,10 +1,11 @@
-"""The words of a spec after the first, and which of them contradict each other.
+"""Parse the options of a spec, and refuse those that contradict each other.
 
     option := NAME | NAME "=" VALUE
 
-OPTIONS gives each name the function that reads its value. Numbers are decimal and end at
-MAX_NUMBER. An option that no format of the spec can follow is an error; one that merely changes
-nothing (a tail of raw rows, more sinks than window) is not. Knows words and numbers, no recipes.
+OPTION_PARSERS maps each name to the parser of its value. Numbers are decimal, at most
+MAX_OPTION_VALUE. An option that no format of the spec supports is an error; an option without
+effect (a tail of raw rows, more sinks than window) is not. This module knows words and numbers, but
+no recipes.
 """
 
 from __future__ import annotations
@@ -29,18 +30,14 @@ from kvant.spec.formats import (
 )
 
 MAX_OPTION_VALUE = 2**31 - 1
-NUMBER_SUFFIXES = {
-    "": 1,
-    "k": 1 << 10,
-    "m": 1 << 20,
-}  # that a number may be meant in: 4k tokens are 4096
+NUMBER_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20}  # for suggestions: 4k may mean 4096
 ADAPTIVE = "adaptive"
-NUM_UNSELECTED_LAYERS = 2  # layers, the first ones, of which no pages are selected unless asked for
+NUM_UNSELECTED_LAYERS = 2  # the first layers read all pages unless select=N:LAYER says otherwise
 
 
 @dataclass(frozen=True)
 class NumberOption:
-    """A whole number from `least` on, a multiple of `multiple`, or one of `among`."""
+    """A whole number, at least `minimum` and a multiple of `multiple`, or one of `choices`."""
 
     minimum: int = 0
     multiple: int = 1
@@ -48,26 +45,32 @@ class NumberOption:
 
     def __call__(self, name: str, text: str | None) -> int:
         digits = re.search("([0-9]{1,10})([kKmM]?)", text or "")
-        read = (
+        number = (
             int(digits[1]) * NUMBER_SUFFIXES[digits[2].lower()] if digits else max(1, self.minimum)
         )
-        near = self.find_nearest(read)
-        if text is None or not digits or digits[1] != text or near != read:
-            got = name if text is None else f"{name}={text}"
-            raise SpecError(f"option {short(got)}: allowed is {self}; nearest: {name}={near}")
-        return read
+        near = self.find_nearest(number)
+        if text is None or not digits or digits[1] != text or near != number:
+            option = _format_option(name, text)
+            raise SpecError(f"option {option}: allowed is {self}; nearest: {name}={near}")
+        return number
 
     def find_nearest(self, number: int) -> int:
+        """Return the allowed number nearest to `number`."""
         if self.choices:
             return min(self.choices, key=lambda value: abs(value - number))
-        whole = max(1, round(number / self.multiple)) * self.multiple if number else 0
-        return min(max(whole, self.minimum), MAX_OPTION_VALUE // self.multiple * self.multiple)
+        rounded = max(1, round(number / self.multiple)) * self.multiple if number else 0
+        return min(max(rounded, self.minimum), MAX_OPTION_VALUE // self.multiple * self.multiple)
 
     def __str__(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
-        of = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
-        return f"a whole number from {self.minimum} to {MAX_OPTION_VALUE}{of}"
+        suffix = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"a whole number from {self.minimum} to {MAX_OPTION_VALUE}{suffix}"
+
+
+def _format_option(name: str, text: str | None) -> str:
+    """Quote an option for a message, shortened."""
+    return short(name if text is None else f"{name}={text}")
 
 
 def parse_flag(name: str, text: str | None) -> bool:
@@ -78,63 +81,62 @@ def parse_flag(name: str, text: str | None) -> bool:
 
 def parse_prefill(name: str, text: str | None) -> str:
     if text not in ("dense", "stored"):
-        got = name if text is None else f"{name}={text}"
         near = find_nearest(text or "dense", ("dense", "stored"))
-        raise SpecError(f"option {short(got)}: allowed is dense or stored; nearest: {name}={near}")
+        option = _format_option(name, text)
+        raise SpecError(f"option {option}: allowed is dense or stored; nearest: {name}={near}")
     return text
 
 
 def parse_edge(name: str, text: str | None) -> tuple[int, LayerFormat]:
-    """How many layers at each end, and their format."""
+    """Parse the number of layers at each end, and their format."""
     number, colon, word = (text or "").partition(":")
     count = NumberOption()(name, number if text else None)
     return count, parse_format(word if colon else "affine8")
 
 
 def parse_select(name: str, text: str | None) -> tuple[PageSelection, int]:
-    """How many of the sealed pages a token reads, and the first layer that selects."""
-    number, colon, first = (text or "").partition(":")
+    """Parse how many sealed pages a token reads, and the first layer that selects."""
+    number, colon, first_layer = (text or "").partition(":")
     digits, percent = re.match("[0-9]{0,10}", number), number.endswith("%")
-    read = int(digits[0]) if digits and digits[0] else 0
-    near = f"{min(max(1, read), 100)}%" if percent else f"{min(max(1, read), MAX_OPTION_VALUE)}"
+    count = int(digits[0]) if digits and digits[0] else 0
+    near = f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
     if near != number:
-        got = name if text is None else f"{name}={text}"
         raise SpecError(
-            f"option {short(got)}: allowed is a number of pages, or a share of them from 1% to"
-            f" 100%; nearest: {name}={near}"
+            f"option {_format_option(name, text)}: allowed is a number of pages, or a share of them"
+            f" from 1% to 100%; nearest: {name}={near}"
         )
-    selection = PageSelection(percent=float(read)) if percent else PageSelection(pages=read)
-    if colon and not re.fullmatch("[0-9]{1,9}", first):
+    selection = PageSelection(percent=float(count)) if percent else PageSelection(pages=count)
+    if colon and not re.fullmatch("[0-9]{1,9}", first_layer):
         raise SpecError(
-            f"option {short(f'{name}={text}')}: behind the colon stands the first layer that"
-            f" selects; nearest: {name}={number}:{NUM_UNSELECTED_LAYERS}"
+            f"option {_format_option(name, text)}: allowed after the colon is the number of the"
+            f" first layer that selects; nearest: {name}={number}:{NUM_UNSELECTED_LAYERS}"
         )
-    return selection, int(first) if colon else NUM_UNSELECTED_LAYERS
+    return selection, int(first_layer) if colon else NUM_UNSELECTED_LAYERS
 
 
 def parse_prune(name: str, text: str | None) -> Pruning:
-    """By which score rows go behind a prompt, how many stay, and whether heads share these."""
-    word, _, rest = (text or "").partition(":")
-    keep, shared, adaptive = rest.partition(":")
-    got = short(name if text is None else f"{name}={text}")
+    """Parse the score, the rows to keep after a prompt, and whether heads share them."""
+    word, _, arguments = (text or "").partition(":")
+    keep, has_mode, mode = arguments.partition(":")
+    option = _format_option(name, text)
     if word not in SCORES:
         near = f"{name}={find_nearest(word or 'snapkv', SCORES)}:{keep or '25%'}"
         raise SpecError(
-            f"option {got}: allowed is a score, {', '.join(SCORES)}, and behind a colon how many"
-            f" rows stay; nearest: {near}"
+            f"option {option}: allowed is a score, {', '.join(SCORES)}, then a colon and the number"
+            f" of rows to keep; nearest: {near}"
         )
     digits, percent = re.match("[0-9]{0,10}", keep), keep.endswith("%")
-    read = int(digits[0]) if digits and digits[0] else 0
-    near = f"{min(max(1, read), 100)}%" if percent else f"{min(max(1, read), MAX_OPTION_VALUE)}"
-    if near != keep or (shared and adaptive != ADAPTIVE):
-        near += f":{ADAPTIVE}" if shared else ""
+    count = int(digits[0]) if digits and digits[0] else 0
+    near = f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
+    if near != keep or (has_mode and mode != ADAPTIVE):
+        near += f":{ADAPTIVE}" if has_mode else ""
         raise SpecError(
-            f"option {got}: allowed is a number of rows that a head keeps, or a share of the tokens"
-            f" from 1% to 100%, and then :{ADAPTIVE} where heads share it;"
+            f"option {option}: allowed is a number of rows per head, or a share of the tokens"
+            f" from 1% to 100%, and :{ADAPTIVE} if heads share them;"
             f" nearest: {name}={word}:{near if keep else '25%'}"
         )
-    kept = {"percent": float(read)} if percent else {"rows": read}
-    return Pruning(SCORES[word](), adaptive=bool(shared), **kept)
+    size = {"percent": float(count)} if percent else {"rows": count}
+    return Pruning(SCORES[word](), adaptive=bool(has_mode), **size)
 
 
 OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
@@ -158,7 +160,7 @@ OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
 
 
 def parse_option(word: str) -> tuple[str, Any]:
-    """The name of an option and its value."""
+    """Parse an option into its name and value."""
     name, equals, value = word.partition("=")
     if name in OPTION_PARSERS:
         return name, OPTION_PARSERS[name](name, value if equals else None)
@@ -173,13 +175,13 @@ def parse_option(word: str) -> tuple[str, Any]:
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """Name to value, in the order of `words`."""
+    """Parse options into a mapping of name to value."""
     options: dict[str, Any] = {}
     for word in words:
         name, value = parse_option(word)
         if name in options:
             raise SpecError(
-                f"option {short(word)} comes after another {name}; allowed: each option once;"
+                f"option {short(word)} follows another {name}; allowed: each option once;"
                 f" nearest: {word} alone"
             )
         options[name] = value
@@ -187,17 +189,17 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) -> None:
-    """An option that no side of any format can follow was meant for another spec."""
+    """Refuse an option that no side of any format supports."""
     formats = tuple(formats)
-    sides = [side for form in formats for side in (form.keys, form.values)]
+    sides = [side for layer_format in formats for side in (layer_format.keys, layer_format.values)]
     words = "/".join(dict.fromkeys(side.word for side in sides))
     families = {side.family for side in sides}
     if "group" in options:
         check_group(options["group"], sides)
     if "rotate" in options and not families & ROTATABLE_FAMILIES:
-        why = "is rotated already" if "turbo" in families else "has nothing to rotate"
+        reason = "is rotated already" if "turbo" in families else "has nothing to rotate"
         raise SpecError(
-            f"option 'rotate': {words} {why}; allowed with affine formats and fp8;"
+            f"option 'rotate': {words} {reason}; allowed with affine formats and fp8;"
             f" nearest: {words if 'turbo' in families else 'affine8,rotate'}"
         )
     if "smooth" in options and not families & SMOOTHABLE_FAMILIES:
@@ -208,8 +210,8 @@ def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) ->
     for name in ("window", "sinks"):
         if "prune" in options and name in options:
             raise SpecError(
-                f"option '{name}={options[name]}' beside prune: rows go by age, or by what they"
-                " matter; allowed: one of the two; nearest: no " + name
+                f"option '{name}={options[name]}' with prune: rows are dropped by age or by score;"
+                f" allowed: one of the two; nearest: no {name}"
             )
     if "seed" in options and "rotate" not in options and "turbo" not in families:
         raise SpecError(
@@ -219,6 +221,7 @@ def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) ->
 
 
 def check_group(group: int, sides: Iterable[SideFormat]) -> None:
+    """Refuse a group size that no affine side can have, or that an alias fixes."""
     grouped = [side for side in sides if side.family == "affine"]
     if not grouped:
         raise SpecError(
@@ -234,10 +237,11 @@ def check_group(group: int, sides: Iterable[SideFormat]) -> None:
 
 
 def check_capacity(options: Mapping[str, Any]) -> None:
+    """Refuse a window or sinks above the capacity."""
     capacity = options.get("capacity", MAX_OPTION_VALUE)
     for name in ("window", "sinks"):
         if options.get(name, 0) > capacity:
             raise SpecError(
-                f"option '{name}={options[name]}' with capacity={capacity} can never be filled;"
+                f"option '{name}={options[name]}' with capacity={capacity} can never fill;"
                 f" allowed: at most the capacity; nearest: {name}={capacity}"
             )

@@ -1,4 +1,4 @@
-"""Where prefixes outlive a process: a folder, a Redis, an object store, or several of them."""
+"""Persist prefixes in a folder, a Redis, an object store, or several of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
     "read_metadata",
 ]
 
-if not TYPE_CHECKING:  # or any name would be a good one
+if not TYPE_CHECKING:  # mypy would accept any name
     __getattr__ = lazy_names(
         __name__,
         {

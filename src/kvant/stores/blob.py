@@ -1,13 +1,14 @@
-"""A blob: a page of one kind of layers, or what one needs besides pages, as bytes that are checked.
+"""Serialize blobs: the tensors of a page or a tail state, with a header and a checksum.
 
-    magic | lengths of header and layout | header, JSON | layout, JSON | zeros up to 64
-    | tensors, each at 64 | checksum
+    +-------+--------------------+--------+--------+---------+---------------------+----------+
+    | magic | header size,       | header | layout | zeros   | tensors, each       | checksum |
+    | 8     | layout size  2 x 8 | JSON   | JSON   | to 64   | padded to 64        | 4 or 32  |
+    +-------+--------------------+--------+--------+---------+---------------------+----------+
 
-The layout says which tensors there are: it is the same bytes for all pages of a kind, and is read
-once. Anybody may have written a blob. So it is believed only if its checksum is right, and its
-tensors lie one behind the other and fill it, before any of them is made. With a secret, which all
-who share a store have, the checksum is an HMAC of SHA-256 that nobody else can make; without,
-CRC-32 finds what was damaged. No pickle.
+The layout lists the tensors. Its bytes are equal for all pages of a layer group, so it is parsed
+once. Blobs are untrusted: the checksum is compared, and the tensors must fill the payload without
+gaps, before a tensor is made. With a secret that all users of a store share, the checksum is an
+HMAC of SHA-256, which others cannot forge. Without one, CRC-32 detects corruption. No pickle.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from kvant.stores.contract import HEAD, MAGIC, MAX_BLOB_BYTES, MAX_HEADER, Bytes
 
 VERSION = 2
 ALIGNMENT = 64
-MAX_TOKENS = 1 << 20  # that one blob tells
-MAX_CACHED_LAYOUTS = 16  # that are remembered
+MAX_TOKENS = 1 << 20  # of a blob
+MAX_CACHED_LAYOUTS = 16
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -45,7 +46,7 @@ DTYPES = {
 
 
 class TensorPlace(NamedTuple):
-    """One tensor of a payload."""
+    """Type, shape and offset of a tensor in a payload."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,46 +59,46 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class BlobLayout:
-    """Which tensors lie in a payload, one behind the other, and where each begins."""
+    """The tensors of a payload, in order and without gaps."""
 
     tensors: Mapping[str, TensorPlace]
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> BlobLayout:
-        places, at = {}, 0
+        tensors, offset = {}, 0
         for name, (dtype, shape) in shapes.items():
-            places[name] = TensorPlace(dtype, shape, at)
-            at += _align(places[name].nbytes)
-        return cls(places)
+            tensors[name] = TensorPlace(dtype, shape, offset)
+            offset += _align(tensors[name].nbytes)
+        return cls(tensors)
 
     @cached_property
     def nbytes(self) -> int:
         return sum(_align(place.nbytes) for place in self.tensors.values())
 
     def view_fields(self, payloads: Tensor) -> Fields:
-        """The tensors [..., *shape] within payloads [..., nbytes]."""
-        found = {}
+        """Return views [..., *shape] of the tensors in payloads [..., nbytes]."""
+        fields = {}
         for name, place in self.tensors.items():
             shape = (*payloads.shape[:-1], *place.shape)
             if 0 in shape:
-                found[name] = torch.empty(shape, dtype=place.dtype)
+                fields[name] = torch.empty(shape, dtype=place.dtype)
             else:
                 raw = payloads[..., place.offset : place.offset + place.nbytes]
-                found[name] = raw.view(place.dtype).view(shape)
-        return found
+                fields[name] = raw.view(place.dtype).view(shape)
+        return fields
 
     @cached_property
     def json_bytes(self) -> bytes:
-        told = {
+        entries = {
             name: [str(place.dtype).removeprefix("torch."), list(place.shape), place.offset]
             for name, place in self.tensors.items()
         }
-        return json.dumps(told, separators=(",", ":")).encode()
+        return json.dumps(entries, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, eq=False)
 class BlobPayload:
-    """Tensors in one piece of memory."""
+    """Tensors in one contiguous buffer."""
 
     layout: BlobLayout
     data: Tensor  # bytes
@@ -119,20 +120,20 @@ class BlobPayload:
 
 @dataclass(frozen=True)
 class Blob:
-    """What stands in one, and what it is of."""
+    """A page of a layer group, or a tail state, and the tokens that it belongs to."""
 
     page: str
     part: str
-    parent_page: str  # the page before it
-    tokens: tuple[int, ...]  # that it is of, behind that page
+    parent_page: str  # name of the page before its tokens
+    tokens: tuple[int, ...]
     payload: BlobPayload
     numbers: Mapping[str, int] = field(default_factory=dict)
-    num_prefilled: int = 0  # of all tokens up to its end, so many were read as prompts
-    metadata: Mapping[str, str] = field(default_factory=dict)  # for people: model, spec
+    num_prefilled: int = 0  # first tokens of the whole prefix that were prefilled, not decoded
+    metadata: Mapping[str, str] = field(default_factory=dict)  # for humans: model, spec
 
 
 def pack_blob(blob: Blob, secret: bytes | None = None) -> bytearray:
-    """The bytes of a blob."""
+    """Serialize a blob."""
     header = {
         "version": VERSION,
         "page": blob.page,
@@ -143,10 +144,8 @@ def pack_blob(blob: Blob, secret: bytes | None = None) -> bytearray:
         "numbers": dict(blob.numbers),
         "about": dict(blob.metadata),
     }
-    text, layout = (
-        json.dumps(header, separators=(",", ":")).encode(),
-        blob.payload.layout.json_bytes,
-    )
+    text = json.dumps(header, separators=(",", ":")).encode()
+    layout = blob.payload.layout.json_bytes
     begin, nbytes = _align(HEAD.size + len(text) + len(layout)), len(blob.payload.data)
     data = bytearray(begin + nbytes)
     HEAD.pack_into(data, 0, MAGIC, len(text), len(layout))
@@ -157,13 +156,14 @@ def pack_blob(blob: Blob, secret: bytes | None = None) -> bytearray:
 
 
 def parse_blob(data: Bytes, secret: bytes | None = None) -> Blob:
-    """What bytes say, if they are a blob; its tensors lie in them."""
+    """Parse and check a blob; its tensors are views of `data`."""
     size = len(data) - len(_compute_checksum(memoryview(b""), secret))
-    length, more = read_head(data, size)
+    header_size, layout_size = read_head(data, size)
     body = memoryview(data)[:size]
     if not hmac.compare_digest(_compute_checksum(body, secret), bytes(data[size:])):
-        raise BlobError("damaged, or written with another secret: its checksum does not match")
-    begin, stop = HEAD.size + length, HEAD.size + length + more
+        raise BlobError("its checksum does not match: damaged, or written with another secret")
+    begin = HEAD.size + header_size
+    stop = begin + layout_size
     try:
         header = json.loads(bytes(body[HEAD.size : begin]), object_pairs_hook=reject_duplicate_keys)
         return _make_blob(header, bytes(body[begin:stop]), body[_align(stop) :])
@@ -172,19 +172,19 @@ def parse_blob(data: Bytes, secret: bytes | None = None) -> Blob:
 
 
 def parse_named_blob(page: str, part: str, data: Bytes, secret: bytes | None = None) -> Blob:
-    """What bytes say that were kept under these names."""
+    """Parse the blob that a store has under these names; raise if it has others."""
     blob = parse_blob(data, secret)
     if (blob.page, blob.part) != (page, part):
-        raise BlobError(f"it is of {blob.page} {blob.part}")
+        raise BlobError(f"it belongs to {blob.page} {blob.part}")
     return blob
 
 
 def read_metadata(data: Bytes) -> Mapping[str, str]:
-    """What a blob says for people, unchecked; nothing where it cannot be read."""
+    """Return the metadata of a blob without checks; {} if it cannot be read."""
     try:
-        length = HEAD.unpack_from(data)[1]
-        told = json.loads(data[HEAD.size : HEAD.size + min(length, MAX_HEADER)])["about"]
-        return {str(name): str(value) for name, value in told.items()}
+        size = HEAD.unpack_from(data)[1]
+        metadata = json.loads(data[HEAD.size : HEAD.size + min(size, MAX_HEADER)])["about"]
+        return {str(name): str(value) for name, value in metadata.items()}
     except (struct.error, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return {}
 
@@ -192,47 +192,49 @@ def read_metadata(data: Bytes) -> Mapping[str, str]:
 def _make_blob(header: Any, layout: bytes, payload: memoryview) -> Blob:
     if header["version"] != VERSION:
         raise ValueError(f"version {header['version']!r}, {VERSION} is needed")
-    page, part, before = (_read_text(header, name) for name in ("page", "part", "before"))
-    tokens, prompt = header["tokens"], header["prompt"]
+    page, part, parent = (_read_text(header, name) for name in ("page", "part", "before"))
+    tokens, num_prefilled = header["tokens"], header["prompt"]
     if (
         not isinstance(tokens, list)
         or len(tokens) > MAX_TOKENS
-        or not _are_whole_numbers([*tokens, prompt])
+        or not _are_whole_numbers([*tokens, num_prefilled])
     ):
-        raise ValueError("tokens that are no whole numbers, or too many")
-    numbers, about = dict(header["numbers"]), dict(header["about"])
-    if not _are_whole_numbers(list(numbers.values())) or not all(
-        isinstance(x, str) for x in about.values()
-    ):
-        raise ValueError("numbers that are no whole numbers")
-    held = _make_payload(_parse_layout(layout), payload)
-    return Blob(page, part, before, tuple(tokens), held, numbers, prompt, about)
+        raise ValueError(f"tokens must be whole numbers, {MAX_TOKENS} at most")
+    numbers, metadata = dict(header["numbers"]), dict(header["about"])
+    if not _are_whole_numbers(list(numbers.values())):
+        raise ValueError("numbers must be whole numbers")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("about must have texts as values")
+    data = _make_payload(_parse_layout(layout), payload)
+    return Blob(page, part, parent, tuple(tokens), data, numbers, num_prefilled, metadata)
 
 
 @lru_cache(MAX_CACHED_LAYOUTS)
 def _parse_layout(json_bytes: bytes) -> BlobLayout:
-    """Tensors that lie one behind the other."""
-    told = json.loads(json_bytes, object_pairs_hook=reject_duplicate_keys)
-    if not isinstance(told, dict):
-        raise ValueError("a layout that is no object")
-    for name, (dtype, shape, _) in told.items():
+    """Parse a layout; raise unless its tensors are in order without gaps."""
+    entries = json.loads(json_bytes, object_pairs_hook=reject_duplicate_keys)
+    if not isinstance(entries, dict):
+        raise ValueError("the layout is not a JSON object")
+    for name, (dtype, shape, _) in entries.items():
         if dtype not in DTYPES or not _are_whole_numbers(shape) or len(shape) > 8:
             raise ValueError(f"field {name}: {dtype} {shape}")
-        if prod(side or 1 for side in shape) > MAX_BLOB_BYTES:  # empty, and beyond all counting
+        if (
+            prod(side or 1 for side in shape) > MAX_BLOB_BYTES
+        ):  # also of empty tensors: sizes overflow
             raise ValueError(f"field {name}: {shape}")
     layout = BlobLayout.from_shapes(
-        {n: (DTYPES[dtype], tuple(shape)) for n, (dtype, shape, _) in told.items()}
+        {n: (DTYPES[dtype], tuple(shape)) for n, (dtype, shape, _) in entries.items()}
     )
     for name, place in layout.tensors.items():
-        if told[name][2] != place.offset:
-            raise ValueError(f"field {name}: at {told[name][2]}, it is due at {place.offset}")
+        if entries[name][2] != place.offset:
+            raise ValueError(f"field {name}: at {entries[name][2]}, expected at {place.offset}")
     return layout
 
 
 def _make_payload(layout: BlobLayout, data: memoryview) -> BlobPayload:
-    """The tensors, if they fill it."""
+    """Make a payload of `data`; raise unless the tensors fill it."""
     if layout.nbytes != len(data):
-        raise ValueError(f"{len(data)} bytes, its fields are {layout.nbytes}")
+        raise ValueError(f"{len(data)} bytes of data, the layout needs {layout.nbytes}")
     if data.readonly:
         data = memoryview(bytearray(data))
     flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0).byte()
@@ -240,10 +242,10 @@ def _make_payload(layout: BlobLayout, data: memoryview) -> BlobPayload:
 
 
 def _read_text(header: Any, name: str) -> str:
-    word = header[name]
-    if not isinstance(word, str):
-        raise ValueError(f"{name} {word!r} is no word")
-    return word
+    text = header[name]
+    if not isinstance(text, str):
+        raise ValueError(f"{name} {text!r} is not a text")
+    return text
 
 
 def _are_whole_numbers(numbers: Any) -> bool:

@@ -1,15 +1,15 @@
-"""A folder as a store: its files are all there is, so it outlives whoever wrote it.
+"""Store blobs as files of a folder, within a quota; the files are the only state.
 
-    folder/<namespace>/<2 digits of a key>/<the others>/<part>
+    folder/<namespace>/<first 2 digits of a key>/<the other digits>/<part>
 
-A file is written beside its name and moved there when it is whole. The time of a file is when it
-was used last, and what was not used for longest goes first where room is needed: of what was used
-within the same minute, the ends of sequences before their beginnings. A time that is still to come,
-since a clock was set back, tells nothing: such a file goes before all others. Two processes may
-have one folder: equal names are equal bytes, and what one deletes is a miss for the other.
+A file is written under a temporary name in the same folder and renamed when complete. Its
+modification time is its last use; an eviction deletes the least recently used blobs. Among blobs
+used in the same minute, it deletes the ends of sequences before their beginnings. A time in the
+future (a clock was set back) counts as the oldest. Processes may share a folder: equal names have
+equal bytes, and a file that another process deleted is a miss.
 
-Only regular files are read. A pipe would block the reader, and a link may lead anywhere: these are
-damaged blobs, which a write replaces. A link in place of a folder below the store's own is never
+Only regular files are read. A pipe would block the reader, and a link may lead anywhere: both are
+corrupt blobs, which a write replaces. A link in place of a folder below the store's own is never
 followed: reads find an empty folder there, and writes fail.
 """
 
@@ -41,57 +41,55 @@ from kvant.stores.contract import (
     read_head,
 )
 
-UNFINISHED_NAME = re.compile(r"[0-9a-f]{16}\.part")  # the name of a file that is being written
-STALE_AFTER_S = 3600.0  # seconds after which nobody writes to such a file any more
-LOW_WATERMARK = 0.9  # of the quota: so much is left once something had to go
-MAX_WRITE_TRIES = 5  # to write into a folder that others delete as often
-READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-LARGE = 1 << 20  # bytes, beyond which a file is checked before memory is allocated for it
-UNDELETABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EEXIST, errno.ENOTEMPTY)
-RECOUNT_DIVISOR = 16  # part of the quota that is written before all files are counted again
+UNFINISHED_NAME = re.compile(r"[0-9a-f]{16}\.part")  # of a file that is being written
+STALE_AFTER_S = 3600.0  # age of an unfinished file whose writer is dead
+LOW_WATERMARK = 0.9  # an eviction leaves this part of the quota
+MAX_WRITE_TRIES = 5  # into a page folder that other processes remove while it is empty
+READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+MAX_UNCHECKED_BYTES = 1 << 20  # larger files are checked before memory is allocated
+UNDELETABLE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EEXIST, errno.ENOTEMPTY)
+RECOUNT_DIVISOR = 16  # all files are counted again after writing 1 / 16 of the quota
 
 
 class BlobInfo(NamedTuple):
-    """A blob, as the folder tells of it."""
+    """A blob in the listing of a folder."""
 
     page: str
     part: str
     nbytes: int
-    last_used: float  # when, in seconds since 1970
+    last_used: float  # seconds since 1970
 
 
 class FolderStore:
-    """Blobs in files, within a quota."""
+    """A store of blobs in files, within a quota."""
 
     def __init__(
         self, path: str | os.PathLike[str], max_bytes: int | None = None, min_free: int = 1 << 30
     ) -> None:
-        """At most `max_bytes`, and only while the disk has `min_free` bytes more."""
+        """Bound the blobs to `max_bytes`, and leave `min_free` bytes of the disk free."""
         self.path = Path(path).expanduser().absolute()
         if self.path.exists() and not self.path.is_dir():
-            raise StoreError(f"{self.path}: a file, a folder is needed")
+            raise StoreError(f"{self.path} is a file, a folder is needed")
         self.max_bytes = max_bytes
         self.min_free = min_free
         self._lock = Lock()
-        self._bytes_until_recount: int | None = (
-            None  # bytes to write until all files are counted again
-        )
+        self._bytes_until_recount: int | None = None  # None: not counted yet
 
     @property
     def url(self) -> str:
         return str(self.path)
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
-        """Whoever asks for pages uses them, though some may be in memory already."""
-        found = []
+        """Return the stored parts of each page, and mark them as used."""
+        parts_of = []
         for page in pages:
             with self._open_page_folder(*_levels(page)) as folder:
-                found.append(filter_part_names(_list_names(folder)))
-                for part in found[-1]:
+                parts_of.append(filter_part_names(_list_names(folder)))
+                for part in parts_of[-1]:
                     _touch(part, folder)
-        return found
+        return parts_of
 
     def get(self, page: str, part: str) -> Bytes | None:
         with self._open_page_folder(*_levels(page)) as folder:
@@ -101,7 +99,7 @@ class FolderStore:
         return data
 
     def read(self, page: str, part: str) -> Bytes | None:
-        """A blob, for somebody who only looks: it is not used."""
+        """Return a blob without marking it as used."""
         with self._open_page_folder(*_levels(page)) as folder:
             return _read(folder, part, self._blob_file(page, part))
 
@@ -114,12 +112,12 @@ class FolderStore:
                 return
             self.drop(page, part)
         self._reserve_bytes(len(blob))
-        for left in reversed(range(MAX_WRITE_TRIES)):
+        for tries_left in reversed(range(MAX_WRITE_TRIES)):
             try:
                 self._write(page, part, blob)
                 return
-            except (FileNotFoundError, FileExistsError):  # somebody deletes the folder, if empty
-                if not left:
+            except (FileNotFoundError, FileExistsError):  # another process removed the folder
+                if not tries_left:
                     raise
             finally:
                 self._remove_empty(page)
@@ -133,45 +131,45 @@ class FolderStore:
             remove(part, dir_fd=folder)
         self._remove_empty(page)
 
-    # ---- what people ask
+    # ---- listing and eviction
 
     def __iter__(self) -> Iterator[BlobInfo]:
-        """All blobs, as they are found."""
+        """Yield all blobs, in no order."""
         for page in self._list_pages():
             with self._open_page_folder(*_levels(page)) as folder:
                 blobs = [
                     (part, _lstat(part, folder)) for part in filter_part_names(_list_names(folder))
                 ]
             for part, status in blobs:
-                if status is not None:  # it may go at any time
+                if status is not None:  # None: deleted since
                     nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
                     yield BlobInfo(page, part, nbytes, status.st_mtime)
 
     def shrink(self, nbytes: int) -> list[BlobInfo]:
         """Delete the least recently used blobs until `nbytes` bytes are left; return them.
 
-        A blob that cannot be deleted is skipped, and the next one is deleted in its place.
+        A blob that cannot be deleted is skipped.
         """
-        entries, gone = list(self), []
-        over = sum(entry.nbytes for entry in entries) - nbytes
+        entries, deleted = list(self), []
+        excess = sum(entry.nbytes for entry in entries) - nbytes
         for entry in choose_evictions(entries, 0):
-            if over <= 0:
+            if excess <= 0:
                 break
             try:
                 self.drop(entry.page, entry.part)
             except OSError as error:
-                if error.errno not in UNDELETABLE:
+                if error.errno not in UNDELETABLE_ERRNOS:
                     raise
             else:
-                over -= entry.nbytes
-                gone.append(entry)
-        return gone
+                excess -= entry.nbytes
+                deleted.append(entry)
+        return deleted
 
     def delete_unfinished(self) -> int:
-        """Delete what writers left that were killed; how many files."""
+        """Delete unfinished files of killed writers; return their number."""
         count = 0
         for page in self._list_pages():
-            before = count
+            count_before = count
             with self._open_page_folder(*_levels(page)) as folder:
                 for name in filter(UNFINISHED_NAME.fullmatch, _list_names(folder)):
                     status = _lstat(name, folder)
@@ -180,23 +178,23 @@ class FolderStore:
                     with suppress(OSError):
                         os.unlink(name, dir_fd=folder)
                         count += 1
-            if count > before:
+            if count > count_before:
                 self._remove_empty(page)
         return count
 
-    # ---- within
+    # ---- internals
 
     def _list_pages(self) -> Iterator[str]:
-        """The names of all folders that are pages."""
-        for space in self._list():
-            for two in self._list(space):
-                for rest in self._list(space, two):
-                    page = f"{space}/{two}{rest}"
-                    if len(two) == 2 and PAGE_NAME.fullmatch(page):
+        """Yield the names of all pages."""
+        for namespace in self._list():
+            for head in self._list(namespace):
+                for tail in self._list(namespace, head):
+                    page = f"{namespace}/{head}{tail}"
+                    if len(head) == 2 and PAGE_NAME.fullmatch(page):
                         yield page
 
     def _reserve_bytes(self, nbytes: int) -> None:
-        """Let go of old blobs for a new one, or raise."""
+        """Evict old blobs for a new one of `nbytes` bytes; raise if it does not fit."""
         with self._lock:
             self.path.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free - self.min_free
@@ -205,35 +203,35 @@ class FolderStore:
             self._bytes_until_recount -= nbytes
 
     def _recount(self, nbytes: int) -> int:
-        """Let go of old blobs for a new one; bytes to write until it is time to count again.
+        """Count all blobs and evict old ones; return the bytes to write until the next count.
 
-        Others write here, too, and know as little of this process.
+        Other processes write to the folder as well, uncounted until then.
         """
         self.delete_unfinished()
-        held = sum(one.nbytes for one in self)
+        used = sum(entry.nbytes for entry in self)
         free = shutil.disk_usage(self.path).free
-        most = held + free - self.min_free
+        limit = used + free - self.min_free
         if self.max_bytes is not None:
-            most = min(self.max_bytes, most)
-        if held + nbytes > most >= nbytes:
-            self.shrink(max(0, int(LOW_WATERMARK * most) - nbytes))
-            held = sum(one.nbytes for one in self)
-        if held + nbytes > most:  # too large, or blobs could not be deleted
+            limit = min(self.max_bytes, limit)
+        if used + nbytes > limit >= nbytes:
+            self.shrink(max(0, int(LOW_WATERMARK * limit) - nbytes))
+            used = sum(entry.nbytes for entry in self)
+        if used + nbytes > limit:  # too large, or blobs could not be deleted
+            quota = "none" if self.max_bytes is None else format_size(self.max_bytes)
             raise StoreError(
-                f"{self.path}: no room for {format_size(nbytes)}: {format_size(free)} are free "
-                f"of which {format_size(self.min_free)} are to stay, the quota is "
-                f"{'none' if self.max_bytes is None else format_size(self.max_bytes)}, "
-                f"{format_size(held)} are held"
+                f"{self.path}: no room for {format_size(nbytes)}: {format_size(free)} are free, "
+                f"{format_size(self.min_free)} must stay free, the quota is {quota}, "
+                f"{format_size(used)} are used"
             )
-        return max(nbytes, min(most - held, most // RECOUNT_DIVISOR))
+        return max(nbytes, min(limit - used, limit // RECOUNT_DIVISOR))
 
     def _write(self, page: str, part: str, blob: Bytes) -> None:
-        """Write a blob to a file of another name, and move it to its own."""
+        """Write a blob to a temporary file and rename it."""
         self.path.mkdir(parents=True, exist_ok=True)
         folder = self._open(*_levels(page), make=True)
         unfinished = f"{secrets.token_hex(8)}.part"
         try:
-            file = os.open(unfinished, CREATE, 0o666, dir_fd=folder)
+            file = os.open(unfinished, CREATE_FLAGS, 0o666, dir_fd=folder)
             try:
                 _write_all(file, blob)
             finally:
@@ -257,7 +255,7 @@ class FolderStore:
 
     @contextmanager
     def _open_page_folder(self, *levels: str) -> Iterator[int | None]:
-        """Open a folder below the store's own; None where a level is missing or no folder."""
+        """Open a folder below the store's own; None if a level is missing or not a folder."""
         try:
             folder = self._open(*levels)
         except (FileNotFoundError, NotADirectoryError):
@@ -270,15 +268,15 @@ class FolderStore:
 
     def _open(self, *levels: str, make: bool = False) -> int:
         """Open a folder level by level, and follow no link below the store's own."""
-        path, folder = self.path, os.open(self.path, DIRECTORY)
+        path, folder = self.path, os.open(self.path, DIRECTORY_FLAGS)
         for name in levels:
             path /= name
             try:
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(name, dir_fd=folder)
-                below = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            except OSError as error:  # of a link, ELOOP on some systems
+                below = os.open(name, DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
+            except OSError as error:  # for a link, ELOOP on some systems
                 code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
                 raise OSError(code, os.strerror(code or 0), str(path)) from None
             finally:
@@ -291,29 +289,29 @@ class FolderStore:
 
 
 def choose_evictions(entries: Iterable[BlobInfo], nbytes: int) -> list[BlobInfo]:
-    """What has to go, so that so many bytes are left: what was not used for longest comes first."""
+    """Return the least recently used blobs to delete so that `nbytes` are left."""
     now = time.time()
-    found = sorted(entries, key=lambda one: _eviction_key(one, now))
-    over, gone = sum(one.nbytes for one in found) - nbytes, []
-    for entry in found:
-        if over <= 0:
+    ordered = sorted(entries, key=lambda entry: _eviction_key(entry, now))
+    excess, evictions = sum(entry.nbytes for entry in ordered) - nbytes, []
+    for entry in ordered:
+        if excess <= 0:
             break
-        over -= entry.nbytes
-        gone.append(entry)
-    return gone
+        excess -= entry.nbytes
+        evictions.append(entry)
+    return evictions
 
 
 def _eviction_key(entry: BlobInfo, now: float) -> tuple[int, int]:
-    """The minute of its use, unless that is still to come; then what ends last comes first."""
-    used = entry.last_used if entry.last_used < now + STALE_AFTER_S else 0.0
-    number = re.match(r"\d*", entry.part.rpartition("-")[2])
-    return int(used // 60), -int(f"0{number[0]}" if number else 0)
+    """Return the minute of the last use (0 if in the future), then the end, last first."""
+    last_used = entry.last_used if entry.last_used < now + STALE_AFTER_S else 0.0
+    number = re.match(r"\d*", entry.part.rpartition("-")[2])  # of the page, or a length
+    return int(last_used // 60), -int(f"0{number[0]}" if number else 0)
 
 
 def _levels(page: str) -> tuple[str, str, str]:
-    """The folders of a page, each in the one before."""
-    space, _, key = check_page_name(page).partition("/")
-    return space, key[:2], key[2:]
+    """Return the nested folders of a page."""
+    namespace, _, key = check_page_name(page).partition("/")
+    return namespace, key[:2], key[2:]
 
 
 def _list_names(folder: int | None) -> list[str]:
@@ -321,7 +319,7 @@ def _list_names(folder: int | None) -> list[str]:
 
 
 def _lstat(name: str, folder: int | None) -> os.stat_result | None:
-    """The state of a file or a link in an open folder; None where it is missing."""
+    """Return the status of a file or a link in an open folder; None if it is missing."""
     if folder is None:
         return None
     try:
@@ -331,18 +329,18 @@ def _lstat(name: str, folder: int | None) -> os.stat_result | None:
 
 
 def _touch(name: str, folder: int | None) -> None:
-    """Note that a blob was used."""
-    with suppress(OSError):  # a folder that is only read has its uses, too
+    """Mark a blob as used."""
+    with suppress(OSError):  # e.g. a read-only folder
         os.utime(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _read(folder: int | None, part: str, path: Path) -> bytearray | None:
-    """The bytes of a blob in an open folder; None where there is none."""
+    """Read a blob in an open folder; None if it is missing."""
     if (status := _lstat(part, folder)) is None:
         return None
     _check_regular(status, path)
     try:
-        file = os.open(part, READ, dir_fd=folder)
+        file = os.open(part, READ_FLAGS, dir_fd=folder)
     except FileNotFoundError:
         return None
     try:
@@ -351,17 +349,17 @@ def _read(folder: int | None, part: str, path: Path) -> bytearray | None:
         os.close(file)
 
 
-def _check_regular(found: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise BlobError(f"{path}: {stat.filemode(found.st_mode)}, a regular file is needed")
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise BlobError(f"{path}: {stat.filemode(status.st_mode)}, a regular file is needed")
 
 
 def _read_all(file: int, path: Path) -> bytearray:
-    """The bytes of a file, if a blob may have them."""
-    found = os.fstat(file)
-    _check_regular(found, path)  # it may have been replaced since it was opened
-    size = check_blob_size(found.st_size, str(path))
-    if size > LARGE:
+    """Read an open file; raise if it cannot be a blob."""
+    status = os.fstat(file)
+    _check_regular(status, path)  # it may have been replaced before it was opened
+    size = check_blob_size(status.st_size, str(path))
+    if size > MAX_UNCHECKED_BYTES:
         _check_large(file, path, size)
     data = bytearray(size)
     view, read = memoryview(data), 0
@@ -371,15 +369,15 @@ def _read_all(file: int, path: Path) -> bytearray:
 
 
 def _check_large(file: int, path: Path, size: int) -> None:
-    """Refuse a file that does not begin as a blob, or has a hole in its first half.
+    """Raise for a file without the head of a blob, or with a hole in its first half.
 
-    A sparse file takes little of a disk, and all of its size in memory. Writers leave no holes,
-    but a file system may make some of zeros: then most of a blob is still data.
+    A sparse file is small on disk and large in memory. Writers leave no holes, but a file system
+    may turn zeros into holes; most of a blob is data even then.
     """
     try:
         read_head(os.pread(file, HEAD.size, 0), size)
     except BlobError as error:
-        raise BlobError(f"{path}: {size} bytes that do not begin as a blob: {error}") from None
+        raise BlobError(f"{path}: {size} bytes without the head of a blob: {error}") from None
     hole = os.lseek(file, 0, os.SEEK_HOLE)  # the end of the file where there is none
     os.lseek(file, 0, os.SEEK_SET)
     if hole < size // 2:

@@ -1,7 +1,7 @@
-"""An object store as a store: S3, Google's, Azure's, or memory; a blob is `<prefix>/<page>/<part>`.
+"""Store blobs in an object store: S3, Google's, Azure's, or memory, as `<prefix>/<page>/<part>`.
 
-Who may read and write there is said by the environment alone, as obstore reads it. What was not
-used for long is deleted by a lifecycle rule of the bucket.
+Credentials are read by obstore, from the environment alone. Old blobs are deleted by a lifecycle
+rule of the bucket.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvant.stores.contract import (
     redact_url,
 )
 
-SCHEMES = ("s3", "gs", "az", "memory")
+OBJECT_STORE_SCHEMES = ("s3", "gs", "az", "memory")
 URL_PATTERN = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#@]*)?|memory:///?", re.ASCII)
 URL_HELP = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix and memory://"
 CONNECT_TIMEOUT = "2s"
 REQUEST_TIMEOUT = "10s"
 RETRY_CONFIG = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
-MAX_LIST_THREADS = 16  # pages that are listed
+MAX_LIST_THREADS = 16  # each lists a page
 
 
 class ObjectStore:
-    """Blobs in the objects of a bucket."""
+    """A store of blobs in the objects of a bucket."""
 
     def __init__(self, url: str) -> None:
         """`s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, `memory://`."""
@@ -48,7 +48,7 @@ class ObjectStore:
         self.url = redact_url(url)
         if not URL_PATTERN.fullmatch(url):
             raise StoreError(
-                f"{self.url}: {URL_HELP} are allowed; the environment says who may go there"
+                f"{self.url}: {URL_HELP} are allowed; credentials are read from the environment"
             )
         self._obstore = obstore
         self._errors = (BaseError, OSError, ValueError)
@@ -56,14 +56,14 @@ class ObjectStore:
         options = {} if url.startswith("memory:") else _make_client_options()
         with self._translate_errors():
             self._bucket: Any = obstore.store.from_url(url, **options)
-            # its threads begin with the first call, and not as late as in a thread that writes
-            # behind, whose priority they would have
+            # The first call starts obstore's threads. Later, they would start in the background
+            # writer and inherit its low priority.
             obstore.put(obstore.store.MemoryStore(), "begin", b"")
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         prefixes = [f"{check_page_name(page)}/" for page in pages]
         if len(prefixes) < 2:
-            return [self._list_parts(one) for one in prefixes]
+            return [self._list_parts(prefix) for prefix in prefixes]
         with ThreadPoolExecutor(min(MAX_LIST_THREADS, len(prefixes)), "kvant-store") as threads:
             return list(threads.map(self._list_parts, prefixes))
 
@@ -71,12 +71,12 @@ class ObjectStore:
         path = _object_path(page, part)
         with self._translate_errors():
             try:
-                found = self._obstore.get(self._bucket, path)
+                result = self._obstore.get(self._bucket, path)
             except FileNotFoundError:
                 return None
-        check_blob_size(found.meta["size"], f"{self.url} {path}")
+        check_blob_size(result.meta["size"], f"{self.url} {path}")
         with self._translate_errors():
-            return bytearray(found.bytes())
+            return bytearray(result.bytes())
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
         path = _object_path(page, part)
@@ -90,23 +90,27 @@ class ObjectStore:
 
     def _list_parts(self, prefix: str) -> frozenset[str]:
         with self._translate_errors():
-            found = self._obstore.list(self._bucket, prefix=prefix).collect()
-        return filter_part_names(one["path"].rpartition("/")[2] for one in found)
+            objects = self._obstore.list(self._bucket, prefix=prefix).collect()
+        return filter_part_names(item["path"].rpartition("/")[2] for item in objects)
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """One line of an error, without what a signed URL in it has behind its `?`."""
+        """Raise a StoreError with the first line of an error, without queries of signed URLs."""
         try:
             yield
         except self._errors as error:
-            told = str(error).partition("\n")[0]
-            raise StoreError(re.sub(r"\?[^\s)]*", "", f"{self.url}: {told}")) from None
+            line = str(error).partition("\n")[0]
+            raise StoreError(re.sub(r"\?[^\s)]*", "", f"{self.url}: {line}")) from None
 
 
 def _make_client_options() -> dict[str, Any]:
-    """How long an answer is waited for. These replace what the environment says of connections."""
-    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-    client = {"connect_timeout": CONNECT_TIMEOUT, "timeout": REQUEST_TIMEOUT, "allow_http": plain}
+    """Return timeouts and retries, which replace those of the environment."""
+    allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    client = {
+        "connect_timeout": CONNECT_TIMEOUT,
+        "timeout": REQUEST_TIMEOUT,
+        "allow_http": allow_http,
+    }
     return {"client_options": client, "retry_config": RETRY_CONFIG}
 
 

@@ -1,4 +1,4 @@
-"""A store by its name, a folder or a URL; several by a list of names."""
+"""Open stores by name: a folder, a URL, or a list of these."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from urllib.parse import unquote, urlsplit
 
 from kvant.errors import StoreError
 from kvant.sizes import as_bytes
-from kvant.stores import object_store as objects
-from kvant.stores import redis as servers
 from kvant.stores.contract import Store, redact_url
 from kvant.stores.folder import FolderStore
+from kvant.stores.object_store import OBJECT_STORE_SCHEMES, ObjectStore
+from kvant.stores.redis import REDIS_SCHEMES, RedisStore
 
-if TYPE_CHECKING:  # a name is checked without torch
+if TYPE_CHECKING:  # checking a name must not import torch
     from kvant.stores.tiers import Tiers
 
 StoreName = str | os.PathLike[str]
 
 
 def _parse_file_url(url: str) -> str:
-    """The path that a URL tells."""
+    """Return the path of a file URL."""
     split = urlsplit(url)
     if split.netloc or not split.path.startswith("/") or split.query or split.fragment:
         raise StoreError(f"{redact_url(url)}: file:///path is allowed")
     return unquote(split.path)
 
 
-STORE_TYPES: dict[str, Callable[[str], Store]] = {  # by what stands before ://, beside file
-    **dict.fromkeys(servers.SCHEMES, servers.RedisStore),
-    **dict.fromkeys(objects.SCHEMES, objects.ObjectStore),
+STORE_TYPES: dict[str, Callable[[str], Store]] = {  # by scheme, except file
+    **dict.fromkeys(REDIS_SCHEMES, RedisStore),
+    **dict.fromkeys(OBJECT_STORE_SCHEMES, ObjectStore),
 }
 
 
 def open_store(name: StoreName, max_bytes: int | str | None = None) -> Store:
-    """The store of a name: `~/.cache/kvant`, `file:///var/kvant`, `redis://host`, `s3://bucket/a`.
+    """Open a store by name: `~/.cache/kvant`, `file:///var/kvant`, `redis://host`, `s3://bucket/a`.
 
-    `max_bytes` bounds a folder: what was not used for longest goes first.
+    `max_bytes` bounds a folder, which evicts its least recently used blobs first.
     """
-    most = None if max_bytes is None else as_bytes(max_bytes)
+    quota = None if max_bytes is None else as_bytes(max_bytes)
     text = os.fspath(name)
     check_name(text)
     scheme = _parse_scheme(text)
     if scheme is None:
-        return FolderStore(text, most)
+        return FolderStore(text, quota)
     if scheme == "file":
-        return FolderStore(_parse_file_url(text), most)
-    if most is not None:
+        return FolderStore(_parse_file_url(text), quota)
+    if quota is not None:
         raise StoreError(
-            f"{redact_url(text)}: max_bytes is of a folder; here the server is told that"
+            f"{redact_url(text)}: max_bytes is for folders; set the limit on the server instead"
         )
     return STORE_TYPES[scheme](text)
 
 
 def check_name(text: str) -> None:
-    """Refuse an empty name, and a URL of an unknown scheme, before anything is opened."""
+    """Raise for an empty name or an unknown scheme; opens nothing."""
     if not text:
-        raise StoreError("a store without a name: a folder, or a URL")
+        raise StoreError("a store without a name: give a folder or a URL")
     scheme = _parse_scheme(text)
     if scheme in (None, "file"):
         return
     if scheme not in STORE_TYPES or not text.startswith(f"{scheme}://"):
-        known = ", ".join(f"{one}://" for one in sorted(["file", *STORE_TYPES]))
-        raise StoreError(f"{redact_url(text)}: {known} or a folder is needed")
+        schemes = ", ".join(f"{name}://" for name in sorted(["file", *STORE_TYPES]))
+        raise StoreError(f"{redact_url(text)}: {schemes} or a folder is needed")
 
 
 def open_tiers(
@@ -72,31 +72,31 @@ def open_tiers(
     secret: bytes | None = None,
     max_bytes: int | str | None = None,
 ) -> Tiers:
-    """Stores as one, the nearest first, by their names or themselves.
+    """Open stores by name and combine them with given ones, nearest first.
 
-    `max_bytes` bounds each folder that is named.
+    `max_bytes` bounds each folder that is opened by name.
     """
     from kvant.stores.tiers import Tiers
 
-    listed = [*store] if isinstance(store, Sequence) and not isinstance(store, str) else [store]
-    bounded = 0
-    opened: list[Store] = []
-    for one in listed:
-        if not isinstance(one, str | os.PathLike):
-            opened.append(one)
-        elif _parse_scheme(os.fspath(one)) in (None, "file"):
-            opened.append(open_store(one, max_bytes))
-            bounded += 1
+    sources = [*store] if isinstance(store, Sequence) and not isinstance(store, str) else [store]
+    num_folders = 0
+    stores: list[Store] = []
+    for source in sources:
+        if not isinstance(source, str | os.PathLike):
+            stores.append(source)
+        elif _parse_scheme(os.fspath(source)) in (None, "file"):
+            stores.append(open_store(source, max_bytes))
+            num_folders += 1
         else:
-            opened.append(open_store(one))
-    if max_bytes is not None and not bounded:
-        raise StoreError("max_bytes is of a folder, and none is named")
-    return Tiers(opened, secret)
+            stores.append(open_store(source))
+    if max_bytes is not None and not num_folders:
+        raise StoreError("max_bytes is for folders, and no folder is named")
+    return Tiers(stores, secret)
 
 
 def _parse_scheme(text: str) -> str | None:
-    """What stands before `://`, or before the `:` of a known one; None of a path."""
-    found = re.match(r"([A-Za-z][\w+.-]*):(//)?", text)
-    if found is None or (found[2] is None and found[1] not in ("file", *STORE_TYPES)):
+    """Return the scheme of a URL; None for a path. A known scheme may lack the `//`."""
+    match = re.match(r"([A-Za-z][\w+.-]*):(//)?", text)
+    if match is None or (match[2] is None and match[1] not in ("file", *STORE_TYPES)):
         return None
-    return found[1]
+    return match[1]

@@ -1,7 +1,7 @@
-"""A Redis or a Valkey as a store: a page is a hash `kvant:<page>`, whose fields are its parts.
+"""Store blobs in a Redis or Valkey server: a page is a hash `kvant:<page>`, its fields are parts.
 
-A page that nobody uses goes after its time to live; before that, the server forgets as its
-`maxmemory-policy` says. Answers are waited for so briefly that a dead server costs little.
+A page expires after its time to live without use; before that, the server evicts by its
+`maxmemory-policy`. Timeouts are short, so that a dead server costs little.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvant.stores.contract import (
     redact_url,
 )
 
-DEFAULT_TTL_S = 7 * 86_400  # seconds
-CONNECT_TIMEOUT_S = 1.0  # seconds, at most
+DEFAULT_TTL_S = 7 * 86_400
+CONNECT_TIMEOUT_S = 1.0
 REQUEST_TIMEOUT_S = 5.0
-SCHEMES = ("redis", "rediss", "unix", "valkey")
+REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey")
 URL_HELP = "redis://[user:password@]host[:port][/db][?ttl=seconds], or unix:///socket[?db=0]"
 
 
 class RedisStore:
-    """Blobs in the hashes of a server."""
+    """A store of blobs in the hashes of a server."""
 
     def __init__(self, url: str) -> None:
         """`redis://host`, `rediss://host` with TLS, `unix:///socket`; with `?ttl=3600`."""
@@ -42,7 +42,7 @@ class RedisStore:
         address, numbers = _parse_url(url)
         self.url = redact_url(url)
         self.ttl = numbers.pop("ttl", DEFAULT_TTL_S)
-        # Any: redis-py says of most commands that they may have to be awaited
+        # Any: redis-py types most commands as possibly awaitable
         self._client: Any = redis.Redis.from_url(
             address,
             **numbers,
@@ -52,23 +52,23 @@ class RedisStore:
         )
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
-        asked = self._client.pipeline(transaction=False)
+        pipeline = self._client.pipeline(transaction=False)
         for page in pages:
-            asked.hkeys(_redis_key(page))
-        return [filter_part_names(name.decode() for name in names) for names in asked.execute()]
+            pipeline.hkeys(_redis_key(page))
+        return [filter_part_names(name.decode() for name in names) for names in pipeline.execute()]
 
     def get(self, page: str, part: str) -> Bytes | None:
-        asked = self._client.pipeline(transaction=False)
-        asked.hget(_redis_key(page), check_part_name(part)).expire(_redis_key(page), self.ttl)
-        blob: bytes | None = asked.execute()[0]
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.hget(_redis_key(page), check_part_name(part)).expire(_redis_key(page), self.ttl)
+        blob: bytes | None = pipeline.execute()[0]
         return blob
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
-        asked = self._client.pipeline(transaction=False)
-        asked.hsetnx(_redis_key(page), check_part_name(part), blob).expire(
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.hsetnx(_redis_key(page), check_part_name(part), blob).expire(
             _redis_key(page), self.ttl
         )
-        asked.execute()
+        pipeline.execute()
 
     def drop(self, page: str, part: str) -> None:
         self._client.hdel(_redis_key(page), check_part_name(part))
@@ -79,29 +79,28 @@ def _redis_key(page: str) -> str:
 
 
 def _parse_url(url: str) -> tuple[str, dict[str, int]]:
-    """What redis-py connects to, and the numbers behind the `?`.
+    """Return the URL for redis-py, and the numbers of the query.
 
-    No word of a URL gets into an error: it may be a password.
+    Errors quote no part of a URL that may be a password.
     """
     scheme, _, rest = url.partition("://")
     address, _, query = rest.partition("?")
     scheme = "redis" if scheme == "valkey" else scheme
-    wrong = StoreError(f"{redact_url(url)}: {URL_HELP} are allowed")
+    error = StoreError(f"{redact_url(url)}: {URL_HELP} are allowed")
     try:
-        told = parse_qs(query, strict_parsing=True) if query else {}
-        numbers = {name: int(value) for name, (value,) in told.items()}
+        options = parse_qs(query, strict_parsing=True) if query else {}
+        numbers = {name: int(value) for name, (value,) in options.items()}
         split = urlsplit(f"{scheme}://{address}")
         if scheme == "unix":
-            right = bool(split.path) and not split.hostname
+            is_address = bool(split.path) and not split.hostname
         else:
-            right = bool(split.hostname) and split.port != 0 and "db" not in numbers
+            is_address = bool(split.hostname) and split.port != 0 and "db" not in numbers
             numbers |= {"db": int(split.path[1:])} if split.path[1:] else {}
             address = split.netloc
     except ValueError:
-        raise wrong from None
-    known = numbers.keys() <= {"db", "ttl"} and not split.fragment
-    if not (
-        right and known and numbers.get("db", 0) >= 0 and numbers.get("ttl", DEFAULT_TTL_S) > 0
-    ):
-        raise wrong
+        raise error from None
+    is_known = numbers.keys() <= {"db", "ttl"} and not split.fragment
+    is_valid = numbers.get("db", 0) >= 0 and numbers.get("ttl", DEFAULT_TTL_S) > 0
+    if not (is_address and is_known and is_valid):
+        raise error
     return f"{scheme}://{address}", numbers

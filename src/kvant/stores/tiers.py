@@ -1,10 +1,9 @@
-"""Several stores as one, of which nothing can go wrong: they are read in order, and written behind.
+"""Combine stores into tiers: read the nearest first, write in the background, and never raise.
 
-Any failure is a miss: an error, a time that is up, bytes that are damaged, which are dropped. It is
-counted, and nobody is told but `stats`. A store that failed five times in a row rests for half a
-minute, and again if the next call fails, too. While a call is unanswered for long, a store gets no
-others, and nothing waits for it. What is written waits in a queue that is bounded by
-bytes; what does not fit is not written.
+Every failure is a miss: an error, a timeout, or a corrupt blob, which is dropped. Failures are
+logged and counted in `stats`. After five failures in a row, a store is skipped for half a minute,
+and again if the next call fails. While a call is unanswered for long, its store is skipped, too.
+Writes are queued up to a limit of bytes; a write that does not fit is dropped.
 """
 
 from __future__ import annotations
@@ -30,78 +29,80 @@ log = logging.getLogger("kvant")
 
 T = TypeVar("T")
 Check = Callable[[Blob], None]  # raises a `BlobError` where a blob does not fit
-Work = Callable[[], Iterable[int]]  # done as it is gone through: the bytes of each piece
-MAX_FAILURES_IN_A_ROW = 5  # failures, after which a store rests
-CIRCUIT_OPEN_S = 30.0  # seconds
-UNANSWERED = 10.0  # seconds, after which a call is taken to hang
-LOOK_AGAIN = 0.1  # seconds: how often it is looked whether one does
-REMEMBERED = 1 << 12  # blobs that could not be dropped
-MAX_QUEUED_BYTES = 256 << 20  # bytes of what is to be written, at most
-WRITER_CPU_SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
-FULL_QUEUE_BOOST = (
-    50.0  # times as much besides, where as much waits as may: else it would be dropped
-)
-CPU_POLL_S = 0.02  # seconds, after which it looks whether anybody computes
-WRITER_NICE = 10  # more than others: it gets a tenth of what they get of a processor
-IDLE_CPU_SHARE = 0.1  # of one processor: who takes less than that is not disturbed
+Work = Callable[[], Iterable[int]]  # works while it is iterated; yields the bytes of each piece
+MAX_FAILURES_IN_A_ROW = 5  # then the circuit is open
+CIRCUIT_OPEN_S = 30.0
+HANG_TIMEOUT_S = 10.0  # after which an unanswered call counts as hung
+HANG_POLL_S = 0.1  # between checks for hung calls
+MAX_CORRUPT_BLOBS = 1 << 12  # names of corrupt blobs that could not be dropped
+MAX_QUEUED_BYTES = 256 << 20
+WRITER_CPU_SHARE = 0.01  # of all CPU time, while other threads compute
+FULL_QUEUE_BOOST = 50.0  # a full queue multiplies this share by 1 + 50
+CPU_POLL_S = 0.02  # between checks whether other threads compute
+WRITER_NICE = 10  # about a tenth of the time of a normal thread
+IDLE_CPU_SHARE = 0.1  # of one processor: a process below it counts as idle
 
 
 class CircuitBreaker:
-    """A store that never raises."""
+    """A wrapper that turns failures of a store into misses, and skips it after several."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.counts: Counter[str] = Counter()
-        self._damaged: set[tuple[str, str]] = set()  # blobs that could not be dropped
-        # When each unanswered call began, by process and thread: a fork copies those of its parent.
+        self._corrupt: set[tuple[str, str]] = set()  # blobs that could not be dropped
+        # Start of each open call, by process and thread: a fork copies those of its parent.
         self._calls: dict[tuple[int, int], float] = {}
         self._failures_in_a_row = 0
         self._open_until = 0.0
 
     @property
     def is_open(self) -> bool:
-        return time.monotonic() < self._open_until or bool(self.hanging)
+        """Whether calls are skipped."""
+        return time.monotonic() < self._open_until or bool(self.hung_threads)
 
     @property
-    def hanging(self) -> list[int]:
-        """The threads whose calls are unanswered for so long that no more are made."""
-        since, here = time.monotonic() - UNANSWERED, os.getpid()
+    def hung_threads(self) -> list[int]:
+        """Threads whose calls are unanswered for `HANG_TIMEOUT_S`."""
+        latest, process = time.monotonic() - HANG_TIMEOUT_S, os.getpid()
         calls = [*self._calls.items()]
-        return [thread for (pid, thread), began in calls if pid == here and began <= since]
+        return [thread for (pid, thread), start in calls if pid == process and start <= latest]
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
-        found = self._attempt(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
-        if not self._damaged:
-            return found
+        """Return the stored parts of each page; none if the store fails."""
+        parts_of = self._attempt(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
+        if not self._corrupt:
+            return parts_of
         return [
-            frozenset(part for part in parts if (page, part) not in self._damaged)
-            for page, parts in zip(pages, found, strict=True)
+            frozenset(part for part in parts if (page, part) not in self._corrupt)
+            for page, parts in zip(pages, parts_of, strict=True)
         ]
 
-    def get(self, page: str, part: str, opens: Callable[[Bytes], T]) -> T | None:
-        """What `opens` makes of a blob; None where it is missing, or damaged: then it is dropped.
+    def get(self, page: str, part: str, parse: Callable[[Bytes], T]) -> T | None:
+        """Return a parsed blob; None if it is missing or corrupt.
 
-        Where it cannot be dropped, it is not read again until it is written.
+        A corrupt blob is dropped. If that fails, it is not read again until it is written.
         """
 
         def read() -> T | None:
             data = self.store.get(page, part)
-            return None if data is None else opens(data)
+            return None if data is None else parse(data)
 
-        found = None
-        if (page, part) not in self._damaged:
+        parsed = None
+        if (page, part) not in self._corrupt:
             try:
-                found = self._attempt(read)
+                parsed = self._attempt(read)
             except BlobError as error:
                 log.info("%s: %s %s: %s", self.store.url, page, part, error)
                 self.counts["damaged"] += 1
-                if not self.drop(page, part) and len(self._damaged) < REMEMBERED:
-                    self._damaged.add((page, part))
+                if not self.drop(page, part) and len(self._corrupt) < MAX_CORRUPT_BLOBS:
+                    self._corrupt.add((page, part))
                 return None
-        self.counts["misses" if found is None else "hits"] += 1
-        return found
+        self.counts["misses" if parsed is None else "hits"] += 1
+        return parsed
 
     def put(self, page: str, part: str, blob: Bytes) -> bool:
+        """Store a blob; return whether that succeeded."""
+
         def write() -> bool:
             self.store.put(page, part, blob)
             return True
@@ -109,27 +110,27 @@ class CircuitBreaker:
         written = self._attempt(write) is not None
         self.counts["written" if written else "unwritten"] += 1
         if written:
-            self._damaged.discard((page, part))
+            self._corrupt.discard((page, part))
         return written
 
     def drop(self, page: str, part: str) -> bool:
-        """Forget a blob; False where that failed."""
+        """Delete a blob; return whether that succeeded."""
 
-        def forget() -> bool:
+        def delete() -> bool:
             self.store.drop(page, part)
             return True
 
-        return self._attempt(forget) is not None
+        return self._attempt(delete) is not None
 
     def _attempt(self, call: Callable[[], T]) -> T | None:
-        """What a call gives; None where it fails."""
+        """Return the result of a call; None if it fails or is skipped. A BlobError is raised."""
         if self.is_open:
             self.counts["skipped"] += 1
             return None
         caller = os.getpid(), get_ident()
         self._calls[caller] = time.monotonic()
         try:
-            found = call()
+            result = call()
         except BlobError:  # the store answered
             self._failures_in_a_row = 0
             raise
@@ -139,28 +140,29 @@ class CircuitBreaker:
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 self._open_until = time.monotonic() + CIRCUIT_OPEN_S
                 self.counts["rests"] += 1
-                log.warning("%s rests for %.0f seconds: %r", self.store.url, CIRCUIT_OPEN_S, error)
+                log.warning(
+                    "%s: skipped for %.0f seconds: %r", self.store.url, CIRCUIT_OPEN_S, error
+                )
             else:
                 log.info("%s: %r", self.store.url, error)
             return None
         finally:
             del self._calls[caller]
         self._failures_in_a_row = 0
-        return found
+        return result
 
     def stats(self) -> dict[str, Any]:
         names = ("hits", "misses", "written", "unwritten", "damaged", "errors", "skipped", "rests")
-        told = {name: self.counts[name] for name in names}
         return {
             "url": self.store.url,
-            **told,
-            "hanging": len(self.hanging),
+            **{name: self.counts[name] for name in names},
+            "hanging": len(self.hung_threads),
             "resting": self.is_open,
         }
 
 
 class Tiers:
-    """Stores, the nearest first; whoever reads from a far one writes to those before it."""
+    """Stores as one, nearest first; a read from a far store is copied to the nearer ones."""
 
     def __init__(
         self,
@@ -168,107 +170,107 @@ class Tiers:
         secret: bytes | None = None,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
-        """With a `secret`, blobs of those who do not know it are as good as damaged."""
+        """With a `secret`, blobs that were written without it count as corrupt."""
         if not stores:
-            raise CacheError("a list of no stores: one or more are needed")
+            raise CacheError("no stores given: one or more are needed")
         if secret == b"":
-            raise CacheError("a secret of no bytes is none")
+            raise CacheError("an empty secret protects nothing: give one, or None")
         self.stores = tuple(CircuitBreaker(store) for store in stores)
         self.secret = secret
         self.writer = BackgroundWriter(max_queued_bytes)
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
-        """The parts that there are of each page."""
-        found = self.stores[0].has(pages)
-        for guarded in self.stores[1:]:
-            found = [one | other for one, other in zip(found, guarded.has(pages), strict=True)]
-        return found
+        """Return the parts of each page that any store has."""
+        parts_of = self.stores[0].has(pages)
+        for store in self.stores[1:]:
+            parts_of = [a | b for a, b in zip(parts_of, store.has(pages), strict=True)]
+        return parts_of
 
     def get(self, page: str, part: str, check: Check | None = None) -> Blob | None:
-        """The nearest blob whose checksum is right, and that passes a check; None: there is none.
+        """Return the nearest valid blob that passes `check`; None if no store has one.
 
-        One that is wrong is dropped where it lies, and the next store is read.
+        A blob that fails is dropped from its store, and the next store is read.
         """
 
-        def opens(data: Bytes) -> tuple[Blob, Bytes]:
+        def parse(data: Bytes) -> tuple[Blob, Bytes]:
             blob = parse_named_blob(page, part, data, self.secret)
             if check is not None:
                 check(blob)
             return blob, data
 
-        for place, guarded in enumerate(self.stores):
-            found = guarded.get(page, part, opens)
-            if found is None:
+        for index, store in enumerate(self.stores):
+            parsed = store.get(page, part, parse)
+            if parsed is None:
                 continue
-            blob, data = found
-            if place:
-                self.writer.add(len(data), partial(self._copy_to_nearer, page, part, data, place))
+            blob, data = parsed
+            if index:
+                self.writer.add(len(data), partial(self._copy_to_nearer, page, part, data, index))
             return blob
         return None
 
     def put(self, blob: Blob) -> bool:
-        """Write a blob to all of them, now; did they all take it?"""
+        """Write a blob to all stores now; return whether all succeeded."""
         return self._write(blob.page, blob.part, pack_blob(blob, self.secret), len(self.stores))
 
     def drop(self, page: str, part: str) -> None:
-        """Forget a blob."""
-        for guarded in self.stores:
-            guarded.drop(page, part)
+        """Delete a blob from all stores."""
+        for store in self.stores:
+            store.drop(page, part)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Write the queue for `seconds` at most; return whether nothing waits any more.
+        """Wait for queued writes, for `seconds` at most; return whether the queue is empty.
 
-        A call of a store that is unanswered for `UNANSWERED` seconds ends the wait. A blob that
-        a store refused waits no more: `stats` counts it in `unwritten`.
+        A call that is unanswered for `HANG_TIMEOUT_S` ends the wait. A failed write leaves the
+        queue: `stats` counts it in `unwritten`.
         """
-        until = math.inf if seconds is None else time.monotonic() + seconds
-        while not self.writer.flush(max(0.0, min(LOOK_AGAIN, until - time.monotonic()))):
-            hanging = [one for one in self.stores if self.writer.thread in one.hanging]
-            if hanging:
-                log.warning("%s does not answer: it is not waited for", hanging[0].store.url)
-            if hanging or time.monotonic() >= until or self.writer.thread == get_ident():
+        end_time = math.inf if seconds is None else time.monotonic() + seconds
+        while not self.writer.flush(max(0.0, min(HANG_POLL_S, end_time - time.monotonic()))):
+            hung = [store for store in self.stores if self.writer.thread in store.hung_threads]
+            if hung:
+                log.warning("%s does not answer: writes stay pending", hung[0].store.url)
+            if hung or time.monotonic() >= end_time or self.writer.thread == get_ident():
                 return False
         return True
 
     def close(self, seconds: float | None = None) -> None:
-        """Write the queue as `flush` does, drop the rest of it, and accept nothing more."""
-        self.writer.end()
+        """Flush the queue as `flush` does, drop what is left, and accept no more writes."""
+        self.writer.stop_accepting()
         self.flush(seconds)
         self.writer.close(0.0)
 
     def stats(self) -> dict[str, Any]:
-        return {**self.writer.stats(), "stores": [guarded.stats() for guarded in self.stores]}
+        return {**self.writer.stats(), "stores": [store.stats() for store in self.stores]}
 
     def _copy_to_nearer(self, page: str, part: str, data: Bytes, num_stores: int) -> Iterable[int]:
         self._write(page, part, data, num_stores)
         yield len(data)
 
     def _write(self, page: str, part: str, data: Bytes, num_stores: int) -> bool:
-        written = [guarded.put(page, part, data) for guarded in self.stores[:num_stores]]
+        written = [store.put(page, part, data) for store in self.stores[:num_stores]]
         return all(written)
 
 
 class BackgroundWriter:
-    """A thread that does what nobody waits for, in order, while it fits into so many bytes.
+    """A background thread with a queue of works, bounded in bytes.
 
-    While others of its process compute it works a part of the time, to leave them the rest: a small
-    one, and a larger one the more waits. On Linux it has a lower priority, too: threads that
-    compute together wait for the one whose processor it takes. That alone would not do: who has
-    little of a processor keeps the interpreter's lock while it waits for more.
+    While other threads of the process compute, it works a small share of the time, and a larger
+    one the fuller the queue is. On Linux it also has a lower priority: threads of one computation
+    all wait for the one whose processor it uses. Priority alone is not enough, since a thread that
+    waits for a processor may have the interpreter's lock.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._queue: list[tuple[int, Work]] = []
-        self._num_waiters = 0  # how many wait for the end
-        self._nbytes = 0  # of what waits, and of what is being done
+        self._num_waiters = 0  # threads in flush()
+        self._nbytes = 0  # queued and in progress
         self._num_dropped = 0
         self._changed = Condition()
         self._thread: Thread | None = None
         self._is_closed = False
 
     def add(self, nbytes: int, work: Work) -> bool:
-        """Do this later, piece by piece; False where it does not fit beside what waits."""
+        """Queue work; return False if it does not fit in the queue."""
         with self._changed:
             if self._is_closed or (self._queue and self._nbytes + nbytes > self.max_bytes):
                 self._num_dropped += 1
@@ -282,8 +284,8 @@ class BackgroundWriter:
             return True
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait for an empty queue, for `seconds` at most; return whether nothing waits any more."""
-        if current_thread() is self._thread:  # it would wait for itself
+        """Wait for an empty queue, for `seconds` at most; return whether it is empty."""
+        if current_thread() is self._thread:  # would wait for itself
             return False
         with self._changed:
             self._num_waiters += 1
@@ -293,29 +295,29 @@ class BackgroundWriter:
             finally:
                 self._num_waiters -= 1
 
-    def end(self) -> None:
-        """Take nothing more; what waits is still done."""
+    def stop_accepting(self) -> None:
+        """Accept no more work; queued work is still done."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self, seconds: float | None = None) -> None:
-        """Work on the queue for `seconds` at most, drop the rest of it, and accept nothing more."""
-        self.end()
+        """Flush the queue for `seconds` at most, drop what is left, and accept no more work."""
+        self.stop_accepting()
         self.flush(seconds)
-        with self._changed:  # what is being done goes on
+        with self._changed:  # work in progress is not interrupted
             self._num_dropped += len(self._queue[1:])
             self._nbytes -= sum(nbytes for nbytes, _ in self._queue[1:])
             del self._queue[1:]
 
     @property
     def thread(self) -> int | None:
-        """The number of its thread; None before there is one."""
+        """Identifier of the thread; None before the first work."""
         return None if self._thread is None else self._thread.ident
 
     @property
     def nbytes(self) -> int:
-        """Of what waits, and of what is being done."""
+        """Bytes queued and in progress."""
         with self._changed:
             return self._nbytes
 
@@ -324,56 +326,53 @@ class BackgroundWriter:
 
     def _run(self) -> None:
         use_one_thread()
-        if sys.platform == "linux":  # elsewhere it would be that of the whole process
-            with suppress(OSError):  # somebody forbids it
+        if sys.platform == "linux":  # elsewhere it would apply to the whole process
+            with suppress(OSError):  # not permitted
                 os.nice(WRITER_NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if not self._queue:
                     return
-                nbytes, call = self._queue[0]
+                nbytes, work = self._queue[0]
             try:
-                for done in self._run_throttled(call):
-                    nbytes -= self._record_written(min(done, nbytes))
+                for piece_nbytes in self._run_throttled(work):
+                    nbytes -= self._record_written(min(piece_nbytes, nbytes))
             except Exception as error:
-                told = repr(error)  # whoever keeps the error keeps what was to be written
-                log.warning("it was not written: %s", told)
+                text = repr(error)  # a handler may store the error, and with it the data
+                log.warning("a store write failed: %s", text)
             with self._changed:
                 del self._queue[0]
                 self._nbytes -= nbytes
                 self._changed.notify_all()
-            del call  # and the pages that it holds
+            del work  # frees the pages that it references
 
     def _run_throttled(self, work: Work) -> Iterable[int]:
-        """Do one piece after the other, with pauses between while others compute."""
-        worked = time.thread_time()
-        for done in work():
-            yield done
-            share = min(
-                1.0,
-                WRITER_CPU_SHARE
-                * (os.cpu_count() or 1)
-                * (1 + FULL_QUEUE_BOOST * self._compute_backlog()),
-            )
-            self._pause((time.thread_time() - worked) * (1 / share - 1))
-            worked = time.thread_time()
+        """Do work piece by piece, with pauses while other threads compute."""
+        cpu_time = time.thread_time()
+        for piece_nbytes in work():
+            yield piece_nbytes
+            boost = 1 + FULL_QUEUE_BOOST * self._compute_backlog()
+            share = min(1.0, WRITER_CPU_SHARE * (os.cpu_count() or 1) * boost)
+            self._pause((time.thread_time() - cpu_time) * (1 / share - 1))
+            cpu_time = time.thread_time()
 
     def _pause(self, seconds: float) -> None:
-        """So long, unless somebody waits for the end or nobody computes."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            begin, computed = time.monotonic(), time.process_time()
+        """Wait, unless a thread flushes the queue or the process is idle."""
+        end_time = time.monotonic() + seconds
+        while (left := end_time - time.monotonic()) > 0:
+            begin, cpu_time = time.monotonic(), time.process_time()
             with self._changed:
                 if self._changed.wait_for(
                     lambda: self._num_waiters or self._is_closed, min(left, CPU_POLL_S)
                 ):
                     return
-            if time.process_time() - computed < IDLE_CPU_SHARE * (time.monotonic() - begin):
+            elapsed = time.monotonic() - begin
+            if time.process_time() - cpu_time < IDLE_CPU_SHARE * elapsed:
                 return
 
     def _compute_backlog(self) -> float:
-        """What waits behind that which is being done, as a part of what may wait."""
+        """Return the queued bytes, without the work in progress, as a fraction of the limit."""
         with self._changed:
             return sum(nbytes for nbytes, _ in self._queue[1:]) / max(1, self.max_bytes)
 

@@ -1,8 +1,8 @@
-"""The backend for CPUs: C++ on the stored bytes, behind a plain C interface.
+"""The CPU backend: C++ kernels that read the stored bytes, behind a plain C interface.
 
-It stores rows and reads raw, affine, codebook and fp8 pages, all queries of a key head in one pass
-over its rows: one call a layer for all sequences. It says of everything else why not. Sealed pages
-must lie as `Lanes` says.
+It stores rows, and reads raw, affine, codebook and fp8 pages: one call per layer for all sequences,
+one pass over the rows for all queries of a key head. `supports` explains why it refuses any other
+view. Sealed pages must be arranged in the tiles of `NativeTiles`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, Tiles,
 from kvant.native import DTYPE_CODES, call_native, get_library, make_rows_record
 from kvant.page_table import AppendPlan
 
-MAX_GROUP = 16  # of the kernels
+MAX_GROUP = 16  # query heads per key head in the kernels
 CPU = torch.device("cpu")
-PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # others may have no memory
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # subclasses may have no storage
 KEYS_MEMO_KEY, VALUES_MEMO_KEY = (structs.MEMO_KEY, "keys"), (structs.MEMO_KEY, "values")
 NULL_SIDE = (*NULL_POINTER, *NULL_ROWS)
 NULL_PAGES = (*NULL_POINTER, 0)
@@ -47,63 +47,62 @@ class NativeBackend:
         if get_library().functions is None:
             return get_library().reason
         if view.values is view.keys:
-            return "values that lie inside the keys"
+            return "values stored inside the keys"
         keys, values = structs.get_side(view.keys, "keys"), structs.get_side(view.values, "values")
         if (reason := keys.read_refusal or values.read_refusal) is not None:
             return reason
         if view.new_rows is not None:
-            for name, kept in (("keys", keys), ("values", values)):
+            for name, side in (("keys", keys), ("values", values)):
                 x = view.new_rows[name]
-                if type(x) is not Tensor or x.dtype != kept.dtype or x.stride(3) != 1:
-                    return f"{name} that came in a {type(x).__name__} of {x.dtype}, or in pieces"
+                if type(x) is not Tensor or x.dtype != side.dtype or x.stride(3) != 1:
+                    return f"new {name} in a {type(x).__name__} of {x.dtype}, or not contiguous"
         return None if request is None else _explain_unsupported_request(request, keys.heads)
 
     def select_pages(self, request: AttentionRequest, view: View) -> Tensor | None:
         q, keys, mask = request.q, view.keys, request.mask
         assert isinstance(mask, Mask)
         batch, all_heads, queries, dim = q.shape
-        found = compute_page_ranges(view, mask, queries)
-        if found is None:
+        ranges = compute_page_ranges(view, mask, queries)
+        if ranges is None:
             return None
         bounds = refresh_summary(view).bounds
-        width, (slot, head, _, _) = count_max_pages(found), bounds.stride()
-        chosen = torch.empty((batch, keys.heads, queries, width), dtype=torch.int64, device=CPU)
+        width, (slot, head, _, _) = count_max_pages(ranges), bounds.stride()
+        selected = torch.empty((batch, keys.heads, queries, width), dtype=torch.int64, device=CPU)
         record = CHOOSE_STRUCT.pack(
             *structs.get_page_table_pointer(view.page_table),
             *(keys.heads, all_heads // keys.heads, queries, dim),
             *(*make_rows_record(q), DTYPE_CODES[q.dtype]),
             *(bounds.data_ptr(), bounds.nbytes, slot * bounds.itemsize, head * bounds.itemsize),
-            *(DTYPE_CODES[bounds.dtype], *structs.get_pointer(found)),
-            *(chosen.data_ptr(), chosen.nbytes, width, torch.get_num_threads()),
+            *(DTYPE_CODES[bounds.dtype], *structs.get_pointer(ranges)),
+            *(selected.data_ptr(), selected.nbytes, width, torch.get_num_threads()),
         )
         call_native("choose", record)
-        return chosen
+        return selected
 
     def attend(self, request: AttentionRequest, view: View) -> tuple[Tensor, Tensor | None]:
         keys = view.keys.derived.get(KEYS_MEMO_KEY) or structs.get_side(view.keys, "keys")
         values = view.values.derived.get(VALUES_MEMO_KEY) or structs.get_side(view.values, "values")
-        own, q, mask, logits = view.new_rows, request.q, request.mask, request.sink_logits
-        chosen = request.selected_pages
+        new_rows, q, mask, logits = view.new_rows, request.q, request.mask, request.sink_logits
+        selected = request.selected_pages
         assert isinstance(mask, Mask)
         batch, heads, queries, dim = q.shape
         if values.dim == dim and request.out_dtype is q.dtype and q.is_contiguous():
-            out = torch.empty_like(q)  # in half the time
+            out = torch.empty_like(q)  # twice as fast as torch.empty
         else:
             shape = batch, heads, queries, values.dim
             out = torch.empty(shape, dtype=request.out_dtype, device=CPU)
-        assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
+        assert type(out) is Tensor, "the mode makes outputs without storage"
         lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.return_lse else None
         if logits is not None:
             logits = logits.float().contiguous()
-        came = 0 if own is None else own["keys"].shape[2]
         record = ATTEND_STRUCT.pack(
             *keys.record_pointer,
             *values.record_pointer,
             *structs.get_page_table_pointer(view.page_table),
             *(keys.heads, heads // keys.heads, queries),
-            *(NULL_ROWS if own is None else make_rows_record(own["keys"])),
-            *(NULL_ROWS if own is None else make_rows_record(own["values"])),
-            *(came, came if view.new_rows_dense else 0),
+            *(NULL_ROWS if new_rows is None else make_rows_record(new_rows["keys"])),
+            *(NULL_ROWS if new_rows is None else make_rows_record(new_rows["values"])),
+            *(view.num_new, view.num_new if view.new_rows_dense else 0),
             *(mask.causal, mask.window or 0, mask.sinks, mask.chunk or 0),
             *(request.scale, request.softcap or 0.0),
             *(NULL_POINTER if logits is None else (logits.data_ptr(), logits.nbytes)),
@@ -117,8 +116,8 @@ class NativeBackend:
             *(NULL_POINTER if lse is None else (lse.data_ptr(), lse.nbytes)),
             *(
                 NULL_PAGES
-                if chosen is None
-                else (chosen.data_ptr(), chosen.nbytes, chosen.shape[3])
+                if selected is None
+                else (selected.data_ptr(), selected.nbytes, selected.shape[3])
             ),
             torch.get_num_threads(),
         )
@@ -126,55 +125,55 @@ class NativeBackend:
         return out, lse
 
     def store(self, plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
-        """Copy, write and seal what a change says of the rows that came; False where it is not.
+        """Apply `plan` to the new rows; return False, with nothing written, if unsupported.
 
-        Then nothing was written. Pages that are to be opened again are not opened here.
+        A plan that reopens sealed pages is unsupported.
         """
         if get_library().functions is None or len(plan.reopens) or torch.compiler.is_compiling():
             return False
         batch, count = len(plan.new_table.numbers), plan.num_new
         heads = page = 0
-        places: list[int] = []
+        side_records: list[int] = []
         for name, stored in sides.items():
-            kept = stored.derived.get((structs.MEMO_KEY, name)) or structs.get_side(stored, name)
+            side = stored.derived.get((structs.MEMO_KEY, name)) or structs.get_side(stored, name)
             x = rows[name]
-            heads, page = kept.heads, kept.page
-            if kept.store_refusal is not None or type(x) is not Tensor or x.dtype != kept.dtype:
+            heads, page = side.heads, side.page
+            if side.store_refusal is not None or type(x) is not Tensor or x.dtype != side.dtype:
                 return False
-            if x.shape != (batch, heads, count, kept.dim) or x.stride(3) != 1:
+            if x.shape != (batch, heads, count, side.dim) or x.stride(3) != 1:
                 return False
-            places += kept.record_pointer
-            places += make_rows_record(x)
+            side_records += side.record_pointer
+            side_records += make_rows_record(x)
         if len(sides) == 1:
-            places += NULL_SIDE
+            side_records += NULL_SIDE
         elif len(sides) != 2:
             return False
         record = STORE_STRUCT.pack(
             *(len(sides), batch, heads, page, count),
             *structs.get_plan_pointer(plan),
             torch.get_num_threads(),
-            *places,
+            *side_records,
         )
         call_native("store", record)
         return True
 
 
 def _explain_unsupported_request(request: AttentionRequest, num_heads: int) -> str | None:
-    """Why this is not computed, whatever it is asked of."""
+    """Return why the kernels cannot compute this request on any view, or None."""
     q = request.q
     if type(q) not in PLAIN_TENSOR_TYPES:
         return f"queries in a {type(q).__name__}"
     if (group := q.shape[1] // num_heads) > MAX_GROUP:
-        return f"{group} queries share a key head: {MAX_GROUP} at most"
+        return f"{group} query heads per key head: at most {MAX_GROUP} are supported"
     if q.dtype not in DTYPE_CODES or request.out_dtype not in DTYPE_CODES or q.stride(3) != 1:
         return f"queries of {q.dtype}, or not contiguous"
     if not isinstance(request.mask, Mask):
-        return "a mask that is a tensor"
+        return "an explicit mask tensor"
     return None
 
 
 def select_tiles(device: torch.device) -> Tiles | None:
-    """How sealed pages are to lie in the memory of this device, so that they are read fastest."""
+    """Return the arrangement of sealed pages that the device's fastest backend reads."""
     native = device.type == "cpu" and get_library().functions is not None
     return NATIVE_TILES if native else None
 

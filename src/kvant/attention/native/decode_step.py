@@ -1,9 +1,8 @@
-"""One token after the other in memory that stays where it is, so that requests stay what they are.
+"""Decode steps on the CPU whose native requests keep the same bytes from token to token.
 
-Where sequences are, and where their pages lie, are records that are written to between two tokens.
-So what a layer asked for one token is asked for the next one by the same bytes. As of the steps
-that a CUDA graph holds (triton/step.py), a cache is asked to `expect` a token, and told when it has
-arrived.
+Page tables and append plans are records at fixed addresses, updated in place between tokens. So a
+layer's requests for one token can be replayed unchanged for the next one. As with the steps of a
+CUDA graph (triton/decode_step.py), the cache must `expect` each token, and `arrive` after it.
 """
 
 from __future__ import annotations
@@ -17,24 +16,23 @@ from torch import Tensor
 from kvant.attention.native import NativeBackend, structs
 from kvant.contracts import AttentionRequest, Mask, PagedTensors, View
 from kvant.errors import UnsupportedView
-from kvant.page_table import LENGTH, PADDING, AppendPlan, Ints, PageTable
+from kvant.page_table import LENGTH, PADDING, WRITE_ROW, AppendPlan, Ints, PageTable
 
-WRITE_ROW = 2  # of a write
 BACKEND = NativeBackend()
 
 
 class StaticNativePageTable:
-    """The integers of a kind, where the row of the next token goes, and what it lets fall due."""
+    """A layer group's page table and append plan for the next token, at fixed addresses."""
 
     def __init__(self, plan: AppendPlan, device: torch.device) -> None:
         page_table = plan.read_table
-        kind = page_table.layer_group
-        self.capacity = kind.capacity or 2 * int(page_table.seq_lens.max(initial=0)) + kind.page
+        group = page_table.layer_group
+        self.capacity = group.capacity or 2 * int(page_table.seq_lens.max(initial=0)) + group.page
         numbers = np.zeros_like(page_table.numbers)
         self._record = np.zeros(structs.PAGE_TABLE_STRUCT.size // 8, np.int64)
         self._plan_record = np.zeros(structs.PLAN_STRUCT.size // 8, np.int64)
         self.page_table = PageTable(
-            kind,
+            group,
             numbers,
             page_table.sealed_table,
             page_table.open_table,
@@ -49,9 +47,9 @@ class StaticNativePageTable:
         self.lengths: Tensor = torch.from_numpy(numbers)[:, LENGTH]
         self._padding = torch.from_numpy(numbers)[:, PADDING]
         self._writes: Ints
-        self._keepalive: tuple[Ints, ...]  # what the records lead to, beside these
-        followed = self.update(plan)
-        assert followed
+        self._keepalive: tuple[Ints, ...]  # other memory that the records point to
+        updated = self.update(plan)
+        assert updated
 
     @property
     def columns(self) -> Tensor:
@@ -59,54 +57,55 @@ class StaticNativePageTable:
         return (self.lengths + self._padding).amax()
 
     def advance(self) -> None:
-        """One more token of each, which changes nothing else."""
+        """Advance every sequence by one token that needs no new page and seals none."""
         self.page_table.numbers[:, LENGTH] += 1
         self._writes[:, WRITE_ROW] += 1
         self._plan_record[[structs.NUM_COPIES_INDEX, structs.NUM_SEALS_INDEX]] = 0
 
     def update(self, plan: AppendPlan) -> bool:
-        """Be where these sequences are, their next row included; False: they are others."""
-        extent, numbers = plan.read_table, self.page_table.numbers
-        if extent.num_tables != len(numbers) or extent.layer_group != self.page_table.layer_group:
+        """Copy the plan's page table and writes; return False if its sequences are others."""
+        source, numbers = plan.read_table, self.page_table.numbers
+        if source.num_tables != len(numbers) or source.layer_group != self.page_table.layer_group:
             return False
-        assert len(plan.writes) == np.count_nonzero(extent.lengths > 0), "rows that go nowhere"
-        numbers[:] = extent.numbers
-        self._record[:] = structs.get_page_table_record(extent)
+        num_nonempty = np.count_nonzero(source.lengths > 0)
+        assert len(plan.writes) == num_nonempty, "every sequence with tokens writes one row"
+        numbers[:] = source.numbers
+        self._record[:] = structs.get_page_table_record(source)
         self._record[structs.NUMBERS_POINTER] = structs.get_pointer(numbers)
         self._writes = plan.writes.copy()
         copies, seals = (np.ascontiguousarray(part) for part in (plan.copies, plan.seals))
         self._plan_record[:] = structs.make_plan_record(copies, self._writes, seals)
-        self._keepalive = extent.sealed_table, extent.open_table, copies, seals
+        self._keepalive = source.sealed_table, source.open_table, copies, seals
         return True
 
 
 @dataclass(eq=False)
 class NativeDecodeStep:
-    """Appends the rows of a token of every sequence to a layer and attends over all of them."""
+    """Decode step of one layer: append a token to every sequence, then attend to all rows."""
 
-    view: View  # over records that stay where they are
+    view: View  # whose records have fixed addresses
     page_table: StaticNativePageTable
     mask: Mask
-    source_view: View  # which those lead to
+    source_view: View  # keeps the memory that those records point to
     backend: str = BACKEND.name
 
     @classmethod
     def from_view(cls, view: View, page_table: StaticNativePageTable) -> NativeDecodeStep:
-        """From what a layer shows of a token that is expected."""
+        """Make a step from a layer's view of the expected token."""
         if (reason := BACKEND.supports(view)) is not None:
-            raise UnsupportedView(f"no steps behind this view: {reason}")
+            raise UnsupportedView(f"no decode steps for this view: {reason}")
         if view.selection is not None:
-            raise UnsupportedView("no steps behind this view: each token selects pages")
+            raise UnsupportedView("no decode steps for this view: each token selects pages")
         sides = _detach_memory(view.keys, "keys"), _detach_memory(view.values, "values")
-        standing = view._replace(keys=sides[0], values=sides[1], page_table=page_table.page_table)
-        return cls(standing, page_table, view.mask, view)
+        step_view = view._replace(keys=sides[0], values=sides[1], page_table=page_table.page_table)
+        return cls(step_view, page_table, view.mask, view)
 
     def rebind(self, view: View) -> bool:
-        """Go on from a later view of the same layer; False where its rows are of another kind."""
-        here, there = self.view, view
-        if (here.mask, here.page_table.layer_group) != (there.mask, there.page_table.layer_group):
+        """Continue from a later view of the same layer; return False if it differs."""
+        old = self.view
+        if (old.mask, old.page_table.layer_group) != (view.mask, view.page_table.layer_group):
             return False
-        sides = (here.keys, there.keys, "keys"), (here.values, there.values, "values")
+        sides = (old.keys, view.keys, "keys"), (old.values, view.values, "values")
         if not all(_rebind_record(*side) for side in sides):
             return False
         self.source_view = view
@@ -122,19 +121,22 @@ class NativeDecodeStep:
         softcap: float | None = None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Outputs [B, heads, 1, Dv], as `append` and then `attend` give them."""
-        pages = self.view
-        of_keys, of_values = pages.keys.codec.frame, pages.values.codec.frame
-        rows = {"keys": of_keys.transform_rows(keys), "values": of_values.transform_rows(values)}
-        sides = {"keys": pages.keys, "values": pages.values}
+        """Return outputs [B, heads, 1, Dv], equal to those of `append` and then `attend`."""
+        view = self.view
+        key_frame, value_frame = view.keys.codec.frame, view.values.codec.frame
+        rows = {
+            "keys": key_frame.transform_rows(keys),
+            "values": value_frame.transform_rows(values),
+        }
+        sides = {"keys": view.keys, "values": view.values}
         if not BACKEND.store(self.page_table.plan, rows, sides):
             raise UnsupportedView(
-                f"rows {list(keys.shape)} of {keys.dtype} are not stored natively"
+                f"the CPU kernels cannot store rows {list(keys.shape)} of {keys.dtype}"
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        dtype = q.dtype if of_values.is_identity else torch.float32
-        asked = AttentionRequest(
-            of_keys.transform_queries(q),
+        dtype = q.dtype if value_frame.is_identity else torch.float32
+        request = AttentionRequest(
+            key_frame.transform_queries(q),
             scale,
             self.mask,
             softcap,
@@ -142,30 +144,31 @@ class NativeDecodeStep:
             return_lse=False,
             output_dtype=dtype,
         )
-        if (reason := BACKEND.supports(pages, asked)) is not None:
+        if (reason := BACKEND.supports(view, request)) is not None:
             raise UnsupportedView(reason)
-        out = BACKEND.attend(asked, pages)[0]
-        return of_values.restore_outputs(out).to(q.dtype)
+        out = BACKEND.attend(request, view)[0]
+        return value_frame.restore_outputs(out).to(q.dtype)
 
 
 def _detach_memory(tensors: PagedTensors, name: str) -> PagedTensors:
-    """What is known of a side, without its memory, behind a record that may be written to."""
+    """Copy a side without its tensors, with a writable copy of its record."""
     side = structs.get_side(tensors, name)
     assert side.record is not None
     record = side.record.copy()
-    held = side._replace(record_pointer=structs.get_pointer(record), record=record)
-    opened = tensors.open.new_empty(0, *tensors.open.shape[1:])
-    memo = {(structs.MEMO_KEY, name): held}
-    return replace(tensors, open=opened, sealed={}, summary=None, derived=memo)
+    detached = side._replace(record_pointer=structs.get_pointer(record), record=record)
+    open_pages = tensors.open.new_empty(0, *tensors.open.shape[1:])
+    derived = {(structs.MEMO_KEY, name): detached}
+    return replace(tensors, open=open_pages, sealed={}, summary=None, derived=derived)
 
 
 def _rebind_record(current: PagedTensors, new: PagedTensors, name: str) -> bool:
-    """Let the record of a side say where it is now, if nothing else changed."""
-    own, now = (structs.get_side(side, name) for side in (current, new))
-    if own.record is None or now.record is None:
+    """Copy the new addresses of a side to its record; return False if anything else changed."""
+    old_side, new_side = (structs.get_side(side, name) for side in (current, new))
+    if old_side.record is None or new_side.record is None:
         return False
-    told = "read_refusal", "store_refusal", "heads", "page", "dim", "dtype"
-    if current.codec != new.codec or any(getattr(own, x) != getattr(now, x) for x in told):
+    fields = "read_refusal", "store_refusal", "heads", "page", "dim", "dtype"
+    same = all(getattr(old_side, field) == getattr(new_side, field) for field in fields)
+    if current.codec != new.codec or not same:
         return False
-    own.record[:] = now.record
+    old_side.record[:] = new_side.record
     return True

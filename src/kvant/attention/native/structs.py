@@ -1,13 +1,20 @@
-"""The structs of src/native/kvant.h as records of 8-byte numbers, in the order of the C structs.
+"""Pack the structs of src/native/kvant.h as records of 8-byte integers, in C order.
 
-What many calls share is packed once and kept beside what it says: a side of storage in the memo
-of its `Stored`, an extent in that of the `Extent`, the steps of a change in that of the `Change`.
+Records that many calls share are packed once and cached in the `derived` dictionary of the object
+that they describe: `PagedTensors`, `PageTable` or `AppendPlan`.
+
+A tile of keys holds 16 rows x 4 bytes of codes, so that one load has the same channels of 16 rows.
+Sealed bytes in canonical order, and the same bytes in tiles (rows a, b, ..., columns 0, 1, ...):
+
+    canonical   a0 a1 a2 a3 a4 ... | b0 b1 b2 b3 b4 ... | ...
+    tiles       a0 a1 a2 a3 b0 b1 b2 b3 ... p3 | a4 a5 a6 a7 b4 ...
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.codecs.codebook import compute_boundaries, compute_levels
+from kvant.codecs.codebook import Floats, compute_boundaries, compute_levels
 from kvant.contracts import Codec, Fields, Form, PagedTensors, Tiles
 from kvant.native import DTYPE_CODES, count_remaining_bytes
 from kvant.page_table import AppendPlan, Ints, PageTable
 
-TILE_SHAPES = {  # of a field: rows and values that lie together
+TILE_SHAPES = {  # by field: rows of a tile, and neighbouring values of a row in it
     "keys.codes": (16, 4),
     "values.codes": (4, 1),
     "keys.scale": (16, 1),
@@ -29,13 +36,13 @@ TILE_SHAPES = {  # of a field: rows and values that lie together
     "values.scale": (16, 1),
     "values.bias": (16, 1),
 }
-UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
-MAX_ROW_COPIES = 4  # rows of a tile that are copied one by one
+UNIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integers by bytes
+MAX_ROW_COPIES = 4  # tiles of at most this many rows are copied row by row
 
 
 @dataclass(frozen=True)
 class NativeTiles:
-    """Fields that their tile does not divide stay as they are, and are not read natively."""
+    """Arrange fields in tiles. A field whose shape the tile does not divide stays canonical."""
 
     def pack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
         return rearrange_tiles(field, *TILE_SHAPES.get(name, (1, 1)), packed=False, into=into)
@@ -47,28 +54,28 @@ class NativeTiles:
 def rearrange_tiles(
     field: Tensor, tile_rows: int, tile_width: int, *, packed: bool, into: Tensor | None = None
 ) -> Tensor:
-    """Rows as tiles of so many rows and values, or back; as it is where they do not divide it.
+    """Rearrange rows into tiles, or back if `packed`; copy a field that tiles do not divide.
 
-    What lies together in both is moved as one integer: four bytes are as fast as one.
+    The values of a row that stay neighbours move as one integer: four bytes cost as much as one.
     """
-    *lead, height, wide = field.shape
-    if tile_rows == 1 or height % tile_rows or wide % tile_width:
+    *lead, height, width = field.shape
+    if tile_rows == 1 or height % tile_rows or width % tile_width:
         return field if into is None else into.copy_(field)
     if into is None:
         into = torch.empty(field.shape, dtype=field.dtype, device=field.device)
-    unit, columns = UNIT_DTYPES[tile_width * field.itemsize], wide // tile_width
-    there, here = (tile_rows, columns), (columns, tile_rows)
+    unit, columns = UNIT_DTYPES[tile_width * field.itemsize], width // tile_width
+    old_shape, new_shape = (tile_rows, columns), (columns, tile_rows)
     if packed:
-        there, here = here, there
+        old_shape, new_shape = new_shape, old_shape
     if field.stride(-1) != 1 or any(
         n % tile_width for n in (field.storage_offset(), *field.stride()[:-1])
     ):
         field = field.clone(memory_format=torch.contiguous_format)
-    old = field.view(unit).reshape(*lead, height // tile_rows, *there).transpose(-1, -2)
-    new = into.view(unit).view(*lead, height // tile_rows, *here)
+    old = field.view(unit).reshape(*lead, height // tile_rows, *old_shape).transpose(-1, -2)
+    new = into.view(unit).view(*lead, height // tile_rows, *new_shape)
     if tile_rows > MAX_ROW_COPIES:
         new.copy_(old)
-    else:  # so many long rows, and not many short columns
+    else:  # few copies of long rows instead of many copies of short columns
         dim = -2 if packed else -1
         for row in range(tile_rows):
             new.select(dim, row).copy_(old.select(dim, row))
@@ -79,25 +86,25 @@ SIDE_STRUCT = struct.Struct("@28q")
 PAGE_TABLE_STRUCT = struct.Struct("@15q")
 ATTEND_STRUCT = struct.Struct("@25q 2d 17q")
 PLAN_STRUCT = struct.Struct("@9q")
-NUMBERS_POINTER = slice(5, 7)  # of an extent's record: where its numbers are
-NUM_COPIES_INDEX, NUM_SEALS_INDEX = 2, 8  # of a record of steps: how many there are
+NUMBERS_POINTER = slice(5, 7)  # address and bytes of the numbers in a page table's record
+NUM_COPIES_INDEX, NUM_SEALS_INDEX = 2, 8  # in an append plan's record
 STORE_STRUCT = struct.Struct("@22q")
 CHOOSE_STRUCT = struct.Struct("@23q")
 
 NATIVE_TILES = NativeTiles()
 FORMAT_CODES = {"raw": 0, "affine": 1, "codebook": 2, "float": 3}
 ROWS_ARRANGEMENT, ARRANGEMENT_CODES = 0, {"keys": 1, "values": 2}
-MAX_DIM, READ_PAGE_MULTIPLE, STORE_PAGE_MULTIPLE = 256, 64, 16  # of the kernels
-ODD_BIT_WIDTHS = (3, 5)  # bits whose planes need rows of whole 32 channels
+MAX_DIM, READ_PAGE_MULTIPLE, STORE_PAGE_MULTIPLE = 256, 64, 16  # limits of the kernels
+ODD_BIT_WIDTHS = (3, 5)  # bit planes of these widths need rows of a multiple of 32 channels
 NULL_ROWS = (0, 0, 0, 0, 0)
 NULL_POINTER = (0, 0)
-MEMO_KEY = "native"  # of a memo
+MEMO_KEY = "native"  # in the `derived` dictionaries
 
 RecordInts = tuple[int, ...]
 
 
 class NativeRecord(NamedTuple):
-    """A record that is pointed to, and the memory that it lies in."""
+    """Address and bytes of a record, and the array that owns its memory."""
 
     address: int
     nbytes: int
@@ -105,11 +112,11 @@ class NativeRecord(NamedTuple):
 
 
 class NativeSide(NamedTuple):
-    """What is known of a `Stored`, once and for all."""
+    """The record of a side of storage, and the reasons why kernels cannot use it."""
 
-    record_pointer: RecordInts  # of its record
-    read_refusal: str | None  # why it is not read natively
-    store_refusal: str | None  # why rows are not stored natively
+    record_pointer: RecordInts  # address and bytes of `record`
+    read_refusal: str | None  # why the kernels cannot read its pages
+    store_refusal: str | None  # why the kernels cannot store rows in it
     heads: int
     page: int
     dim: int
@@ -118,49 +125,50 @@ class NativeSide(NamedTuple):
 
 
 def get_side(tensors: PagedTensors, name: str) -> NativeSide:
-    """The record of a side, with what stands against it."""
-    found: NativeSide | None = tensors.derived.get((MEMO_KEY, name))
-    if found is None:
-        found = tensors.derived[MEMO_KEY, name] = _make_side(tensors, name)
-    return found
+    """Return the cached record of a side, packed on first use."""
+    side: NativeSide | None = tensors.derived.get((MEMO_KEY, name))
+    if side is None:
+        side = tensors.derived[MEMO_KEY, name] = _make_side(tensors, name)
+    return side
 
 
 def _make_side(tensors: PagedTensors, name: str) -> NativeSide:
-    opened = tensors.open
-    heads, page, dim = opened.shape[1:]
-    form = tensors.codec.form
-    arranged = encode_arrangement(tensors.tiles, name)
-    rows = explain_unsupported_rows(tensors.codec, opened, name)
-    unread = unstored = rows
-    if rows is None:
-        assert form is not None
-        there = bool(tensors.sealed)
-        coded = form.kind != "raw" and there
-        if page % READ_PAGE_MULTIPLE:
-            unread = f"pages of {page} rows: a multiple of {READ_PAGE_MULTIPLE} is needed"
-        elif (coded and arranged != ARRANGEMENT_CODES[name]) or (there and arranged is None):
-            unread = "sealed pages that lie otherwise"
-        if there and arranged is None:
-            unstored = "sealed pages that lie otherwise"
-        elif coded and page % STORE_PAGE_MULTIPLE:
-            unstored = f"pages of {page} rows: a multiple of {STORE_PAGE_MULTIPLE} is needed"
-    if rows is not None:
-        return NativeSide(NULL_POINTER, unread, unstored, heads, page, dim, opened.dtype, None)
-    size, strides = opened.element_size(), opened.stride()
-    place = (
-        opened.data_ptr(),
-        count_remaining_bytes(opened, size),
+    open_pages = tensors.open
+    heads, page, dim = open_pages.shape[1:]
+    form, dtype = tensors.codec.form, open_pages.dtype
+    arrangement = encode_arrangement(tensors.tiles, name)
+    refusal = explain_unsupported_rows(tensors.codec, open_pages, name)
+    if refusal is not None:
+        return NativeSide(NULL_POINTER, refusal, refusal, heads, page, dim, dtype, None)
+    assert form is not None
+    read_refusal = store_refusal = None
+    has_sealed = bool(tensors.sealed)
+    coded = form.kind != "raw" and has_sealed
+    if page % READ_PAGE_MULTIPLE:
+        read_refusal = f"pages of {page} rows: a multiple of {READ_PAGE_MULTIPLE} is needed"
+    elif (coded and arrangement != ARRANGEMENT_CODES[name]) or (has_sealed and arrangement is None):
+        read_refusal = "sealed pages in another arrangement"
+    if has_sealed and arrangement is None:
+        store_refusal = "sealed pages in another arrangement"
+    elif coded and page % STORE_PAGE_MULTIPLE:
+        store_refusal = f"pages of {page} rows: a multiple of {STORE_PAGE_MULTIPLE} is needed"
+    size, strides = open_pages.element_size(), open_pages.stride()
+    open_record = (
+        open_pages.data_ptr(),
+        count_remaining_bytes(open_pages, size),
         *(n * size for n in strides[:3]),
     )
-    kept = _allocate_record(
-        make_side_record(tensors.codec, dim, opened.dtype, place, tensors.sealed, arranged or 0)
+    record = _allocate_record(
+        make_side_record(
+            tensors.codec, dim, dtype, open_record, tensors.sealed, arrangement or ROWS_ARRANGEMENT
+        )
     )
-    where = (kept.address, kept.nbytes)
-    return NativeSide(where, unread, unstored, heads, page, dim, opened.dtype, kept.buffer)
+    pointer = (record.address, record.nbytes)
+    return NativeSide(pointer, read_refusal, store_refusal, heads, page, dim, dtype, record.buffer)
 
 
 def explain_unsupported_rows(codec: Codec, rows: Tensor, name: str) -> str | None:
-    """Why the kernels know no rows of this kind, or nothing."""
+    """Return why the kernels support no rows of this codec and layout, or None."""
     form, dim = codec.form, rows.shape[-1]
     if rows.device.type != "cpu":
         return f"rows on {rows.device}"
@@ -178,14 +186,10 @@ def explain_unsupported_rows(codec: Codec, rows: Tensor, name: str) -> str | Non
 
 
 def encode_arrangement(tiles: Tiles | None, name: str) -> int | None:
-    """How the codes of a side lie to the library; None where it does not know it."""
-    return (
-        ROWS_ARRANGEMENT
-        if tiles is None
-        else ARRANGEMENT_CODES[name]
-        if tiles == NATIVE_TILES
-        else None
-    )
+    """Return the library's code for the arrangement of a side; None if it has none."""
+    if tiles is None:
+        return ROWS_ARRANGEMENT
+    return ARRANGEMENT_CODES[name] if tiles == NATIVE_TILES else None
 
 
 def make_side_record(
@@ -198,16 +202,16 @@ def make_side_record(
 ) -> RecordInts:
     form = codec.form
     assert form is not None
-    pages: list[int] = []
+    field_records: list[int] = []
     for field in sealed.values():
         size, strides = field.element_size(), field.stride()
-        pages += (
+        field_records += (
             field.data_ptr(),
             count_remaining_bytes(field, size),
             strides[0] * size,
             strides[1] * size,
         )
-    pages += (0,) * (12 - len(pages))
+    field_records += (0,) * (12 - len(field_records))
     width, corrected = form.group or dim, int(form.corrected)
     shape = (
         FORMAT_CODES[form.kind],
@@ -218,33 +222,35 @@ def make_side_record(
         corrected,
         arrangement_code,
     )
-    return (*shape, *open_record, *pages, *_get_codebook_pointers(form, dim))
+    return (*shape, *open_record, *field_records, *_get_codebook_pointers(form, dim))
 
 
 def _get_codebook_pointers(form: Form, dim: int) -> RecordInts:
-    """Where the levels of a codebook are, and the boundaries between them."""
+    """Return address and bytes of a codebook's levels, and of the boundaries between them."""
     if form.kind != "codebook":
         return NULL_POINTER * 2
-    found = (_make_float_array(form.bits, dim, of) for of in (compute_levels, compute_boundaries))
-    return tuple(n for table in found for n in (ctypes.addressof(table), ctypes.sizeof(table)))
+    tables = (_make_float_array(form.bits, dim, f) for f in (compute_levels, compute_boundaries))
+    return tuple(n for table in tables for n in (ctypes.addressof(table), ctypes.sizeof(table)))
 
 
 @lru_cache(maxsize=128)
-def _make_float_array(bits: int, dim: int, compute: object) -> ctypes.Array[ctypes.c_float]:
-    found = compute(bits, dim)  # type: ignore[operator]
-    return (ctypes.c_float * len(found))(*found)
+def _make_float_array(
+    bits: int, dim: int, compute: Callable[[int, int], Floats]
+) -> ctypes.Array[ctypes.c_float]:
+    table = compute(bits, dim)
+    return (ctypes.c_float * len(table))(*table)
 
 
 def get_page_table_pointer(page_table: PageTable) -> RecordInts:
-    """Where the record of an extent is."""
-    found: tuple[RecordInts, object] | None = page_table.derived.get(MEMO_KEY)
-    if found is None:
-        found = page_table.derived[MEMO_KEY] = _make_page_table_record(page_table)
-    return found[0]
+    """Return address and bytes of a page table's record, packed on first use."""
+    entry: tuple[RecordInts, object] | None = page_table.derived.get(MEMO_KEY)
+    if entry is None:
+        entry = page_table.derived[MEMO_KEY] = _make_page_table_record(page_table)
+    return entry[0]
 
 
 def get_page_table_record(page_table: PageTable) -> Ints:
-    """The record of an extent."""
+    """Return a page table's record."""
     get_page_table_pointer(page_table)
     record: Ints = page_table.derived[MEMO_KEY][1][0]
     return record
@@ -253,11 +259,11 @@ def get_page_table_record(page_table: PageTable) -> Ints:
 def _make_page_table_record(page_table: PageTable) -> tuple[RecordInts, tuple[Ints, Ints]]:
     numbers, record = page_table.numbers, page_table.derived_from_tables.get(MEMO_KEY)
     if record is None:
-        kind, paging = page_table.layer_group, page_table.layer_group.paging
+        group, paging = page_table.layer_group, page_table.layer_group.paging
         tail = -1 if paging.tail is None else paging.tail
         record = page_table.derived_from_tables[MEMO_KEY] = np.array(
             (
-                *(len(numbers), paging.page, tail, paging.dense_until, kind.sinks, 0, 0),
+                *(len(numbers), paging.page, tail, paging.dense_until, group.sinks, 0, 0),
                 *_make_table_record(page_table.sealed_table),
                 *_make_table_record(page_table.open_table),
             ),
@@ -270,7 +276,7 @@ def _make_page_table_record(page_table: PageTable) -> tuple[RecordInts, tuple[In
 
 
 def _make_table_record(table: Ints) -> RecordInts:
-    """Of rows without gaps: what lies between them is not ours."""
+    """Return address, bytes, row stride and width of a table whose rows are contiguous."""
     batch, width = table.shape
     stride = table.strides[0] // 8 if batch > 1 else width
     address = table.__array_interface__["data"][0] if table.size else 0
@@ -278,25 +284,25 @@ def _make_table_record(table: Ints) -> RecordInts:
 
 
 def get_plan_pointer(plan: AppendPlan) -> RecordInts:
-    """Where the record of the copies, the writes and the seals of a change is."""
-    found: tuple[RecordInts, object] | None = plan.derived.get(MEMO_KEY)
-    if found is None:
+    """Return address and bytes of a plan's record of copies, writes and seals."""
+    entry: tuple[RecordInts, object] | None = plan.derived.get(MEMO_KEY)
+    if entry is None:
         parts = [np.ascontiguousarray(p) for p in (plan.copies, plan.writes, plan.seals)]
         record = np.array(make_plan_record(*parts), np.int64)
-        found = plan.derived[MEMO_KEY] = (get_pointer(record), (record, parts))
-    return found[0]
+        entry = plan.derived[MEMO_KEY] = (get_pointer(record), (record, parts))
+    return entry[0]
 
 
 def make_plan_record(*parts: Ints) -> RecordInts:
-    """Where copies, writes and seals are, and how many."""
+    """Return address, bytes and count of the copies, the writes and the seals."""
     return tuple(n for part in parts for n in (*get_pointer(part), len(part)))
 
 
 def get_pointer(array: Ints) -> RecordInts:
-    """Of an array without gaps."""
+    """Return address and bytes of a contiguous array."""
     return (array.__array_interface__["data"][0], array.nbytes) if array.size else NULL_POINTER
 
 
 def _allocate_record(values: RecordInts) -> NativeRecord:
-    held = np.array(values, np.int64)
-    return NativeRecord(held.__array_interface__["data"][0], held.nbytes, held)
+    buffer = np.array(values, np.int64)
+    return NativeRecord(buffer.__array_interface__["data"][0], buffer.nbytes, buffer)

@@ -1,11 +1,12 @@
-"""The backend for GPUs: Triton kernels on the stored bytes.
+"""The GPU backend: Triton kernels that read the stored bytes.
 
-It reads raw rows, affine pages of 8 and 4 bits and codebook pages, keys and values each in their
-own, all queries of a key head in one pass over its rows, and sequences of any lengths in one
-launch; it writes rows to their pages and seals them; and says of everything else why not. Pages lie
-as files have them: those of a head are contiguous, and their bytes are loaded 16 at a time.
+It reads raw rows, affine pages of 8 and 4 bits, and codebook pages; keys and values may have
+different codecs. One launch serves sequences of any lengths, with one pass over the rows for all
+queries of a key head. It also stores and seals rows. `supports` explains why it refuses any other
+view. Pages are in the canonical order of files, so a page of a head is contiguous, and kernels
+load 16 bytes at a time.
 
-Triton is optional, and nothing of it is imported before pages are read.
+Triton is optional and imported only when pages are first read.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, View
 from kvant.page_table import AppendPlan
 from kvant.triton_runtime import get_compiled_flags, is_triton_installed
 
-PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # others may have no memory
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # subclasses may have no storage
 
 
 @dataclass(frozen=True)
 class TritonBackend:
-    """Stores rows and attends over pages on a GPU, or on the CPU in Triton's interpreter."""
+    """Attention and storage on a GPU, or on the CPU in Triton's interpreter."""
 
     name: str = "triton"
     device: str = "cuda"
@@ -54,17 +55,15 @@ class TritonBackend:
         if (reason := _explain_unavailable(self.device)) is not None:
             return reason
         if view.values is view.keys:
-            return "values that lie inside the keys"
+            return "values stored inside the keys"
         for name, side in (("keys", view.keys), ("values", view.values)):
             if (reason := _explain_unsupported_side(side, name, view)) is not None:
                 return reason
-        both = view.keys.open, view.values.open
-        least, room = (
-            compute_shared_bytes(*both, MIN_TILE_QUERIES, 1),
-            get_available_shared_bytes(both[0].device),
-        )
-        if least > room:
-            return f"rows that take {least} bytes of shared memory: {room} are there"
+        keys, values = view.keys.open, view.values.open
+        needed = compute_shared_bytes(keys, values, MIN_TILE_QUERIES, 1)
+        available = get_available_shared_bytes(keys.device)
+        if needed > available:
+            return f"rows need {needed} bytes of shared memory: the device has {available}"
         return None if request is None else _explain_unsupported_request(request)
 
     def select_pages(self, request: AttentionRequest, view: View) -> Tensor | None:
@@ -74,7 +73,7 @@ class TritonBackend:
         return launch_attention(request, KernelView.from_view(view, request.selected_pages))
 
     def store(self, plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
-        """Copy, write and seal; False where these rows, or what they are sealed to, are others'."""
+        """Apply `plan` to the new rows; return False, with nothing written, if unsupported."""
         if any(side.open.device.type != self.device for side in sides.values()):
             return False
         if _explain_unavailable(self.device) is not None or is_unsupported_plan(plan, rows, sides):
@@ -84,7 +83,7 @@ class TritonBackend:
 
 
 def _explain_unavailable(device: str) -> str | None:
-    """Why the kernels cannot run on such a device."""
+    """Return why the kernels cannot run on this type of device, or None."""
     if not is_triton_installed():
         return "triton is not installed: pip install 'kvant[gpu]'"
     if _get_compiled_flags() == {device != "cpu"}:
@@ -115,10 +114,10 @@ def _explain_unsupported_side(tensors: PagedTensors, name: str, view: View) -> s
     if tensors.sealed and page % BLOCK_ROWS:
         return f"pages of {page} rows: a multiple of {BLOCK_ROWS} is needed"
     if "codes" in tensors.sealed and tensors.tiles is not None:
-        return "sealed pages that lie otherwise"
-    own = rows if view.new_rows is None else view.new_rows[name]
-    if own.dtype != rows.dtype or type(own) not in PLAIN_TENSOR_TYPES:
-        return f"{name} that came as a {type(own).__name__} of {own.dtype}"
+        return "sealed pages in another arrangement"
+    new_rows = rows if view.new_rows is None else view.new_rows[name]
+    if new_rows.dtype != rows.dtype or type(new_rows) not in PLAIN_TENSOR_TYPES:
+        return f"new {name} in a {type(new_rows).__name__} of {new_rows.dtype}"
     return None
 
 
@@ -130,5 +129,5 @@ def _explain_unsupported_request(request: AttentionRequest) -> str | None:
     if request.out_dtype not in DTYPES:
         return f"outputs of {request.out_dtype}"
     if not isinstance(request.mask, Mask):
-        return "a mask that is a tensor"
+        return "an explicit mask tensor"
     return None

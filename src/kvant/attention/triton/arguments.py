@@ -1,4 +1,10 @@
-"""What the kernels read: the bytes of a side, rows beside its pages, and where sequences are."""
+"""Build the kernels' arguments: the storage of each side, new rows, and page tables.
+
+A page table on the device has one row of integers per sequence (or per key head):
+
+    | 7 sequence numbers | slots of sealed pages | slots of open pages |
+    0                    7                       open_offset
+"""
 
 from __future__ import annotations
 
@@ -20,9 +26,8 @@ from kvant.torch_modes import no_inference_mode
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and queries
-# The kinds of forms that kernels know: how many bits, and the fields of a sealed page.
-SUPPORTED_BITS = {"raw": (0,), "affine": (8, 4), "codebook": (4, 3, 2)}
-SEALED_FIELDS = {
+SUPPORTED_BITS = {"raw": (0,), "affine": (8, 4), "codebook": (4, 3, 2)}  # by form kind
+SEALED_FIELDS = {  # of a page, by form kind
     "raw": ("rows",),
     "affine": ("codes", "scale", "bias"),
     "codebook": ("codes", "scale"),
@@ -31,22 +36,22 @@ SEALED_FIELDS = {
 
 @dataclass(frozen=True)
 class TritonSide:
-    """The keys, or the values: what they mean, and where they lie."""
+    """The keys or the values of a layer: their format and their tensors."""
 
     form: Form
     open: Tensor  # [slots, H, P, D]
     sealed: Fields
-    new_rows: Tensor | None = None  # [B, H, T, D]: rows that are read where they came
+    new_rows: Tensor | None = None  # [B, H, T, D]: rows of the forward, not read from pages
 
 
 def get_form(codec: Codec) -> Form:
-    """The form of a codec that the kernels read."""
+    """Return the form of a codec that the kernels support."""
     assert codec.form is not None
     return codec.form
 
 
 def explain_unsupported_codec(codec: Codec) -> str | None:
-    """Why the kernels do not read this codec."""
+    """Return why the kernels do not read this codec, or None."""
     form, name = codec.form, type(codec).__name__
     if form is None or form.kind not in SUPPORTED_BITS:
         return name
@@ -54,7 +59,7 @@ def explain_unsupported_codec(codec: Codec) -> str | None:
 
 
 def explain_unloadable_rows(name: str, rows: Tensor) -> str | None:
-    """Why the values of these rows cannot be loaded."""
+    """Return why the kernels cannot load these rows, or None."""
     if rows.dtype not in DTYPES:
         return f"{name} of {rows.dtype}"
     if rows.stride(3) != 1:
@@ -63,14 +68,14 @@ def explain_unloadable_rows(name: str, rows: Tensor) -> str | None:
 
 
 def is_aligned(rows: Tensor) -> bool:
-    """Do all rows begin at multiples of 16 bytes?"""
+    """Tell whether every row begins at a multiple of 16 bytes."""
     size = rows.element_size()
-    steps = [n for n, many in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if many > 1]
+    steps = [n for n, count in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if count > 1]
     return rows.data_ptr() % 16 == 0 and all(step * size % 16 == 0 for step in steps)
 
 
 def align_rows(rows: Tensor) -> Tensor:
-    """The channels of a row side by side, and rows where kernels load 16 bytes at a time."""
+    """Return rows with contiguous channels, at multiples of 16 bytes; copy them if needed."""
     if rows.stride(-1) == 1 and (is_aligned(rows) or rows.shape[-1] * rows.element_size() % 16):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
@@ -78,7 +83,7 @@ def align_rows(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def import_kernel_records() -> Any:
-    """Import the types of the kernels' arguments, which every launch uses."""
+    """Import the records of the kernels' arguments, and Triton with them, on first use."""
     from kvant.attention.triton.kernels import arguments
 
     return arguments
@@ -86,27 +91,28 @@ def import_kernel_records() -> Any:
 
 @lru_cache(maxsize=1024, typed=True)
 def make_constexpr(value: Hashable) -> Any:
-    """A value that is compiled in: made once, since Triton compares them at every launch."""
+    """Return a constexpr of `value`, cached since Triton compares them at every launch."""
     from triton import language as tl
 
     return tl.constexpr(value)
 
 
 def get_dot_dtype(dtype: torch.dtype, interpreted: bool) -> Any:
-    """In which rows of a dtype are multiplied; the interpreter takes bfloat16 for integers."""
+    """Return the dtype for matrix products of rows; the interpreter lacks bfloat16 products."""
     from triton import language as tl
 
-    known = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    return known[torch.float32 if interpreted and dtype == torch.bfloat16 else dtype]
+    types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    return types[torch.float32 if interpreted and dtype == torch.bfloat16 else dtype]
 
 
 @lru_cache(maxsize=256)
 def make_side_constants(
     form: Form, dim: int, dtype: torch.dtype, interpreted: bool
 ) -> tuple[Any, ...]:
-    """What a `Side` begins with: the same at every launch."""
-    made, dot = _make_code_layout(form, dim, dtype, interpreted), get_dot_dtype(dtype, interpreted)
-    return made, *map(make_constexpr, (dim, next_power_of_2(dim), dot))
+    """Return the first fields of `SideArgs`, which are equal at every launch."""
+    layout = _make_code_layout(form, dim, dtype, interpreted)
+    dot = get_dot_dtype(dtype, interpreted)
+    return layout, *map(make_constexpr, (dim, next_power_of_2(dim), dot))
 
 
 def _make_code_layout(form: Form, dim: int, dtype: torch.dtype, interpreted: bool) -> Any:
@@ -114,70 +120,74 @@ def _make_code_layout(form: Form, dim: int, dtype: torch.dtype, interpreted: boo
 
     from kvant.attention.triton.kernels.arguments import AFFINE, CODEBOOK, RAW
 
-    dot, kind, groups, spread = get_dot_dtype(dtype, interpreted), RAW, 1, 1
-    bits, width, stride, units, each = 8, dim, dim, 1, next_power_of_2(dim)
+    dot, kind, groups, groups_per_unit = get_dot_dtype(dtype, interpreted), RAW, 1, 1
+    bits, width, stride, units, unit_bytes = 8, dim, dim, 1, next_power_of_2(dim)
     parts = block = 1
     if form.kind != "raw":
-        # Sixteen bits hold what is decoded best as a float16, whatever the rows are.
+        # Of the 16-bit types, float16 rounds decoded values least, even for bfloat16 rows.
         dot = tl.float32 if dtype == torch.float32 else tl.float16
         bits, block = form.bits, gcd(dim, INTERLEAVE_BLOCK)
         parts = 8 // BIT_PLANES[bits][0][0]
         width, stride = dim // parts, dim * bits // 8
-        kind, each = CODEBOOK, next_power_of_2(width)
+        kind, unit_bytes = CODEBOOK, next_power_of_2(width)
     if form.kind == "affine":
-        # All bytes of a unit have their first parts in one group, and their second ones.
+        # In a unit, the first codes of all bytes belong to one group, and so do the second codes.
         kind, unit = AFFINE, max(form.group, block if parts > 1 else 1)
-        groups, spread = -(-dim // form.group), unit // form.group
-        units, each = next_power_of_2(-(-dim // unit)), unit // parts
-    numbers = (bits, width, stride, units, each, parts, block, groups, spread)
-    # A group may end inside of a word, and so may the second plane of 3 bits.
-    words = kind is not RAW and dot == tl.float16 and spread == 1 and units * each == width
-    words = words and each % (8 if bits == 3 else 4) == 0
-    found = tuple(map(make_constexpr, fit_level_polynomial(bits, dim) if kind is CODEBOOK else ()))
+        groups, groups_per_unit = -(-dim // form.group), unit // form.group
+        units, unit_bytes = next_power_of_2(-(-dim // unit)), unit // parts
+    numbers = (bits, width, stride, units, unit_bytes, parts, block, groups, groups_per_unit)
+    # Words of 32 bits need groups, and the second plane of 3 bits, that end at word boundaries.
+    by_words = kind is not RAW and dot == tl.float16 and groups_per_unit == 1
+    by_words = by_words and units * unit_bytes == width
+    by_words = by_words and unit_bytes % (8 if bits == 3 else 4) == 0
+    polynomial = fit_level_polynomial(bits, dim) if kind is CODEBOOK else ()
     return import_kernel_records().CodeLayout._make(
-        (*map(make_constexpr, (kind.value, *numbers, dot, words)), found)
+        (
+            *map(make_constexpr, (kind.value, *numbers, dot, by_words)),
+            tuple(map(make_constexpr, polynomial)),
+        )
     )
 
 
 def make_sealed_fields(side: TritonSide) -> Any:
-    """The `View` of a side; it may have none."""
+    """Return the `SealedFields` of a side; placeholders if it has no sealed pages."""
     if not side.sealed:
         return import_kernel_records().SealedFields(*(side.open,) * 4, 0, 0, 0, 0)
     codes, *others = (side.sealed[name] for name in SEALED_FIELDS[side.form.kind])
     scale = others[0] if others else codes
-    found = bias = others[-1] if others else codes
+    levels = bias = others[-1] if others else codes
     if side.form.kind == "codebook":
-        # Loads of 16 bits are left alone by Triton's pipelining, which sends wider ones elsewhere.
+        # Triton's pipelining moves wider loads to shared memory and leaves 16-bit ones alone.
         dtype = torch.float32 if side.open.dtype == torch.float32 else torch.float16
-        found = make_level_table(side.form.bits, side.open.shape[3], dtype, codes.device)
+        levels = make_level_table(side.form.bits, side.open.shape[3], dtype, codes.device)
     return import_kernel_records().SealedFields(
-        codes, scale, bias, found, *codes.stride()[:2], *scale.stride()[:2]
+        codes, scale, bias, levels, *codes.stride()[:2], *scale.stride()[:2]
     )
 
 
 @lru_cache(maxsize=64)
 def make_level_table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The levels of a codebook, as float32 has them."""
+    """Return the levels of a codebook, rounded to float32 before `dtype`."""
     with no_inference_mode():
         return torch.tensor(compute_levels(bits, dim).astype(np.float32), device=device).to(dtype)
 
 
 def fit_level_polynomial(bits: int, dim: int) -> tuple[float, ...]:
-    """Levels as an odd polynomial of x = (2 code + 1) / 2^bits - 1, from its highest power down.
+    """Return (a, b, c_n, ..., c_1) with level(code) = c_n x^n + ... + c_1 x, x = a (2 code) - b.
 
-    It misses less than half of the last bit of a float16. Before it what twice a code is multiplied
-    by, and what is taken from that, to be x: both are exact.
+    The polynomial is odd in x = (2 code + 1) / 2^bits - 1. Its error is less than half of the last
+    bit of a float16; a and b are exact.
     """
-    there, step = compute_levels(bits, dim), 0.5**bits
-    x = (2 * np.arange(len(there)) + 1) * step - 1
-    powers = np.stack([x**power for power in range(1, min(10, len(there)), 2)], 1)
-    found, *_ = np.linalg.lstsq(powers / there[:, None], np.ones(len(there)), rcond=None)
-    return step, 1 - step, *found[::-1].tolist()
+    levels, step = compute_levels(bits, dim), 0.5**bits
+    x = (2 * np.arange(len(levels)) + 1) * step - 1
+    powers = np.stack([x**power for power in range(1, min(10, len(levels)), 2)], 1)
+    coefficients, *_ = np.linalg.lstsq(powers / levels[:, None], np.ones(len(levels)), rcond=None)
+    return step, 1 - step, *coefficients[::-1].tolist()
 
 
 @lru_cache(maxsize=16)
 def make_third_bit_layout(dim: int) -> Any:
-    """The `Form` of the plane that holds the third of 3 bits."""
+    """Return the `CodeLayout` of the plane that holds the third of 3 bits."""
     from triton import language as tl
 
     from kvant.attention.triton.kernels.arguments import CODEBOOK
@@ -190,71 +200,71 @@ def make_third_bit_layout(dim: int) -> Any:
 
 
 def make_dense_rows(tensor: Tensor) -> Any:
-    """The `Rows` of sequences or of pages."""
+    """Return the `DenseRows` of sequences or of pages."""
     return import_kernel_records().DenseRows(tensor, *tensor.stride()[:3])
 
 
 def next_power_of_2(n: int) -> int:
-    """The power of two that holds n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
-NUM_SEQUENCE_NUMBERS = 7
+MAX_LENGTH, NUM_SEQUENCE_NUMBERS = 6, 7  # as in kernels/arguments.py
 
 
 @dataclass(eq=False)
 class TritonPageTable:
-    """The integers of an extent on a device."""
+    """A page table as one tensor of integers on a device, with upper bounds for launches."""
 
-    integers: Tensor  # [B, NUMBERS + sealed pages + open pages]
-    open_offset: int  # where the table of open pages begins
-    max_sealed_rows: int  # sealed rows of the sequence that has most
-    max_open_rows: int  # and rows in open pages
+    integers: Tensor  # [B, NUM_SEQUENCE_NUMBERS + sealed pages + open pages]
+    open_offset: int  # column at which the slots of open pages begin
+    max_sealed_rows: int  # largest number of sealed rows of a sequence
+    max_open_rows: int  # and of rows in open pages
 
     @classmethod
     def from_page_table(cls, page_table: PageTable, device: torch.device) -> TritonPageTable:
-        """Made once an extent, for all its layers."""
-        key = ("place", device)
-        found: TritonPageTable | None = page_table.derived.get(key)
-        if found is None:
+        """Copy a page table to the device, once for all layers that share it."""
+        key = ("triton", device)
+        table: TritonPageTable | None = page_table.derived.get(key)
+        if table is None:
             page = page_table.layer_group.page
-            stored = int((page_table.stop_sealed - page_table.first_sealed).max(initial=0)) * page
-            opened = int((page_table.seq_lens - page_table.first_open * page).max(initial=0))
+            num_sealed = int((page_table.stop_sealed - page_table.first_sealed).max(initial=0))
+            open_rows = int((page_table.seq_lens - page_table.first_open * page).max(initial=0))
             widths = _get_table_widths(page_table)
-            rows = torch.from_numpy(_flatten_page_table(page_table, widths)).to(device)
-            found = page_table.derived[key] = cls(
-                rows, NUM_SEQUENCE_NUMBERS + widths[0], stored, opened
+            integers = torch.from_numpy(_flatten_page_table(page_table, widths)).to(device)
+            table = page_table.derived[key] = cls(
+                integers, NUM_SEQUENCE_NUMBERS + widths[0], num_sealed * page, open_rows
             )
-        return found
+        return table
 
 
 class StaticTritonPageTable(TritonPageTable):
-    """A place that goes on from token to token, and stays where it lies in memory."""
+    """A page table at a fixed address that is updated in place from token to token."""
 
     def __init__(self, plan: AppendPlan, device: torch.device) -> None:
-        """With room for the capacity, or twice the tokens that there are."""
-        extent = plan.read_table
-        layer_group = extent.layer_group
+        """Allocate room for the layers' capacity, or for twice the present tokens."""
+        page_table = plan.read_table
+        layer_group = page_table.layer_group
         capacity = (
-            layer_group.capacity or 2 * int(extent.seq_lens.max(initial=0)) + layer_group.page
+            layer_group.capacity or 2 * int(page_table.seq_lens.max(initial=0)) + layer_group.page
         )
         pages = -(-capacity // layer_group.page)
         self.layer_group, self.capacity = layer_group, capacity
         self.table_widths = (pages if layer_group.seals else 0, pages)
         with no_inference_mode():
-            rows = torch.zeros(
-                extent.num_tables,
+            integers = torch.zeros(
+                page_table.num_tables,
                 NUM_SEQUENCE_NUMBERS + sum(self.table_widths),
                 dtype=torch.int64,
                 device=device,
             )
         super().__init__(
-            rows,
+            integers,
             NUM_SEQUENCE_NUMBERS + self.table_widths[0],
             *_estimate_max_rows(layer_group, capacity),
         )
-        followed = self.update(plan)
-        assert followed
+        updated = self.update(plan)
+        assert updated
 
     @property
     def lengths(self) -> Tensor:
@@ -267,48 +277,45 @@ class StaticTritonPageTable(TritonPageTable):
         return (self.integers[:, LENGTH] + self.integers[:, PADDING]).amax()
 
     def advance(self) -> None:
-        """One more token of each, which changes nothing else."""
+        """Advance every sequence by one token that needs no new page and seals none."""
         self.lengths.add_(1)
 
     def update(self, plan: AppendPlan) -> bool:
-        """Be where these sequences are; False where they are others, or there is no room."""
-        extent = plan.read_table
-        widths = _get_table_widths(extent)
-        same = extent.num_tables == len(self.integers) and extent.layer_group == self.layer_group
+        """Copy the plan's page table; return False for other sequences, or if it does not fit."""
+        source = plan.read_table
+        widths = _get_table_widths(source)
+        same = source.num_tables == len(self.integers) and source.layer_group == self.layer_group
         if not same or widths[0] > self.table_widths[0] or widths[1] > self.table_widths[1]:
             return False
-        self.integers.copy_(torch.from_numpy(_flatten_page_table(extent, self.table_widths)))
+        self.integers.copy_(torch.from_numpy(_flatten_page_table(source, self.table_widths)))
         return True
 
 
 def _get_table_widths(page_table: PageTable) -> tuple[int, int]:
-    """How many pages the tables say something of: one open page at least, whatever it is."""
+    """Return how many sealed and open page numbers the tables cover; at least one open page."""
     sealed = int(page_table.stop_sealed.max(initial=0)) if page_table.layer_group.seals else 0
     return sealed, int(page_table.stop_open.max(initial=1))
 
 
 def _flatten_page_table(page_table: PageTable, widths: tuple[int, int]) -> Ints:
     flat = np.zeros((page_table.num_tables, NUM_SEQUENCE_NUMBERS + sum(widths)), np.int64)
-    flat[:, : NUM_SEQUENCE_NUMBERS - 1] = page_table.numbers[
-        :, : NUM_SEQUENCE_NUMBERS - 1
-    ]  # those that kernels read
-    flat[:, NUM_SEQUENCE_NUMBERS - 1] = page_table.lengths + page_table.steady_tokens
-    place = NUM_SEQUENCE_NUMBERS
+    # The last number of a sequence is the length up to which kernels may count, not PRUNED_AT.
+    flat[:, :MAX_LENGTH] = page_table.numbers[:, :MAX_LENGTH]
+    flat[:, MAX_LENGTH] = page_table.lengths + page_table.steady_tokens
+    column = NUM_SEQUENCE_NUMBERS
     for table, width in zip((page_table.sealed_table, page_table.open_table), widths, strict=True):
-        there = min(width, table.shape[1])
-        flat[:, place : place + there] = table[:, :there]
-        place += width
+        count = min(width, table.shape[1])
+        flat[:, column : column + count] = table[:, :count]
+        column += width
     return flat
 
 
 def _estimate_max_rows(layer_group: LayerGroup, num_tokens: int) -> tuple[int, int]:
-    """About how many sealed rows and open ones a sequence has, once it has so many tokens."""
-    kept = (
-        num_tokens
-        if layer_group.window is None
-        else min(num_tokens, layer_group.window + layer_group.slack + layer_group.page)
-    )
+    """Estimate the sealed rows and the open rows of a sequence of `num_tokens` tokens."""
+    retained = num_tokens
+    if layer_group.window is not None:
+        retained = min(retained, layer_group.window + layer_group.slack + layer_group.page)
     if layer_group.paging.tail is None:
-        return 0, kept
-    late = max(layer_group.paging.tail + layer_group.page, layer_group.paging.dense_until)
-    return kept, min(kept, late + layer_group.slack)
+        return 0, retained
+    dense = max(layer_group.paging.tail + layer_group.page, layer_group.paging.dense_until)
+    return retained, min(retained, dense + layer_group.slack)

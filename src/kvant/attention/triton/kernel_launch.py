@@ -1,4 +1,8 @@
-"""One request: how many queries and columns a program takes, and the two launches."""
+"""Launch attention: choose the tiles and ranges of a request, then run the two kernels.
+
+The first kernel has one program per tile of queries and range of rows; each writes a partial
+output. The second kernel merges the partial outputs of all ranges.
+"""
 
 from __future__ import annotations
 
@@ -27,89 +31,78 @@ from kvant.contracts import AttentionRequest, Mask, View
 from kvant.page_table import LayerGroup
 from kvant.triton_runtime import use_device
 
-BLOCK_ROWS = 64  # rows at a time: every sealed page is a multiple of it
-TARGET_PROGRAMS = (
-    264  # two for each multiprocessor of the larger GPUs: ranges are split until there are
-)
-MIN_RANGE_ROWS = 4 * BLOCK_ROWS  # rows a range: less is not worth a merge
-MAX_PIPELINE_BYTES = (
-    1 << 17
-)  # bytes for rows on their way: more would leave no room for a second program
-MIN_TILE_QUERIES = 16  # queries that a program takes at least: a matrix product does
-MAX_POSITION = (1 << 31) - 1  # beyond any position; kernels count in 32 bits
-MAX_PARTIAL_VALUES = 1 << 25  # values that ranges give before they are merged, at a time
+BLOCK_ROWS = 64  # rows per iteration of a kernel; sealed pages are a multiple of it
+TARGET_PROGRAMS = 264  # two per multiprocessor of large GPUs: rows are split to reach it
+MIN_RANGE_ROWS = 4 * BLOCK_ROWS  # a shorter range costs more to merge than it saves
+MAX_PIPELINE_BYTES = 1 << 17  # for prefetched rows: leaves shared memory for a second program
+MIN_TILE_QUERIES = 16  # smallest tile of a matrix product
+MAX_POSITION = (1 << 31) - 1  # kernels count in 32 bits
+MAX_PARTIAL_VALUES = 1 << 25  # partial outputs of one launch
 
 
 @dataclass(frozen=True)
 class KernelView:
-    """What kernels read: the rows of one layer, and where its sequences are."""
+    """The rows of one layer, and the page table of its sequences, as the kernels read them."""
 
     keys: TritonSide
     values: TritonSide
     page_table: TritonPageTable
     layer_group: LayerGroup
-    new_rows_dense: bool = False  # are own rows dense to all queries?
-    selected_pages: Tensor | None = None  # sealed pages, where not all are read
+    new_rows_dense: bool = False  # whether all queries read the new rows dense
+    selected_pages: Tensor | None = None  # sealed pages to read; None: all
 
     @classmethod
     def from_view(cls, view: View, selected_pages: Tensor | None = None) -> KernelView:
-        own = (
-            {}
-            if view.new_rows is None
-            else {n: align_rows(rows) for n, rows in view.new_rows.items()}
-        )
+        new_rows = {name: align_rows(rows) for name, rows in (view.new_rows or {}).items()}
         keys, values = (
-            TritonSide(get_form(stored.codec), stored.open, stored.sealed, own.get(name))
+            TritonSide(get_form(stored.codec), stored.open, stored.sealed, new_rows.get(name))
             for name, stored in (("keys", view.keys), ("values", view.values))
         )
-        place = TritonPageTable.from_page_table(view.page_table, view.keys.open.device)
-        return cls(
-            keys, values, place, view.page_table.layer_group, view.new_rows_dense, selected_pages
-        )
+        page_table = TritonPageTable.from_page_table(view.page_table, view.keys.open.device)
+        group = view.page_table.layer_group
+        return cls(keys, values, page_table, group, view.new_rows_dense, selected_pages)
 
     @property
     def num_new(self) -> int:
-        """The columns that came with the forward itself."""
+        """Number of columns of the new rows."""
         return 0 if self.keys.new_rows is None else self.keys.new_rows.shape[2]
 
     @property
     def max_sealed_rows(self) -> int:
-        """Sealed rows of a sequence that are read, at most."""
-        return (
-            self.page_table.max_sealed_rows
-            if self.selected_pages is None
-            else self.selected_pages.shape[3] * self.layer_group.page
-        )
+        """Upper bound on the sealed rows that are read of a sequence."""
+        if self.selected_pages is None:
+            return self.page_table.max_sealed_rows
+        return self.selected_pages.shape[3] * self.layer_group.page
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How so many queries of each sequence are cut into programs."""
+    """How the queries and rows of each sequence are split into programs."""
 
-    tile_queries: int  # queries of a group, all its heads together
+    tile_queries: int  # query rows of a tile, those of all heads of a group together
     num_tiles: int
-    num_sealed_ranges: int  # ranges of sealed pages; of dense rows one at least: it reads the sinks
-    num_dense_ranges: int
+    num_sealed_ranges: int
+    num_dense_ranges: int  # at least one, which reads the sinks
 
     @classmethod
     def make(cls, kernel_view: KernelView, num_heads: int, num_queries: int) -> LaunchPlan:
-        """For so many key heads in all, and queries of each; ranges are for the longest."""
-        both = kernel_view.keys.open, kernel_view.values.open
-        widest = 32 if both[0].dtype == torch.float32 else 64
-        tile = min(widest, max(MIN_TILE_QUERIES, next_power_of_2(num_queries)))
-        while tile > MIN_TILE_QUERIES and compute_shared_bytes(
-            *both, tile, 1
-        ) > get_available_shared_bytes(both[0].device):
+        """Split for `num_heads` key heads of the batch with `num_queries` each.
+
+        The longest sequence determines the number of ranges.
+        """
+        keys, values = kernel_view.keys.open, kernel_view.values.open
+        max_tile = 32 if keys.dtype == torch.float32 else 64
+        tile = min(max_tile, max(MIN_TILE_QUERIES, next_power_of_2(num_queries)))
+        available = get_available_shared_bytes(keys.device)
+        while tile > MIN_TILE_QUERIES and compute_shared_bytes(keys, values, tile, 1) > available:
             tile //= 2
         tiles = -(-num_queries // tile)
-        stored, dense = (
-            kernel_view.max_sealed_rows,
-            max(kernel_view.page_table.max_open_rows, kernel_view.num_new),
-        )
+        sealed_rows = kernel_view.max_sealed_rows
+        dense_rows = max(kernel_view.page_table.max_open_rows, kernel_view.num_new)
         ranges = max(1, TARGET_PROGRAMS // (num_heads * tiles))
-        span = max(MIN_RANGE_ROWS, -(-(stored + dense) // ranges))
-        span = -(-span // BLOCK_ROWS) * BLOCK_ROWS
-        return cls(tile, tiles, -(-stored // span), max(1, -(-dense // span)))
+        range_rows = max(MIN_RANGE_ROWS, -(-(sealed_rows + dense_rows) // ranges))
+        range_rows = -(-range_rows // BLOCK_ROWS) * BLOCK_ROWS
+        return cls(tile, tiles, -(-sealed_rows // range_rows), max(1, -(-dense_rows // range_rows)))
 
     @property
     def num_ranges(self) -> int:
@@ -119,17 +112,14 @@ class LaunchPlan:
 def launch_attention(
     request: AttentionRequest, kernel_view: KernelView
 ) -> tuple[Tensor, Tensor | None]:
-    """Outputs and log-sum-exp, of as many queries at a time as the scratch allows."""
+    """Compute outputs and log-sum-exp, in launches whose partial outputs fit the scratch."""
     batch, heads, queries, _ = request.q.shape
     dim = kernel_view.values.open.shape[3]
     out = torch.empty(batch, heads, queries, dim, dtype=request.out_dtype, device=request.q.device)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.return_lse else None
-    # Each position chooses for itself.
-    step = (
-        max(1, MAX_PARTIAL_VALUES // (2 * batch * heads * dim))
-        if kernel_view.selected_pages is None
-        else 1
-    )
+    step = max(1, MAX_PARTIAL_VALUES // (2 * batch * heads * dim))
+    if kernel_view.selected_pages is not None:  # each position selects pages of its own
+        step = 1
     with use_device(out.device):
         for first in range(0, queries, step):
             _launch_queries(
@@ -145,46 +135,46 @@ def _launch_queries(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """These of the queries that are asked for."""
+    """Launch both kernels for a range of the request's queries."""
     from kvant.attention.triton.kernels import attend
 
-    q, place = request.q[:, :, query_range.start : query_range.stop], kernel_view.page_table
+    q, page_table = request.q[:, :, query_range.start : query_range.stop], kernel_view.page_table
     batch, all_heads, count, _ = q.shape
     heads, dim = kernel_view.keys.open.shape[1], kernel_view.values.open.shape[3]
     plan = LaunchPlan.make(kernel_view, batch * heads, count * (all_heads // heads))
     shape = (plan.num_ranges, batch, all_heads, count)
     sizes = (*shape, dim), shape, shape
-    found = import_kernel_records().PartialOutputs(
+    partials = import_kernel_records().PartialOutputs(
         *(out.new_empty(size, dtype=torch.float32) for size in sizes)
     )
-    chosen = kernel_view.selected_pages
-    if chosen is not None:
-        chosen = chosen[:, :, query_range.start : query_range.stop].contiguous()
+    selected = kernel_view.selected_pages
+    if selected is not None:
+        selected = selected[:, :, query_range.start : query_range.stop].contiguous()
     attend.attend[plan.num_tiles * batch * heads, plan.num_ranges](
-        found,
+        partials,
         _make_query_args(request, q, kernel_view),
         _make_side_args(kernel_view.keys),
         _make_side_args(kernel_view.values),
-        place.integers,
-        place.integers.shape[1],
-        place.open_offset,
+        page_table.integers,
+        page_table.integers.shape[1],
+        page_table.open_offset,
         _make_visibility_args(request, kernel_view),
         kernel_view.num_new,
         request.q.shape[2] - query_range.start,
         count,
         plan.num_sealed_ranges,
-        place.integers if chosen is None else chosen,
-        0 if chosen is None else chosen.shape[3],
+        page_table.integers if selected is None else selected,
+        0 if selected is None else selected.shape[3],
         TILE=plan.tile_queries,
         BLOCK=BLOCK_ROWS,
         MULTI_QUERY=request.q.shape[2] > 1,
         HAS_NEW_ROWS=kernel_view.num_new > 0,
-        HAS_SELECTION=chosen is not None,
-        num_warps=4 if plan.tile_queries < 64 else 8,  # or weighted sums spill from the registers
+        HAS_SELECTION=selected is not None,
+        num_warps=4 if plan.tile_queries < 64 else 8,  # with 4, outputs would spill from registers
         num_stages=_choose_num_stages(kernel_view, plan.tile_queries),
         enable_fp_fusion=True,
     )
-    _merge_partials(found, request, plan.num_ranges, query_range, out, lse)
+    _merge_partials(partials, request, plan.num_ranges, query_range, out, lse)
 
 
 def _merge_partials(
@@ -195,7 +185,7 @@ def _merge_partials(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """What the ranges gave `which` of the queries."""
+    """Launch the kernel that merges the partial outputs of a range of queries."""
     from kvant.attention.triton.kernels import attend
 
     (batch, heads, queries, dim), logits = out.shape, request.sink_logits
@@ -220,7 +210,7 @@ def _merge_partials(
 
 
 def compute_shared_bytes(keys: Tensor, values: Tensor, tile_queries: int, num_stages: int) -> int:
-    """Bytes of shared memory that a program takes, at most: blocks of rows, queries, weights."""
+    """Return an upper bound on a program's shared memory: blocks of rows, queries, weights."""
     size = max(keys.element_size(), values.element_size())
     blocks = _compute_block_bytes(keys, values)
     rows = max(blocks) if num_stages == 1 else num_stages * sum(blocks)
@@ -229,51 +219,51 @@ def compute_shared_bytes(keys: Tensor, values: Tensor, tile_queries: int, num_st
 
 @lru_cache(maxsize=64)
 def get_available_shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take; without a GPU nobody counts them."""
+    """Return the bytes of shared memory available to a program; unlimited without a GPU."""
     if device.type != "cuda":
         return sys.maxsize
-    # What is not said, as of AMD's, is 64 KiB.
-    there = torch.cuda.get_device_properties(device)
-    return getattr(there, "shared_memory_per_block_optin", 1 << 16)
+    # AMD devices do not report it; they have 64 KiB.
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 1 << 16)
 
 
 def _choose_num_stages(kernel_view: KernelView, tile_queries: int) -> int:
-    """How many blocks of rows are loaded ahead: as many as the shared memory has room for."""
-    both = kernel_view.keys.open, kernel_view.values.open
-    most = max(1, min(3, MAX_PIPELINE_BYTES // sum(_compute_block_bytes(*both))))
-    room = get_available_shared_bytes(both[0].device)
-    return next(
-        (n for n in range(most, 1, -1) if compute_shared_bytes(*both, tile_queries, n) <= room), 1
-    )
+    """Return the number of pipeline stages: as many prefetched blocks as shared memory holds."""
+    keys, values = kernel_view.keys.open, kernel_view.values.open
+    stages = max(1, min(3, MAX_PIPELINE_BYTES // sum(_compute_block_bytes(keys, values))))
+    available = get_available_shared_bytes(keys.device)
+    while stages > 1 and compute_shared_bytes(keys, values, tile_queries, stages) > available:
+        stages -= 1
+    return stages
 
 
 def _compute_block_bytes(*sides: Tensor) -> list[int]:
-    """Bytes of a block of keys, and of one of values."""
+    """Return the bytes of a block of rows of each side."""
     return [BLOCK_ROWS * next_power_of_2(pages.shape[3]) * pages.element_size() for pages in sides]
 
 
 def _make_side_args(side: TritonSide) -> Any:
-    paged = side.open
+    pages = side.open
     return import_kernel_records().SideArgs(
-        *make_side_constants(side.form, paged.shape[3], paged.dtype, paged.is_cpu),
+        *make_side_constants(side.form, pages.shape[3], pages.dtype, pages.is_cpu),
         make_sealed_fields(side),
-        make_dense_rows(paged),
-        make_dense_rows(paged if side.new_rows is None else side.new_rows),
+        make_dense_rows(pages),
+        make_dense_rows(pages if side.new_rows is None else side.new_rows),
     )
 
 
 def _make_query_args(request: AttentionRequest, q: Tensor, kernel_view: KernelView) -> Any:
-    paged, cap = kernel_view.keys.open, request.softcap
-    heads, scale = paged.shape[1], float(request.scale)
-    before = 2.0 ** (frexp(scale)[1] - 1)
-    split = q.dtype != torch.bfloat16 and not q.is_cpu and paged.dtype == torch.bfloat16
+    pages, cap = kernel_view.keys.open, request.softcap
+    heads, scale = pages.shape[1], float(request.scale)
+    query_scale = 2.0 ** (frexp(scale)[1] - 1)
+    split = q.dtype != torch.bfloat16 and not q.is_cpu and pages.dtype == torch.bfloat16
     return import_kernel_records().QueryArgs(
         make_dense_rows(q),
         make_constexpr(heads),
         make_constexpr(q.shape[1] // heads),
         make_constexpr(split),
-        before,
-        scale / before,
+        query_scale,
+        scale / query_scale,
         make_constexpr(cap is not None),
         float(cap or 0.0),
     )

@@ -1,4 +1,4 @@
-"""Rows on their way into pages: one kernel copies them, another seals to the codec's bytes."""
+"""Launch the kernels that store rows: one copies rows to open pages, one seals pages."""
 
 from __future__ import annotations
 
@@ -30,26 +30,44 @@ from kvant.attention.triton.arguments import (
 )
 from kvant.codecs.codebook import compute_boundaries
 from kvant.contracts import Fields, PagedTensors
-from kvant.page_table import AppendPlan, Ints
+from kvant.page_table import (
+    SEAL_COLUMN,
+    SEAL_SLOT,
+    SEAL_SOURCE,
+    SEAL_TABLE,
+    WRITE_COLUMN,
+    WRITE_COUNT,
+    WRITE_ROW,
+    WRITE_SLOT,
+    WRITE_TABLE,
+    AppendPlan,
+    Ints,
+)
 from kvant.torch_modes import no_inference_mode
 from kvant.triton_runtime import use_device
 
-ROWS_PER_PROGRAM = 16  # a program
+ROWS_PER_PROGRAM = 16
+# Columns of an entry, as in kernels/store.py.
+ENTRY_SLOT, ENTRY_ROW, ENTRY_NUM_ROWS, ENTRY_SOURCE, ENTRY_SEQUENCE, ENTRY_COLUMN = range(6)
+ENTRY_WIDTH = 6
 
 
 def is_unsupported_plan(plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
-    """Is this left to others? Rows that are sealed, and those that are only copied."""
+    """Tell whether the kernels cannot store these rows, or cannot seal pages of the plan."""
     for name, side in sides.items():
-        came = rows[name]
-        if type(side.open) is not Tensor or type(came) not in (Tensor, torch.nn.Parameter):
+        new_rows = rows[name]
+        if type(side.open) is not Tensor or type(new_rows) not in (Tensor, torch.nn.Parameter):
             return True
-        if came.dtype != side.open.dtype or came.dtype not in DTYPES:
+        if new_rows.dtype != side.open.dtype or new_rows.dtype not in DTYPES:
             return True
     return len(plan.seals) > 0 and any(_is_unsupported_seal(side) for side in sides.values())
 
 
 def _is_unsupported_seal(tensors: PagedTensors) -> bool:
-    """Sums in an order of halves must divide into them."""
+    """Tell whether the kernels cannot seal pages of this side.
+
+    Sums over a row halve it repeatedly, so a codebook row must be a power of two wide.
+    """
     page, dim = tensors.open.shape[2:]
     if (
         explain_unsupported_codec(tensors.codec) is not None
@@ -63,69 +81,78 @@ def _is_unsupported_seal(tensors: PagedTensors) -> bool:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What a change does to every layer, on the device: as kernels/store.py has it."""
+    """The entries of an append plan on the device, with the columns of kernels/store.py."""
 
-    writes: Tensor  # [n, 6]: copies of pages that are begun, and rows that came
-    max_rows: int  # rows of one of them
+    writes: Tensor  # [n, 6]: copies of open pages, and writes of new rows
+    max_rows: int  # largest number of rows of a write entry
     seals: Tensor  # [n, 6]
 
     @classmethod
     def from_plan(cls, plan: AppendPlan, page: int, device: torch.device) -> DevicePlan:
-        key = ("entries", device)
-        found: DevicePlan | None = plan.derived.get(key)
-        if found is None:
+        """Copy a plan's entries to the device, once for all layers that share the plan."""
+        key = ("triton", device)
+        device_plan: DevicePlan | None = plan.derived.get(key)
+        if device_plan is None:
             writes, seals = _make_write_entries(plan, page), _make_seal_entries(plan, page)
-            both = torch.from_numpy(np.concatenate([writes, seals])).to(device)
-            most = int(writes[:, 2].max(initial=0))
-            found = cls(both[: len(writes)], most, both[len(writes) :])
-            plan.derived[key] = found
-        return found
+            entries = torch.from_numpy(np.concatenate([writes, seals])).to(device)
+            max_rows = int(writes[:, ENTRY_NUM_ROWS].max(initial=0))
+            device_plan = cls(entries[: len(writes)], max_rows, entries[len(writes) :])
+            plan.derived[key] = device_plan
+        return device_plan
 
 
 def _make_write_entries(plan: AppendPlan, page: int) -> Ints:
     copies, writes = plan.copies, plan.writes
-    found = np.zeros((len(copies) + len(writes), 6), np.int64)
-    found[: len(copies), 0], found[: len(copies), 3] = copies[:, 1], copies[:, 0]
-    # Of a page that is copied as rows are added to it, the rows before those: all at a time.
-    found[: len(copies), 2] = page
-    to, at = np.nonzero(copies[:, 1:] == writes[:, 1])
-    found[to, 2] = writes[at, 2]
-    added = found[len(copies) :]
-    added[:, :3], added[:, 3], added[:, 4:] = writes[:, 1:4], -1, writes[:, [0, 4]]
-    return found
+    entries = np.zeros((len(copies) + len(writes), ENTRY_WIDTH), np.int64)
+    copied, written = entries[: len(copies)], entries[len(copies) :]
+    copied[:, ENTRY_SOURCE], copied[:, ENTRY_SLOT] = copies.T
+    # One launch copies and writes in any order, so a copy ends before the first new row.
+    copied[:, ENTRY_NUM_ROWS] = page
+    copy, write = np.nonzero(copies[:, 1:] == writes[:, WRITE_SLOT])
+    copied[copy, ENTRY_NUM_ROWS] = writes[write, WRITE_ROW]
+    written[:, ENTRY_SLOT] = writes[:, WRITE_SLOT]
+    written[:, ENTRY_ROW] = writes[:, WRITE_ROW]
+    written[:, ENTRY_NUM_ROWS] = writes[:, WRITE_COUNT]
+    written[:, ENTRY_SOURCE] = -1
+    written[:, ENTRY_SEQUENCE] = writes[:, WRITE_TABLE]
+    written[:, ENTRY_COLUMN] = writes[:, WRITE_COLUMN]
+    return entries
 
 
 def _make_seal_entries(plan: AppendPlan, page: int) -> Ints:
-    found = np.zeros((len(plan.seals), 6), np.int64)
-    found[:, 0], found[:, 2], found[:, 3] = plan.seals[:, 1], page, plan.seals[:, 2]
-    found[:, 4:] = plan.seals[:, [0, 3]]
-    return found
+    entries = np.zeros((len(plan.seals), ENTRY_WIDTH), np.int64)
+    entries[:, ENTRY_SLOT] = plan.seals[:, SEAL_SLOT]
+    entries[:, ENTRY_NUM_ROWS] = page
+    entries[:, ENTRY_SOURCE] = plan.seals[:, SEAL_SOURCE]
+    entries[:, ENTRY_SEQUENCE] = plan.seals[:, SEAL_TABLE]
+    entries[:, ENTRY_COLUMN] = plan.seals[:, SEAL_COLUMN]
+    return entries
 
 
 def launch_store(plan: AppendPlan, new_rows: Fields, sides: Mapping[str, PagedTensors]) -> None:
-    """Copy and write the rows of all sides in one launch, and seal each in one."""
+    """Copy pages and write rows of all sides in one launch, then seal each side in one."""
     first = next(iter(sides.values())).open
     entries = DevicePlan.from_plan(plan, first.shape[2], first.device)
     new_rows = {name: align_rows(new_rows[name]) for name in sides}
     with use_device(first.device):
-        ways = tuple(
+        copies = tuple(
             make_copy_args(side.open, side.open, new_rows[name]) for name, side in sides.items()
         )
-        _launch_copy(ways, entries.writes, entries.max_rows)
+        _launch_copy(copies, entries.writes, entries.max_rows)
         if len(entries.seals):
             for name, side in sides.items():
                 _launch_seal(side, new_rows[name], entries.seals)
 
 
 def make_copy_args(target: Tensor, open_pages: Tensor, new_rows: Tensor) -> Any:
-    """From open pages, or from where rows came, into pages."""
+    """Return the arguments of a copy into `target` from open pages, or from new rows."""
     dim = target.shape[3]
-    fixed = dim, next_power_of_2(dim), is_aligned(open_pages) and is_aligned(new_rows)
+    constants = dim, next_power_of_2(dim), is_aligned(open_pages) and is_aligned(new_rows)
     return import_kernel_records().CopyArgs(
         make_dense_rows(target),
         make_dense_rows(open_pages),
         make_dense_rows(new_rows),
-        *map(make_constexpr, fixed),
+        *map(make_constexpr, constants),
     )
 
 
@@ -148,27 +175,27 @@ def _launch_seal(tensors: PagedTensors, new_rows: Tensor, entries: Tensor) -> No
             (make_copy_args(tensors.sealed["rows"], tensors.open, new_rows),), entries, page
         )
         return
-    kinds = make_side_constants(form, dim, tensors.open.dtype, tensors.open.is_cpu)[0]
-    numbers = make_sealed_fields(TritonSide(form, tensors.open, tensors.sealed))
-    cuts = tensors.sealed["scale"]
+    layout = make_side_constants(form, dim, tensors.open.dtype, tensors.open.is_cpu)[0]
+    fields = make_sealed_fields(TritonSide(form, tensors.open, tensors.sealed))
+    boundaries = tensors.sealed["scale"]  # not read by affine codecs
     if form.kind == "codebook":
-        numbers = numbers._replace(
+        fields = fields._replace(
             levels=make_level_table(form.bits, dim, torch.float32, new_rows.device)
         )
-        cuts = _make_boundary_table(form.bits, dim, new_rows.device)
+        boundaries = _make_boundary_table(form.bits, dim, new_rows.device)
     store.seal[len(entries) * heads, page // ROWS_PER_PROGRAM](
         make_copy_args(tensors.open, tensors.open, new_rows),
         entries,
-        numbers,
-        cuts,
-        kinds,
-        make_third_bit_layout(dim) if form.kind == "codebook" and form.bits == 3 else kinds,
+        fields,
+        boundaries,
+        layout,
+        make_third_bit_layout(dim) if form.kind == "codebook" and form.bits == 3 else layout,
         HEADS=heads,
         PAGE=page,
         DIM=dim,
         CORRECTED=form.corrected,
         ROWS=ROWS_PER_PROGRAM,
-        enable_fp_fusion=False,  # which rounds otherwise than the codecs do
+        enable_fp_fusion=False,  # fused operations would round differently from the codecs
     )
 
 

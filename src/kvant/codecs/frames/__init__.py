@@ -1,4 +1,4 @@
-"""The invertible maps that rows are stored under, by the name they have on disk."""
+"""Frames (invertible maps applied to stored rows), registered under their names in files."""
 
 from kvant.codecs.frames.diagonal import (
     Diagonal,

@@ -1,8 +1,9 @@
-"""Rows as they come, a scale for each channel, and several frames one after another.
+"""The identity frame, channel scales (`smooth`), and products of frames.
 
-A scale evens out channels that are large in every row. It belongs to a model and is stored with its
-spec. It is never fitted to a sequence, or sealed pages could not be shared between sequences. Until
-the model is known, `Smooth` holds its place: that one serves no row, and no file has it.
+A scale evens out channels that are large in every row. It is fitted to a model and stored in the
+spec. It is never fitted to a sequence, since sequences could then not share sealed pages. Until the
+model is known, a `SmoothPlaceholder` stands for the scale; it transforms no rows and is never
+saved.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from kvant.contracts import Frame
 from kvant.errors import SpecError
 from kvant.torch_modes import is_tracing, no_inference_mode
 
-# Scale and reciprocal both stay normal numbers in float32.
+# The scale and its reciprocal are normal numbers in float32.
 MIN_SCALE, MAX_SCALE = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A = 1."""
+    """A = 1: rows are stored unchanged."""
 
     name: ClassVar[str] = "identity"
     is_identity: ClassVar[bool] = True
@@ -42,7 +43,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Diagonal:
-    """A = diag(scale): one tuple of channels per KV head, or a single one for all heads."""
+    """A = diag(scale): one tuple of channels per key head, or a single one for all heads."""
 
     scale: tuple[tuple[float, ...], ...]
     name: ClassVar[str] = "diagonal"
@@ -77,20 +78,21 @@ class Diagonal:
 
     @cached_property
     def _factor_cache(self) -> dict[tuple[int, torch.dtype, torch.device], Tensor]:
-        """By heads, dtype and device: nothing is copied to a GPU while a token is decoded."""
+        """Factors by heads, dtype and device, so that decoding copies nothing to a GPU."""
         return {}
 
     def _get_factors(self, x: Tensor) -> Tensor:
-        """[H * group, 1, D] for x of [..., H * group, T, D]: a KV head's queries lie together."""
+        """Return factors [H * group, 1, D] for x [..., H * group, T, D]."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        asked = x.shape[-3] if x.ndim > 2 else 1, dtype, x.device
-        if (known := self._factor_cache.get(asked)) is not None and x.shape[-1] == known.shape[-1]:
-            return known
-        made = self._repeat_factors(x, dtype)
-        # What a mode or a compiler makes ends with it.
-        if type(made) is Tensor and not is_tracing():
-            self._factor_cache[asked] = made
-        return made
+        key = x.shape[-3] if x.ndim > 2 else 1, dtype, x.device
+        cached = self._factor_cache.get(key)
+        if cached is not None and x.shape[-1] == cached.shape[-1]:
+            return cached
+        factors = self._repeat_factors(x, dtype)
+        # Tensors of a mode or a compiler are invalid after it ends: do not cache them.
+        if type(factors) is Tensor and not is_tracing():
+            self._factor_cache[key] = factors
+        return factors
 
     def _repeat_factors(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         heads, dim = len(self.scale), len(self.scale[0])
@@ -102,14 +104,14 @@ class Diagonal:
                 return factors
             if x.shape[-3] % heads:
                 raise ValueError(
-                    f"{x.shape[-3]} heads are no multiple of the {heads} of this scale"
+                    f"{x.shape[-3]} heads are no multiple of the {heads} heads of this scale"
                 )
             return factors.repeat_interleave(x.shape[-3] // heads, dim=0)
 
 
 @dataclass(frozen=True)
 class SmoothPlaceholder:
-    """A Diagonal to be."""
+    """Stands for a `Diagonal` whose scale is not fitted yet."""
 
     is_identity: ClassVar[bool] = False
 
@@ -124,14 +126,14 @@ class SmoothPlaceholder:
 
     def refuse(self) -> NoReturn:
         raise SpecError(
-            "smooth needs channel scales, which are fitted to a model: take the cache, or its "
-            "spec, from kvant.cache_for(model, ...)"
+            "smooth needs channel scales fitted to a model: get the cache, or its spec, from "
+            "kvant.cache_for(model, ...)"
         )
 
 
 @dataclass(frozen=True)
 class FrameProduct:
-    """A = A_n ... A_1: the first frame meets the rows first, and leaves them last."""
+    """A = A_n ... A_1: the first frame is applied to rows first, and undone last."""
 
     frames: tuple[Frame, ...]
     name: ClassVar[str] = "product"
@@ -157,19 +159,19 @@ class FrameProduct:
 
 
 def add_smoothing(frame: Frame) -> Frame:
-    """The same behind a scale that is to be fitted."""
+    """Return `frame` after a scale that is to be fitted."""
     return SmoothPlaceholder() if frame.is_identity else FrameProduct((SmoothPlaceholder(), frame))
 
 
 def needs_fitting(frame: Frame) -> bool:
-    """Is a scale still to be fitted?"""
+    """Tell whether the frame has a scale that is not fitted yet."""
     if isinstance(frame, FrameProduct):
         return any(needs_fitting(part) for part in frame.frames)
     return isinstance(frame, SmoothPlaceholder)
 
 
 def fill_smoothing(frame: Frame, scale: Frame) -> Frame:
-    """The same with `scale` where one was to be fitted."""
+    """Return `frame` with its placeholders replaced by `scale`."""
     if isinstance(frame, FrameProduct):
         return FrameProduct(tuple(fill_smoothing(part, scale) for part in frame.frames))
     return scale if isinstance(frame, SmoothPlaceholder) else frame

@@ -1,11 +1,12 @@
-"""A signed fast Hadamard transform: it spreads an outlier evenly over the channels of its row.
+"""The rotation frame: a signed fast Hadamard transform that spreads outliers over all channels.
 
-A = H diag(s) / sqrt(n), with signs s that depend on (seed, dim) alone. A dim that is no power of
-two falls into blocks, the largest first (80 = 64 + 16), each rotated on its own. A is orthogonal.
+A = H diag(s) / sqrt(n), with signs s that depend on (seed, dim) alone. A is orthogonal. A dim that
+is no power of two is split into blocks, the largest first (80 = 64 + 16), each rotated separately.
 
-The result for a row is the same, bit for bit, whatever rows lie beside it: the butterfly is
-elementwise additions in one fixed order, neighbours first. It knows no head and no position.
-The library computes it in that order too, and on a GPU a kernel; what neither serves, torch does.
+The result for a row does not depend on other rows, to the bit: the butterfly is elementwise
+additions in one fixed order, neighbouring channels first. The same rotation applies to all heads
+and positions. The C++ library and a Triton kernel compute it in the same order; torch computes
+whatever neither supports.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from kvant.torch_modes import no_inference_mode
 from kvant.triton_runtime import get_compiled_flags, is_triton_installed, use_device
 
 UINT64_MASK = 2**64 - 1
-SPLITMIX64_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
+SPLITMIX64_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Computes in float32 (float64 for float64) and rounds once, to the dtype that came."""
+    """A rotation in float32 (float64 for float64 rows), rounded once to the dtype of the input."""
 
     seed: int = 0
     name: ClassVar[str] = "rotation"
@@ -51,7 +52,7 @@ class Rotation:
         return self._rotate(x, x.dtype, signs_last=True)
 
     def _rotate(self, x: Tensor, dtype: torch.dtype, *, signs_last: bool) -> Tensor:
-        """The signs come before the transform, or last; either way each product is rounded."""
+        """Rotate rows, multiplying by the signs before the transform or after it."""
         if can_launch(x):
             return launch_rotation(x, self._get_signs, dtype, signs_last=signs_last)
         if x.dtype != dtype:
@@ -64,18 +65,18 @@ class Rotation:
         return wide.to(dtype)
 
     def _get_signs(self, x: Tensor) -> Tensor:
-        # What a mode makes of other tensors ends with it, and must not be kept.
-        made = _make_scaled_signs if type(x) is Tensor else _make_scaled_signs.__wrapped__
-        return made(self.seed, x.shape[-1], _get_compute_dtype(x.dtype), x.device)
+        # Tensors made in a mode are invalid after it ends: do not cache them.
+        make = _make_scaled_signs if type(x) is Tensor else _make_scaled_signs.__wrapped__
+        return make(self.seed, x.shape[-1], _get_compute_dtype(x.dtype), x.device)
 
 
 def split_into_blocks(dim: int) -> list[int]:
-    """The powers of two that `dim` is made of, largest first."""
+    """Return the powers of two that sum to `dim`, largest first."""
     return [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
 
 
 def make_signs(seed: int, dim: int) -> list[int]:
-    """`dim` values of +1 or -1: the top bits of a SplitMix64 stream started at (seed, dim).
+    """Return `dim` values of +1 or -1: the top bits of a SplitMix64 stream from (seed, dim).
 
     Files depend on this stream; it must never change.
     """
@@ -84,7 +85,10 @@ def make_signs(seed: int, dim: int) -> list[int]:
 
 
 def splitmix64(state: int) -> Iterator[int]:
-    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
+    """Yield the stream of SplitMix64.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
     while True:
         state = (state + SPLITMIX64_STEP) & UINT64_MASK
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MASK
@@ -113,7 +117,7 @@ def _get_compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _transform(x: Tensor) -> Tensor:
-    """H x, block by block."""
+    """Compute H x, block by block."""
     sizes = split_into_blocks(x.shape[-1])
     parts = [_apply_butterfly(part) for part in torch.split(x, sizes, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -121,8 +125,8 @@ def _transform(x: Tensor) -> Tensor:
 
 def _apply_butterfly(x: Tensor) -> Tensor:
     size = x.shape[-1]
-    # The product with +-1 is exact, so one fused operation serves for sum and difference.
-    # Made where it is needed: a captured step must hold no copy to the device.
+    # The product with +-1 is exact, so one addcmul computes both sum and difference. The signs are
+    # created on the device, since a CUDA graph must not capture a copy from the host.
     sign = torch.arange(1, -2, -2, dtype=x.dtype, device=x.device)[:, None]
     y = x.reshape(-1, size)
     for _ in range(size.bit_length() - 1):
@@ -131,26 +135,26 @@ def _apply_butterfly(x: Tensor) -> Tensor:
     return y.view(x.shape)
 
 
-ROWS_PER_PROGRAM = 4  # a program, which is one warp: what lanes exchange waits for no others
+ROWS_PER_PROGRAM = 4  # a program is one warp: its lanes exchange values without a barrier
 
 
 def can_launch(x: Tensor) -> bool:
-    """Whether `launched` serves this: rows on a GPU where the kernel runs."""
+    """Tell whether `launch_rotation` supports x: rows on a GPU that runs the kernel."""
     return x.is_cuda and is_kernel_readable(x) and _can_run_kernel()
 
 
 def launch_rotation(
     x: Tensor, get_signs: Callable[[Tensor], Tensor], dtype: torch.dtype, *, signs_last: bool
 ) -> Tensor:
-    """Rows [B, H, T, D] turned, multiplied by the D signs for them before that, or last.
+    """Rotate rows [B, H, T, D], multiplying by the D signs before the transform or after it.
 
-    Nothing is copied to the device and nothing waits for it, so a launch can be captured. Signs are
-    kept by whoever gives them, so they are asked for where memory is memory.
+    Nothing is copied to the device and nothing synchronizes, so a CUDA graph can capture a launch.
+    `get_signs` caches signs; it is called on real tensors only.
     """
     from kvant.codecs.frames.rotation_kernel import rotate
 
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
+    assert type(out) is Tensor, "the mode makes outputs without storage"
     batch, heads, count, dim = x.shape
     rows = batch * heads * count
     if rows == 0:
@@ -162,14 +166,14 @@ def launch_rotation(
             SIGNS_LAST=signs_last,
             ROWS=ROWS_PER_PROGRAM,
             num_warps=1,
-            enable_fp_fusion=False,  # which rounds otherwise than torch does
+            enable_fp_fusion=False,  # fused operations would round differently from torch
         )
     return out
 
 
 @lru_cache(maxsize=1)
 def _can_run_kernel() -> bool:
-    """Can the kernel run on a GPU?"""
+    """Tell whether Triton is installed and compiles kernels for a GPU."""
     if not is_triton_installed():
         return False
     from kvant.codecs.frames.rotation_kernel import rotate

@@ -1,8 +1,8 @@
-"""The signed Hadamard transform of hadamard.py as a kernel, in its order of operations.
+"""The Triton kernel for the signed Hadamard transform of hadamard.py, in its operation order.
 
-Nothing may be fused (whoever launches says so): the product with the signs rounds on its own. A
-program turns some rows, block by block of the powers of two that a row is made of. This is
-Triton's language, Python in syntax alone: it is imported only where it is run.
+Launches must disable fused operations, since the product with the signs rounds separately. A
+program rotates some rows, one block (a power of two of channels) after the other. Importing this
+module imports Triton.
 """
 
 import triton
@@ -17,7 +17,7 @@ def rotate(
     batch_stride,  # strides of x [B, H, T, DIM]
     head_stride,
     row_stride,
-    num_rows,  # that there are: B * H * T
+    num_rows,  # B * H * T
     num_heads,
     num_tokens,  # T
     DIM: tl.constexpr,
@@ -25,15 +25,15 @@ def rotate(
     ROWS: tl.constexpr,
 ):
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (n < num_rows)[:, None]
+    valid = (n < num_rows)[:, None]
     b, h, t = n // num_tokens // num_heads, n // num_tokens % num_heads, n % num_tokens
     x += b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride + t.to(tl.int64) * row_stride
     out += n.to(tl.int64) * DIM
     for bit in tl.static_range(9):
         if DIM >> bit & 1:
-            # Larger blocks lie before this one.
+            # A block starts after all larger ones.
             _rotate_block(
-                x, signs, out, there, DIM >> bit + 1 << bit + 1, 1 << bit, SIGNS_LAST, ROWS
+                x, signs, out, valid, DIM >> bit + 1 << bit + 1, 1 << bit, SIGNS_LAST, ROWS
             )
 
 
@@ -56,8 +56,8 @@ def _rotate_block(
     for i in tl.static_range(8):
         if SIZE >> i > 1:
             even, odd = tl.split(tl.reshape(y, [ROWS, SIZE // 2, 2]))
-            both = tl.permute(tl.join(even + odd, even - odd), [0, 2, 1])
-            y = tl.reshape(both, [ROWS, SIZE])
+            sums = tl.permute(tl.join(even + odd, even - odd), [0, 2, 1])
+            y = tl.reshape(sums, [ROWS, SIZE])
     if SIGNS_LAST:
         y *= sign
     tl.store(out[:, None] + channel, y.to(out.dtype.element_ty), mask=valid)

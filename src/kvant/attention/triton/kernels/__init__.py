@@ -1,1 +1,1 @@
-"""The kernels, in Triton's language: Python in syntax alone. Imported only where they are run."""
+"""The kernels in Triton's language; importing them imports Triton."""

@@ -1,4 +1,4 @@
-"""What kernels are given, as tuples; what is marked constexpr is compiled in."""
+"""Define the kernels' arguments as tuples; fields marked constexpr are compiled in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 RAW, AFFINE, CODEBOOK = (tl.constexpr(kind) for kind in range(3))
-FLOAT16_MAX = tl.constexpr(65504.0)  # of a float16
-# Where sequences are: a row for each of these numbers, then the slots of its sealed pages and those
-# of its open ones, by page number. The first six are those of an extent.
+FLOAT16_MAX = tl.constexpr(65504.0)
+# A row of the page table: these numbers of a sequence, the slots of its sealed pages by page
+# number, then those of its open pages. The first six numbers are those of kvant.page_table.
 LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, FIRST_VISIBLE, MAX_LENGTH = (
     tl.constexpr(n) for n in range(7)
 )
@@ -17,28 +17,30 @@ NUM_SEQUENCE_NUMBERS = tl.constexpr(7)
 
 
 class CodeLayout(NamedTuple):
-    """How the values of a sealed row lie: the codes of a plane are `units` x `each` bytes.
+    """Layout of the codes of a sealed row: a plane is num_units x unit_bytes bytes.
 
-    Both are powers of two, so there may be more than the `width` bytes that are there. Values come
-    out in the order of these bytes, and within a byte from the lowest bits up (see `channels`), or
-    as words give them (see `order`).
+        plane    | unit 0          | unit 1          | ... | unit num_units - 1 |
+        unit     | byte 0 | byte 1 | ...   | byte unit_bytes - 1 |
+        byte     | code 0, lowest bits | ... | code values_per_byte - 1 |
+
+    Units and bytes of a unit are powers of two, so a plane may extend beyond the `width` bytes of a
+    row. Decoded values have the order of `compute_channels`, or of `compute_word_channels` if they
+    are read by words.
     """
 
     kind: tl.constexpr
     bits: tl.constexpr
-    width: tl.constexpr  # bytes of the first plane of a row; values, where rows are raw
-    stride: tl.constexpr  # the same of all planes: from one row to the next
+    width: tl.constexpr  # bytes of the first plane of a row; for raw rows, values
+    stride: tl.constexpr  # bytes of all planes: from one row to the next
     num_units: tl.constexpr
     unit_bytes: tl.constexpr
-    values_per_byte: tl.constexpr  # values that a byte of the first plane holds
-    interleave_block: tl.constexpr  # channels that are interleaved
-    num_groups: tl.constexpr  # scales a row
-    groups_per_unit: tl.constexpr  # of these in a unit
-    dot_dtype: tl.constexpr  # the type that matrix products take
-    by_words: tl.constexpr  # is it read by words of 32 bits?
-    polynomial: tuple[
-        Any, ...
-    ]  # of a codebook: what makes x of twice a code, then a polynomial of x
+    values_per_byte: tl.constexpr  # in the first plane
+    interleave_block: tl.constexpr  # channels that are interleaved with each other
+    num_groups: tl.constexpr  # scales of a row
+    groups_per_unit: tl.constexpr
+    dot_dtype: tl.constexpr  # operand type of matrix products
+    by_words: tl.constexpr  # whether codes are read as words of 32 bits
+    polynomial: tuple[Any, ...]  # of a codebook's levels: see fit_level_polynomial
 
 
 class SealedFields(NamedTuple):
@@ -47,7 +49,7 @@ class SealedFields(NamedTuple):
     codes: Any
     scale: Any
     bias: Any
-    levels: Any  # of a codebook, one behind the other
+    levels: Any  # of a codebook, by code
     codes_slot_stride: int
     codes_head_stride: int
     scale_slot_stride: int
@@ -64,30 +66,30 @@ class DenseRows(NamedTuple):
 
 
 class SideArgs(NamedTuple):
-    """The keys, or the values."""
+    """The keys or the values of a layer."""
 
     layout: CodeLayout
     dim: tl.constexpr
-    padded_dim: tl.constexpr  # the power of two that holds dim
-    dot_dtype: tl.constexpr  # the type that matrix products with dense rows take
+    padded_dim: tl.constexpr  # dim rounded up to a power of two
+    dot_dtype: tl.constexpr  # operand type of matrix products with dense rows
     sealed: SealedFields
     open: DenseRows
-    new_rows: DenseRows  # where rows came with the forward itself
+    new_rows: DenseRows  # rows of this forward, if they are not read from pages
 
 
 class CopyArgs(NamedTuple):
-    """Where rows of one side go: from open pages, or from where they came, into pages."""
+    """A copy of one side's rows into pages, from open pages or from new rows."""
 
     target: DenseRows
     open: DenseRows
     new_rows: DenseRows
     dim: tl.constexpr
     padded_dim: tl.constexpr
-    aligned: tl.constexpr  # do all rows begin at multiples of 16 bytes?
+    aligned: tl.constexpr  # whether all rows begin at multiples of 16 bytes
 
 
 class VisibilityArgs(NamedTuple):
-    """What a query sees: the mask, when a page is seen sealed, how many sinks lie apart."""
+    """The rule of what a query sees: the mask, when pages fall due, and the sinks."""
 
     causal: tl.constexpr
     has_window: tl.constexpr
@@ -96,47 +98,47 @@ class VisibilityArgs(NamedTuple):
     has_chunk: tl.constexpr
     chunk: int
     page: tl.constexpr
-    tail: int  # below zero: pages never fall due
+    tail: int  # negative: pages never fall due
     dense_until: int
     layer_sinks: int
-    new_rows_dense: tl.constexpr  # are own rows dense to all queries?
+    new_rows_dense: tl.constexpr  # whether all queries read the new rows dense
 
 
 class QueryArgs(NamedTuple):
-    """Queries [B, H * group, T, dim], and what becomes of their scores."""
+    """Queries [B, H * group, T, dim], and the scaling of their scores."""
 
     rows: DenseRows
-    heads: tl.constexpr  # of keys
-    group: tl.constexpr
-    split_queries: tl.constexpr  # are they wider than the dense rows?
-    query_scale: float  # what queries are multiplied by, a power of two,
-    score_scale: float  # and what their scores are, which makes the scale
+    heads: tl.constexpr  # key heads
+    group: tl.constexpr  # query heads per key head
+    split_queries: tl.constexpr  # whether queries need two bfloat16 parts for dense rows
+    query_scale: float  # factor of queries, a power of two
+    score_scale: float  # factor of scores; times query_scale it is the scale
     has_softcap: tl.constexpr
     softcap: float
 
 
 class PartialOutputs(NamedTuple):
-    """What each range of rows gives: weighted sums, maxima (of scores to base 2), totals."""
+    """Partial outputs of each range of rows; scores are to base 2."""
 
-    out: Any  # [ranges, B, H * group, T, dim]
+    out: Any  # [ranges, B, H * group, T, dim]: weighted sums of values
     max_scores: Any  # [ranges, B, H * group, T]
     weight_sums: Any
 
 
 class KernelSequence(NamedTuple):
-    """Where the sequence of a program is: made inside of a kernel, as is `Tile`."""
+    """The sequence of a program; made inside a kernel, as is `QueryTile`."""
 
     length: Any
-    new_from: Any  # from this position on rows are read where they came,
-    new_rows_start: Any  # the first column of which is this one, or padding below zero
-    first_visible: Any  # nobody sees a position before this one
-    first_query: Any  # the positions of the first query
-    last_query: Any  # and of the last one
-    first_sealed: Any  # pages
-    stop_sealed: Any
-    dense_from: Any  # the position from which on dense rows are read
-    sealed: Any  # tables
-    open: Any
+    new_from: Any  # first position that is read from the new rows
+    new_rows_start: Any  # position of the first new column; negative: it is padding
+    first_visible: Any  # first position that any query may see
+    first_query: Any  # position of the first query
+    last_query: Any
+    first_sealed: Any  # page
+    stop_sealed: Any  # page
+    dense_from: Any  # first position that any query reads dense
+    sealed: Any  # pointer to the slots of sealed pages
+    open: Any  # pointer to the slots of open pages
 
 
 class QueryTile(NamedTuple):
@@ -144,10 +146,10 @@ class QueryTile(NamedTuple):
 
     batch_index: Any
     head: Any
-    row_pointers: Any  # where the queries lie, [M]
+    row_pointers: Any  # [M]
     valid: Any
-    positions: Any  # position, below zero where it is padding
-    first_position: Any  # of these positions
+    positions: Any  # negative: padding
+    first_position: Any
     last_position: Any
-    lowest_row: Any  # nobody sees a row below, but for sinks
-    dense_from: Any  # the seam of each
+    lowest_row: Any  # no query sees a row below it, except sinks
+    dense_from: Any  # of each query

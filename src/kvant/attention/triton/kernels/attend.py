@@ -1,4 +1,8 @@
-"""Attention of a tile of queries over one range of rows, a program each, and the ranges merged."""
+"""Kernels for attention of query tiles over ranges of rows, and for merging the ranges.
+
+program (tile, range)    ranges 0 ... num_sealed_ranges - 1: sealed pages
+                         the following ranges: sinks, open pages and new rows
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ from kvant.attention.triton.kernels.ranges import (
     find_lowest_row,
 )
 
-MIN_RANGE_BLOCKS = tl.constexpr(4)  # blocks a range: less is not worth a merge
-UNSPECIALIZED_ARGS = (
+MIN_RANGE_BLOCKS = tl.constexpr(4)  # a shorter range costs more to merge than it saves
+UNSPECIALIZED_ARGS = (  # vary from call to call: compile no kernel for their values
     "table_width",
     "open_offset",
     "num_new",
@@ -36,113 +40,103 @@ UNSPECIALIZED_ARGS = (
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
-def attend(  # no kernel is compiled for a value of what varies from call to call
+def attend(
     partials,
     query_args,
     keys,
     values,
     page_table,
-    table_width,  # of a row of it
-    open_offset,  # where the table of open pages begins in one
+    table_width,  # columns of the page table
+    open_offset,  # its first column with slots of open pages
     rule,
-    num_new,  # columns that came with the forward itself
-    first_query_distance,  # by how many tokens the first query stands behind the length
+    num_new,  # columns of the new rows
+    first_query_distance,  # length minus the position of the first query
     num_queries,
     num_sealed_ranges,
-    selected_pages,  # of sealed pages these only: [B, H, queries, num_chosen] numbers, then -1
+    selected_pages,  # sealed pages to read: [B, H, queries, num_selected] numbers, then -1
     num_selected,
-    TILE: tl.constexpr,  # queries, of all heads of a group
-    BLOCK: tl.constexpr,  # rows at a time
-    MULTI_QUERY: tl.constexpr,  # more than one query a head
-    HAS_NEW_ROWS: tl.constexpr,  # are there rows that came with the forward itself?
-    HAS_SELECTION: tl.constexpr,  # is not all read? Then a program has one position
+    TILE: tl.constexpr,  # query rows, those of all heads of a group together
+    BLOCK: tl.constexpr,  # rows per iteration
+    MULTI_QUERY: tl.constexpr,  # more than one query per head
+    HAS_NEW_ROWS: tl.constexpr,
+    HAS_SELECTION: tl.constexpr,  # read selected pages only; all queries have one position
 ):
-    # Ranges are few: whatever may be many shares the axis that is long enough, tiles side by side.
+    # Axis 0 of the grid allows the most programs: tiles, heads and sequences share it.
     tiles = tl.cdiv(num_queries * query_args.group, TILE)
-    pair, begin = tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE
-    b, head, mine = pair // query_args.heads, pair % query_args.heads, tl.program_id(1)
-    extent = _load_sequence(
-        page_table + b.to(tl.int64) * table_width,
-        open_offset,
-        rule,
-        num_new,
-        first_query_distance,
-        num_queries,
-    )
-    number = begin + tl.arange(0, TILE)
-    t, q_head = (
-        (number // query_args.group).to(tl.int64),
-        head * query_args.group + number % query_args.group,
-    )
-    tile = _make_query_tile(query_args, rule, extent, b, head, begin, q_head, t, num_queries, TILE)
-    sequence = mine * (tl.num_programs(0) // tiles // query_args.heads) + tile.batch_index
-    to = (sequence * (query_args.heads * query_args.group) + q_head) * num_queries + t
-    if mine < num_sealed_ranges:
+    pair, base = tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE
+    b, head, range_id = pair // query_args.heads, pair % query_args.heads, tl.program_id(1)
+    row = page_table + b.to(tl.int64) * table_width
+    sequence = _load_sequence(row, open_offset, rule, num_new, first_query_distance, num_queries)
+    number = base + tl.arange(0, TILE)
+    t = (number // query_args.group).to(tl.int64)
+    q_head = head * query_args.group + number % query_args.group
+    tile = _make_query_tile(query_args, rule, sequence, b, head, base, q_head, t, num_queries, TILE)
+    partial = range_id * (tl.num_programs(0) // tiles // query_args.heads) + tile.batch_index
+    offsets = (partial * (query_args.heads * query_args.group) + q_head) * num_queries + t
+    if range_id < num_sealed_ranges:
         if HAS_SELECTION:
             rows = num_selected * rule.page
         else:
-            stop = tl.minimum(
-                extent.stop_sealed * rule.page,
-                compute_dense_from(rule, extent.new_from, extent.last_query),
-            )
-            rows = stop - extent.first_sealed * rule.page
-        span = _compute_range_rows(rows, num_sealed_ranges, BLOCK)
-        own = selected_pages + pair.to(tl.int64) * num_queries * num_selected
-        ahead = mine * span
-        found = attend_sealed_pages(
+            stop = compute_dense_from(rule, sequence.new_from, sequence.last_query)
+            stop = tl.minimum(sequence.stop_sealed * rule.page, stop)
+            rows = stop - sequence.first_sealed * rule.page
+        range_rows = _compute_range_rows(rows, num_sealed_ranges, BLOCK)
+        page_numbers = selected_pages + pair.to(tl.int64) * num_queries * num_selected
+        sealed_out = attend_sealed_pages(
             tile,
             query_args,
             keys,
             values,
             rule,
-            extent,
-            ahead,
-            span,
-            own,
+            sequence,
+            range_id * range_rows,
+            range_rows,
+            page_numbers,
             num_selected,
             BLOCK,
             MULTI_QUERY,
             HAS_SELECTION,
         )
-        _store_partial(partials, values.dim, tile, to, found)
+        _store_partial(partials, values.dim, tile, offsets, sealed_out)
     else:
         ranges = tl.num_programs(1) - num_sealed_ranges
-        span = _compute_range_rows(extent.length - extent.dense_from, ranges, BLOCK)
-        after = (mine - num_sealed_ranges) * span
-        dense = attend_dense_rows(
+        range_rows = _compute_range_rows(sequence.length - sequence.dense_from, ranges, BLOCK)
+        row_offset = (range_id - num_sealed_ranges) * range_rows
+        dense_out = attend_dense_rows(
             tile,
             query_args,
             keys,
             values,
             rule,
-            extent,
-            after,
-            span,
+            sequence,
+            row_offset,
+            range_rows,
             BLOCK,
             MULTI_QUERY,
             HAS_NEW_ROWS,
         )
-        _store_partial(partials, values.dim, tile, to, dense)
+        _store_partial(partials, values.dim, tile, offsets, dense_out)
 
 
 @triton.jit
 def _compute_range_rows(num_rows, num_ranges, BLOCK: tl.constexpr):
-    """How many of the rows that there are each range takes."""
+    """Return the rows of each range, a multiple of BLOCK."""
     return tl.maximum(MIN_RANGE_BLOCKS, tl.cdiv(tl.cdiv(num_rows, num_ranges), BLOCK)) * BLOCK
 
 
 @triton.jit
 def _load_sequence(row, open_offset, rule, num_new, first_query_distance, num_queries):
-    """Where a sequence is, by its row of the place."""
+    """Read a sequence from its row of the page table."""
     length = tl.minimum(tl.load(row + LENGTH), tl.load(row + MAX_LENGTH)).to(tl.int32)
-    first = tl.maximum(length - num_new, 0)
+    new_from = tl.maximum(length - num_new, 0)
     oldest = length - first_query_distance
-    # A dense row below the first seam is nobody's, and open pages may begin behind own rows.
+    # No query reads dense rows below the oldest query's; open pages may begin after new_from.
     dense_from = tl.load(row + FIRST_OPEN).to(tl.int32) * rule.page
-    dense_from = tl.minimum(tl.maximum(dense_from, compute_dense_from(rule, first, oldest)), first)
+    dense_from = tl.maximum(dense_from, compute_dense_from(rule, new_from, oldest))
+    dense_from = tl.minimum(dense_from, new_from)
     return KernelSequence(
         length,
-        first,
+        new_from,
         length - num_new,
         tl.load(row + FIRST_VISIBLE).to(tl.int32),
         oldest,
@@ -157,30 +151,32 @@ def _load_sequence(row, open_offset, rule, num_new, first_query_distance, num_qu
 
 @triton.jit
 def _make_query_tile(
-    query_args, rule, sequence, b, head, begin, q_head, t, num_queries, TILE: tl.constexpr
+    query_args, rule, sequence, b, head, base, q_head, t, num_queries, TILE: tl.constexpr
 ):
-    at = (
+    """Gather the queries of a tile, with bounds on the rows that they see."""
+    offset = (
         b.to(tl.int64) * query_args.rows.outer_stride
         + q_head.to(tl.int64) * query_args.rows.head_stride
     )
-    rows = query_args.rows.data + at + t * query_args.rows.row_stride
+    rows = query_args.rows.data + offset + t * query_args.rows.row_stride
     oldest = sequence.first_query
-    first = oldest + begin // query_args.group
-    last = oldest + tl.minimum((begin + TILE - 1) // query_args.group, num_queries - 1)
+    first = oldest + base // query_args.group
+    last = oldest + tl.minimum((base + TILE - 1) // query_args.group, num_queries - 1)
     query = oldest + t.to(tl.int32)
-    low, border = find_lowest_row(rule, first), compute_dense_from(rule, sequence.new_from, query)
-    b, head = b.to(tl.int64), head.to(tl.int64)  # whose strides may lead beyond 2^31
-    return QueryTile(b, head, rows, t < num_queries, query, first, last, low, border)
+    lowest_row = find_lowest_row(rule, first)
+    dense_from = compute_dense_from(rule, sequence.new_from, query)
+    b, head = b.to(tl.int64), head.to(tl.int64)  # offsets may exceed 2^31
+    return QueryTile(b, head, rows, t < num_queries, query, first, last, lowest_row, dense_from)
 
 
 @triton.jit
 def _store_partial(partials, dim: tl.constexpr, tile, offsets, outputs):
-    """Where `merge` finds it."""
-    top, total, out, channel, there = outputs
-    mask = tile.valid[:, None] & there[None, :]
+    """Store the outputs of a range for `merge`."""
+    max_scores, weight_sums, out, channel, is_channel = outputs
+    mask = tile.valid[:, None] & is_channel[None, :]
     tl.store(partials.out + offsets[:, None] * dim + channel[None, :], out, mask=mask)
-    tl.store(partials.max_scores + offsets, top, mask=tile.valid)
-    tl.store(partials.weight_sums + offsets, total, mask=tile.valid)
+    tl.store(partials.max_scores + offsets, max_scores, mask=tile.valid)
+    tl.store(partials.weight_sums + offsets, weight_sums, mask=tile.valid)
 
 
 @triton.jit(do_not_specialize=["num_ranges", "num_queries", "first_query", "num_all_queries"])
@@ -191,40 +187,38 @@ def merge(
     logits,
     num_ranges,
     num_queries,
-    first_query,  # of these queries among
+    first_query,  # index of the first one among all queries of the request
     num_all_queries,
     dim: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # the power of two that holds dim
-    HEADS: tl.constexpr,  # of queries
-    HAS_SINK_LOGITS: tl.constexpr,  # are there logits that lead nowhere?
+    PADDED_DIM: tl.constexpr,  # dim rounded up to a power of two
+    HEADS: tl.constexpr,  # query heads
+    HAS_SINK_LOGITS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """A query that sees nothing gets zeros, and -inf."""
-    place = tl.program_id(0).to(tl.int64)
+    """Merge the ranges of one query; one that sees no row gets zeros and a log-sum-exp of -inf."""
+    index = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64)
     channel = tl.arange(0, PADDED_DIM)
     if HAS_SINK_LOGITS:
-        top = tl.load(logits + place // num_queries % HEADS).to(tl.float32) * 1.4426950408889634
+        top = tl.load(logits + index // num_queries % HEADS).to(tl.float32) * 1.4426950408889634
     else:
         top = float("-inf")
     total = tl.where(top > float("-inf"), 1.0, 0.0)
-    found = tl.zeros([PADDED_DIM], tl.float32)
+    merged = tl.zeros([PADDED_DIM], tl.float32)
     for _ in range(num_ranges):
-        part_top, part_total = (
-            tl.load(partials.max_scores + place),
-            tl.load(partials.weight_sums + place),
-        )
-        part = tl.load(partials.out + place * dim + channel, mask=channel < dim, other=0.0)
+        part_top = tl.load(partials.max_scores + index)
+        part_total = tl.load(partials.weight_sums + index)
+        part = tl.load(partials.out + index * dim + channel, mask=channel < dim, other=0.0)
         new = tl.maximum(top, part_top)
         base = tl.where(new == float("-inf"), 0.0, new)
         fade, rise = tl.exp2(top - base), tl.exp2(part_top - base)
         total = total * fade + part_total * rise
-        found = found * fade + part * rise
+        merged = merged * fade + part * rise
         top = new
-        place += step
-    place = tl.program_id(0).to(tl.int64)
-    place = place // num_queries * num_all_queries + first_query + place % num_queries
+        index += step
+    index = tl.program_id(0).to(tl.int64)
+    index = index // num_queries * num_all_queries + first_query + index % num_queries
     safe = tl.where(total == 0, 1.0, total)
-    tl.store(out + place * dim + channel, (found / safe).to(out.dtype.element_ty), channel < dim)
+    tl.store(out + index * dim + channel, (merged / safe).to(out.dtype.element_ty), channel < dim)
     if HAS_LSE:
-        tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + index, (top + tl.log2(total)) * 0.6931471805599453)

@@ -1,6 +1,9 @@
-"""Sealed pages as values: bytes are loaded as they lie, and the queries come in their order.
+"""Decode sealed pages to values, in the order of the stored bytes; queries are permuted to it.
 
-Affine codes and codebooks are read as words of 32 bits, two values at a time in the halves of one.
+Where the layout allows, codes are read as words of 32 bits and decoded two at a time, as the
+halves of a word. For 4 bits, a word has 8 codes in bytes 0 to 3 (l: low half, h: high half):
+
+    word    | 3h 3l | 2h 2l | 1h 1l | 0h 0l |    pairs: (0l, 2l), (0h, 2h), (1l, 3l), (1h, 3h)
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from kvant.attention.triton.kernels.arguments import AFFINE, CODEBOOK, FLOAT16_M
 
 @triton.jit
 def compute_channels(layout):
-    """The channel of every value that `opened` gives, and whether there is one."""
+    """Return the channel of each value of `decode_rows`, and whether it exists."""
     x = tl.arange(0, layout.num_units * layout.unit_bytes * layout.values_per_byte)
     byte, part = x // layout.values_per_byte, x % layout.values_per_byte
     step: tl.constexpr = layout.interleave_block // layout.values_per_byte
@@ -22,41 +25,41 @@ def compute_channels(layout):
 
 @triton.jit
 def decode_rows(page, layout, rows, visible):
-    """Rows of a page, [N, values]; zeros where nobody has `seen` them, whatever lies there."""
-    n, some = rows[:, None, None], visible[:, None, None]
+    """Decode rows of a page, [N, values]; rows that are not visible decode to zeros."""
+    n, mask = rows[:, None, None], visible[:, None, None]
     unit = tl.arange(0, layout.num_units)[None, :, None]
     byte = unit * layout.unit_bytes + tl.arange(0, layout.unit_bytes)[None, None, :]
     codes = page.codes + n * layout.stride
     if layout.kind == RAW:
-        values = tl.load(codes + byte, mask=some & (byte < layout.width), other=0.0).to(
+        values = tl.load(codes + byte, mask=mask & (byte < layout.width), other=0.0).to(
             layout.dot_dtype
         )
     else:
         low = _load_bytes(codes, byte, layout)
         if layout.bits == 8:
-            values = _decode_code(low, page, layout, n, unit, 0, some)
+            values = _decode_code(low, page, layout, n, unit, 0, mask)
         elif layout.bits == 4:
             values = tl.interleave(
-                _decode_code(low & 15, page, layout, n, unit, 0, some),
-                _decode_code(low >> 4, page, layout, n, unit, 1, some),
+                _decode_code(low & 15, page, layout, n, unit, 0, mask),
+                _decode_code(low >> 4, page, layout, n, unit, 1, mask),
             )
         else:
             high = _load_high_bytes(codes, byte, layout)
             values = tl.interleave(
                 tl.interleave(
                     _decode_code(
-                        _extract_code(low, high, 0, byte, layout), page, layout, n, unit, 0, some
+                        _extract_code(low, high, 0, byte, layout), page, layout, n, unit, 0, mask
                     ),
                     _decode_code(
-                        _extract_code(low, high, 2, byte, layout), page, layout, n, unit, 2, some
+                        _extract_code(low, high, 2, byte, layout), page, layout, n, unit, 2, mask
                     ),
                 ),
                 tl.interleave(
                     _decode_code(
-                        _extract_code(low, high, 1, byte, layout), page, layout, n, unit, 1, some
+                        _extract_code(low, high, 1, byte, layout), page, layout, n, unit, 1, mask
                     ),
                     _decode_code(
-                        _extract_code(low, high, 3, byte, layout), page, layout, n, unit, 3, some
+                        _extract_code(low, high, 3, byte, layout), page, layout, n, unit, 3, mask
                     ),
                 ),
             )
@@ -76,11 +79,11 @@ def _load_bytes(codes, byte, layout):
 
 @triton.jit
 def _load_high_bytes(codes, byte, layout):
-    """Of 3 bits, the bytes that hold the third one of what each byte of the first plane holds."""
+    """Load the bytes of the second plane of 3 bits that belong to each byte of the first one."""
     if layout.bits == 3:
         step: tl.constexpr = layout.interleave_block // 8
-        place = byte // (2 * step) * step + byte % step
-        high = tl.load(codes + layout.width + place, mask=byte < layout.width, other=0).to(tl.int32)
+        index = byte // (2 * step) * step + byte % step
+        high = tl.load(codes + layout.width + index, mask=byte < layout.width, other=0).to(tl.int32)
     else:
         high = 0
     return high
@@ -88,7 +91,7 @@ def _load_high_bytes(codes, byte, layout):
 
 @triton.jit
 def _extract_code(low, high, part: tl.constexpr, byte, layout):
-    """Codes of 2 or 3 bits."""
+    """Extract codes of 2 or 3 bits."""
     code = low >> 2 * part & 3
     if layout.bits == 3:
         step: tl.constexpr = layout.interleave_block // 8
@@ -98,30 +101,30 @@ def _extract_code(low, high, part: tl.constexpr, byte, layout):
 
 @triton.jit
 def _decode_code(code, page, layout, n, unit, part: tl.constexpr, mask):
-    """The values of one part of every byte."""
+    """Decode one code of every byte."""
     if layout.kind == CODEBOOK:
         scale = tl.load(page.scale + n, mask=mask, other=0.0).to(tl.float32)
-        # The table stays in the first cache, where a warp's lookups are one access.
+        # The table stays in L1, where the lookups of a warp are one access.
         value = tl.load(page.levels + code).to(tl.float32) * scale
     else:
         group = (
             unit * layout.groups_per_unit + part * layout.groups_per_unit // layout.values_per_byte
         )
-        there, place = mask & (group < layout.num_groups), n * layout.num_groups + group
-        scale = tl.load(page.scale + place, mask=there, other=0.0).to(tl.float32)
-        bias = tl.load(page.bias + place, mask=there, other=0.0).to(tl.float32)
+        valid, index = mask & (group < layout.num_groups), n * layout.num_groups + group
+        scale = tl.load(page.scale + index, mask=valid, other=0.0).to(tl.float32)
+        bias = tl.load(page.bias + index, mask=valid, other=0.0).to(tl.float32)
         value = code.to(tl.float32) * scale + bias
-    if layout.dot_dtype == tl.float16:  # what was decoded is finite, or no number
+    if layout.dot_dtype == tl.float16:  # decoded values are finite or NaN
         value = tl.clamp(value, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
     return value.to(layout.dot_dtype)
 
 
-MAX_LEVEL = tl.constexpr(4.0)  # no level is further out
+MAX_LEVEL = tl.constexpr(4.0)  # bound on the magnitude of codebook levels
 
 
 @triton.jit
 def compute_word_channels(layout):
-    """The channel of every value that `opened_words` gives."""
+    """Return the channel of each value of `decode_rows_by_word`."""
     x = tl.arange(0, layout.num_units * layout.unit_bytes * layout.values_per_byte)
     byte = x // (4 * layout.values_per_byte) * 4 + x % 2 * 2 + x // (2 * layout.values_per_byte) % 2
     part = x // 2 % layout.values_per_byte
@@ -131,42 +134,42 @@ def compute_word_channels(layout):
 
 @triton.jit
 def get_value_multiplier(layout):
-    """What values are to be multiplied by: a float16 holds those of a codebook over LIFT."""
+    """Return the factor of decoded values: codebook values are divided by MAX_LEVEL for float16."""
     return MAX_LEVEL if layout.by_words and layout.kind != AFFINE else 1.0
 
 
 @triton.jit
 def decode_rows_by_word(page, layout, rows, visible):
-    """Rows of a page, [N, values]; zeros where nobody has `seen` them, whatever lies there."""
+    """Decode rows of a page, [N, values]; rows that are not visible decode to zeros."""
     words: tl.constexpr = layout.unit_bytes // 4
     unit, word = tl.arange(0, layout.num_units)[None, :, None], tl.arange(0, words)[None, None, :]
-    place = rows[:, None, None] * (layout.stride // 4) + unit * words + word
-    codes = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + place)
+    index = rows[:, None, None] * (layout.stride // 4) + unit * words + word
+    codes = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + index)
     if layout.kind == AFFINE:
         even, odd = (
             _decode_byte_pair(codes, codes, layout),
             _decode_byte_pair(codes >> 8, codes, layout),
         )
-    else:  # twice the codes: the middle between two of them is a whole number then
+    else:  # twice the codes, so that midpoints between codes are integers
         high, higher = _load_third_bits(page, layout, rows, word)
         even, odd = (
             _decode_byte_pair(codes << 1, high, layout),
             _decode_byte_pair(codes >> 7, higher, layout),
         )
     if layout.values_per_byte == 1:
-        made = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 3))
+        decoded = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 3))
     elif layout.values_per_byte == 2:
-        made = tl.permute(tl.join(even, odd), (0, 1, 2, 5, 4, 3))
+        decoded = tl.permute(tl.join(even, odd), (0, 1, 2, 5, 4, 3))
     else:
-        made = tl.permute(tl.join(even, odd), (0, 1, 2, 6, 5, 4, 3))
+        decoded = tl.permute(tl.join(even, odd), (0, 1, 2, 6, 5, 4, 3))
     values = tl.reshape(
-        made, [rows.shape[0], layout.num_units, layout.unit_bytes * layout.values_per_byte]
+        decoded, [rows.shape[0], layout.num_units, layout.unit_bytes * layout.values_per_byte]
     )
-    group, some = rows[:, None, None] * layout.num_units + unit, visible[:, None, None]
-    scale = tl.load(page.scale + group, mask=some, other=0.0)
+    group, mask = rows[:, None, None] * layout.num_units + unit, visible[:, None, None]
+    scale = tl.load(page.scale + group, mask=mask, other=0.0)
     if layout.kind == AFFINE:
-        bias = tl.load(page.bias + group, mask=some, other=0.0)
-        # Fused, as it is on a GPU: the product alone may be more than a float16 holds.
+        bias = tl.load(page.bias + group, mask=mask, other=0.0)
+        # Relies on a fused multiply-add: the product alone may exceed float16.
         values = values * _limit_scale(scale, bias, layout) + bias
     else:
         values *= (scale.to(tl.float32) * (1 / MAX_LEVEL)).to(tl.float16)
@@ -177,21 +180,21 @@ def decode_rows_by_word(page, layout, rows, visible):
 
 @triton.jit
 def _limit_scale(scale, bias, layout):
-    """A scale under which no code passes what a float16 holds: rows may end there."""
-    most: tl.constexpr = 255 if layout.bits == 8 else 15
+    """Reduce a scale so that no code decodes beyond float16; sealed values may reach its limit."""
+    max_code: tl.constexpr = 255 if layout.bits == 8 else 15
     wide, low = scale.to(tl.float32), bias.to(tl.float32)
-    over = low + wide * most > FLOAT16_MAX
-    return tl.where(over, (FLOAT16_MAX - low) * (1 / most) * (1 - 2**-9), wide).to(tl.float16)
+    over = low + wide * max_code > FLOAT16_MAX
+    return tl.where(over, (FLOAT16_MAX - low) * (1 / max_code) * (1 - 2**-9), wide).to(tl.float16)
 
 
 @triton.jit
 def _load_third_bits(page, layout, rows, word):
-    """Of 3 bits, the second plane: its bits for even bytes and odd ones, where they belong."""
+    """Load the second plane of 3 bits, shifted into place for even and for odd bytes."""
     if layout.bits == 3:
-        place = rows[:, None, None] * (layout.stride // 4) + layout.width // 4 + word // 2
-        found = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + place)
+        index = rows[:, None, None] * (layout.stride // 4) + layout.width // 4 + word // 2
+        bits = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + index)
         first = word % 2 == 0
-        even, odd = tl.where(first, found << 3, found << 2), tl.where(first, found >> 5, found >> 6)
+        even, odd = tl.where(first, bits << 3, bits << 2), tl.where(first, bits >> 5, bits >> 6)
     else:
         even, odd = word, word
     return even, odd
@@ -199,15 +202,15 @@ def _load_third_bits(page, layout, rows, word):
 
 @triton.jit
 def _decode_byte_pair(word, high, layout):
-    """What the first byte of a word and the third one hold, [.., 2] and a 2 for each halving."""
+    """Decode bytes 0 and 2 of each word, [..., 2], with another 2 for each code of a byte."""
     if layout.bits == 8:
-        made = _decode_word_pair(word, high, 1, layout)
+        decoded = _decode_word_pair(word, high, 1, layout)
     elif layout.bits == 4:
-        made = tl.join(
+        decoded = tl.join(
             _decode_word_pair(word, high, 1, layout), _decode_word_pair(word, high, 16, layout)
         )
     else:
-        made = tl.join(
+        decoded = tl.join(
             tl.join(
                 _decode_word_pair(word, high, 1, layout), _decode_word_pair(word, high, 4, layout)
             ),
@@ -215,22 +218,24 @@ def _decode_byte_pair(word, high, layout):
                 _decode_word_pair(word, high, 16, layout), _decode_word_pair(word, high, 64, layout)
             ),
         )
-    return made
+    return decoded
 
 
 @triton.jit
 def _decode_word_pair(word, high, multiplier: tl.constexpr, layout):
-    """The values of the codes in both halves of a word, but for the scale and the bias.
+    """Decode the codes in both halves of a word, without the scale and the bias.
 
-    They lie in its lowest bits, or so many `times` as far up, where they can stay.
+    A code occupies the lowest bits of its half, or bits further up that are `multiplier` times as
+    large. OR-ed into the mantissa of 1,024.0 it gives 1,024 + code * multiplier, without a shift:
+
+        float16    0 | 11001 | mantissa: code * multiplier    = 0x6400 | code * multiplier
     """
-    lowest: tl.constexpr = 0xFF if layout.bits == 8 else 0xF if layout.bits == 4 else 3
-    twice: tl.constexpr = 1 if layout.kind == AFFINE else 2
-    both: tl.constexpr = 0x10001 * multiplier * twice
-    # The bits of 1,024 beside a code make a float16 of both.
-    word = word & lowest * both | 0x64006400
+    code_mask: tl.constexpr = 0xFF if layout.bits == 8 else 0xF if layout.bits == 4 else 3
+    doubled: tl.constexpr = 1 if layout.kind == AFFINE else 2
+    spread: tl.constexpr = 0x10001 * multiplier * doubled
+    word = word & code_mask * spread | 0x64006400
     if layout.bits == 3:
-        word |= high & 4 * both
+        word |= high & 4 * spread
     low = word.to(tl.int16).to(tl.float16, bitcast=True)
     numbers = tl.join(low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True))
     if layout.kind == AFFINE:

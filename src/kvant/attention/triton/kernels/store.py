@@ -1,8 +1,13 @@
-"""Rows on their way into pages: copied to where they stay, and pages sealed, the codecs' own bytes.
+"""Kernels that copy rows into pages, and seal pages to the bytes of the codecs.
 
-Rows are copied all sides together: a change's entries, or a step's token. A program seals some rows
-of a page of one head. Divisions round to nearest and nothing is fused (whoever launches says so),
-and sums over a row are float64 in the order of the codec: the bytes are the same to the bit.
+A launch of `put` copies the entries of an append plan for all sides; `put_token` copies the newest
+token of a decode step. A program of `seal` seals some rows of a page of one head. Sealed bytes
+equal the codecs' to the bit: divisions round to nearest, launches disable fused operations, and
+sums over a row are float64 in the codec's order.
+
+An entry is a row of six integers. Source -1 means the new rows of `sequence`, from `column` on:
+
+    | slot | first row | number of rows | source: open slot, or -1 | sequence | column |
 """
 
 from __future__ import annotations
@@ -13,8 +18,6 @@ import triton.language as tl
 from kvant.attention.triton.kernels.arguments import AFFINE, LENGTH, MAX_LENGTH
 from kvant.attention.triton.kernels.sealed_pages import compute_channels
 
-# What an entry says: the slot, the first row and the number of rows that are written, the open slot
-# that they come from (below zero: they came just now), their sequence and their first column.
 ENTRY_SLOT, ENTRY_ROW, ENTRY_NUM_ROWS, ENTRY_SOURCE, ENTRY_SEQUENCE, ENTRY_COLUMN = (
     tl.constexpr(n) for n in range(6)
 )
@@ -23,48 +26,48 @@ ENTRY_WIDTH = tl.constexpr(6)
 
 @triton.jit
 def put(copies, entries, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """A program takes ROWS rows of one head of an entry."""
+    """Copy ROWS rows of one head of an entry, for all sides."""
     entry = entries + tl.program_id(0).to(tl.int64) // HEADS * ENTRY_WIDTH
     head = tl.program_id(0).to(tl.int64) % HEADS
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    there = n < tl.load(entry + ENTRY_NUM_ROWS)
+    valid = n < tl.load(entry + ENTRY_NUM_ROWS)
     slot, row = tl.load(entry + ENTRY_SLOT), tl.load(entry + ENTRY_ROW)
     source, sequence = tl.load(entry + ENTRY_SOURCE), tl.load(entry + ENTRY_SEQUENCE)
     column = tl.load(entry + ENTRY_COLUMN)
     for i in tl.static_range(len(copies)):
-        found = compute_row_pointers(copies[i], source, sequence, head, column, n)
-        _copy_rows(found, copies[i], slot, head, row + n, there)
+        rows = compute_row_pointers(copies[i], source, sequence, head, column, n)
+        _copy_rows(rows, copies[i], slot, head, row + n, valid)
 
 
 @triton.jit
 def put_token(
     copies, page_table, table_width, open_offset, PAGE: tl.constexpr, HEADS: tl.constexpr
 ):
-    """The rows of the newest token of each sequence, where there is room for them."""
+    """Copy the newest token of a sequence for one head, if its length is at most MAX_LENGTH."""
     b, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
     page_table += b * table_width
-    one = tl.arange(0, 1).to(tl.int64)
-    length = tl.load(page_table + LENGTH + one)
-    there = (length > 0) & (length <= tl.load(page_table + MAX_LENGTH + one))
-    position = tl.where(there, length - 1, 0)
+    zero = tl.arange(0, 1).to(tl.int64)  # [1]: the only row
+    length = tl.load(page_table + LENGTH + zero)
+    valid = (length > 0) & (length <= tl.load(page_table + MAX_LENGTH + zero))
+    position = tl.where(valid, length - 1, 0)
     slot = tl.load(page_table + open_offset + position // PAGE)
     for i in tl.static_range(len(copies)):
-        found = compute_row_pointers(copies[i], one - 1, b, head, 0, one)
-        _copy_rows(found, copies[i], slot, head, position % PAGE, there)
+        rows = compute_row_pointers(copies[i], zero - 1, b, head, 0, zero)
+        _copy_rows(rows, copies[i], slot, head, position % PAGE, valid)
 
 
 @triton.jit
 def compute_row_pointers(copy_args, source, sequence, head, column, n):
-    """Where rows of a head begin: those of an open page, or those that came just now."""
-    paged = copy_args.open.data + tl.maximum(source, 0) * copy_args.open.outer_stride
-    paged = paged + head * copy_args.open.head_stride + n * copy_args.open.row_stride
-    came = (
+    """Return pointers to rows of a head: in the open page `source`, or in the new rows if -1."""
+    stored = copy_args.open.data + tl.maximum(source, 0) * copy_args.open.outer_stride
+    stored = stored + head * copy_args.open.head_stride + n * copy_args.open.row_stride
+    new = (
         copy_args.new_rows.data
         + sequence * copy_args.new_rows.outer_stride
         + head * copy_args.new_rows.head_stride
     )
-    rows = tl.where(source < 0, came + (column + n) * copy_args.new_rows.row_stride, paged)
-    if copy_args.aligned:  # which the compiler does not see behind the choice
+    rows = tl.where(source < 0, new + (column + n) * copy_args.new_rows.row_stride, stored)
+    if copy_args.aligned:  # the compiler cannot infer it through `where`
         rows = tl.multiple_of(rows, 16)
     return rows
 
@@ -73,43 +76,44 @@ def compute_row_pointers(copy_args, source, sequence, head, column, n):
 def _copy_rows(rows, copy_args, slot, head, row, valid):
     channel = tl.arange(0, copy_args.padded_dim)[None, :]
     mask = valid[:, None] & (channel < copy_args.dim)
-    found = tl.load(rows[:, None] + channel, mask=mask)
-    to = (
+    values = tl.load(rows[:, None] + channel, mask=mask)
+    target = (
         copy_args.target.data
         + slot * copy_args.target.outer_stride
         + head * copy_args.target.head_stride
         + row * copy_args.target.row_stride
     )
-    tl.store(to[:, None] + channel, found, mask=mask)
+    tl.store(target[:, None] + channel, values, mask=mask)
 
 
 @triton.jit
 def compute_leaf_channels(
     GROUP: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr
 ):
-    """[COUNT, GROUP]: the channel of each leaf of the trees of `GROUPS` groups, and is there one?
+    """Return the channel of each leaf of `tree_sum`, [COUNT, GROUP], and whether it exists.
 
-    The tree of a shorter group is a part of that of a whole one: what it lacks counts as zeros.
+    GROUPS of the COUNT groups exist; the last one may be shorter than GROUP channels. Its tree is
+    a part of a whole group's tree: missing leaves count as zeros.
     """
     group, leaf = tl.arange(0, COUNT)[:, None], tl.arange(0, GROUP)[None, :]
     if GROUP * GROUPS == DIM:
         channel = group * GROUP + leaf
-        there = channel < DIM
+        valid = channel < DIM
     else:
         width = tl.minimum(tl.maximum(DIM - group * GROUP, 0), GROUP)
-        place, there = leaf * 0, leaf < GROUP
+        index, valid = leaf * 0, leaf < GROUP
         for i in tl.static_range(8):
             if GROUP >> i > 1:
-                # A bit says in which half the leaf is; of an odd width the lower one is larger.
-                place = place + (leaf >> i & 1) * (((width << i) + GROUP - 1) // GROUP)
-                there = there & (place < ((width << i + 1) + GROUP - 1) // GROUP)
-        channel = group * GROUP + place
-    return channel, there
+                # Bit i of a leaf selects the half; an odd width has a larger lower half.
+                index = index + (leaf >> i & 1) * (((width << i) + GROUP - 1) // GROUP)
+                valid = valid & (index < ((width << i + 1) + GROUP - 1) // GROUP)
+        channel = group * GROUP + index
+    return channel, valid
 
 
 @triton.jit
 def tree_sum(x):
-    """[N, leaves] -> [N, 1]."""
+    """Sum [N, leaves] to [N, 1], adding the halves as the codecs do."""
     width: tl.constexpr = x.shape[1]
     for half in tl.static_range(1, 9):
         if width >> half > 0:
@@ -128,7 +132,7 @@ def saturate(x):
 
 @triton.jit
 def round_down_to_half(x):
-    """The largest float16 that is not above x; below either zero comes 0x8001."""
+    """Return the largest float16 that is at most x; the next one below zero is 0x8001."""
     near = x.to(tl.float16)
     bits = near.to(tl.int16, bitcast=True)
     below = tl.where(bits > 0, bits - 1, bits + 1)
@@ -138,30 +142,29 @@ def round_down_to_half(x):
 
 @triton.jit
 def round_to_half(x):
-    """The float16 nearest to x as a float32 has it; never a negative zero."""
+    """Round x to float32, then to the nearest float16; never a negative zero."""
     return (saturate(x.to(tl.float32)).to(tl.float16).to(tl.float32) + 0.0).to(tl.float16)
 
 
 @triton.jit
 def replace_broken_with_nan(half, broken):
-    """The NaN that the codecs write: devices have others."""
+    """Store the codecs' NaN bits where `broken`; devices produce other NaN bits."""
     bits = tl.where(broken, FLOAT16_NAN_BITS, half.to(tl.int16, bitcast=True)).to(tl.int16)
     return bits.to(tl.float16, bitcast=True)
 
 
-ROUNDING_OFFSET = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: added and taken away, it leaves the nearest integer
+# 1.5 * 2^23: adding and subtracting it rounds to the nearest integer.
+ROUNDING_OFFSET = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def compute_covering_scale(row, valid, MAX_CODE: tl.constexpr):
-    """The scale and the bias that cover each group."""
+    """Return the scale and the bias whose codes cover each group."""
     low = tl.min(tl.where(valid, row, float("inf")), 2, keep_dims=True)
     high = tl.max(tl.where(valid, row, float("-inf")), 2, keep_dims=True)
-    bias = round_down_to_half(low + 0.0)  # of two zeros the positive one
-    most = tl.full(low.shape, MAX_CODE, tl.float32)
-    return -round_down_to_half(-tl.div_rn(high + 0.0 - bias.to(tl.float32), most)), bias
+    bias = round_down_to_half(low + 0.0)  # adding 0.0 makes a negative zero positive
+    max_code = tl.full(low.shape, MAX_CODE, tl.float32)
+    return -round_down_to_half(-tl.div_rn(high + 0.0 - bias.to(tl.float32), max_code)), bias
 
 
 @triton.jit
@@ -174,8 +177,8 @@ def find_nearest_codes(row, scale, bias, MAX_CODE: tl.constexpr):
 
 @triton.jit
 def fit_scale(row, codes, n, scale, bias):
-    """The least squares scale and bias, or the given ones where these lose no more."""
-    # Sums of codes are exact in any order, below 2^24; and so are products of a code and a value.
+    """Return the least squares scale and bias, or the given pair if its error is no larger."""
+    # Sums of codes are exact in any order (below 2^24), and so are products of a code and a value.
     total = tl.sum(codes, 2, keep_dims=True).to(tl.float64)
     n = tl.maximum(n, 1).to(tl.float64)
     spread = n * tl.sum(codes * codes, 2, keep_dims=True).to(tl.float64) - total * total
@@ -186,17 +189,17 @@ def fit_scale(row, codes, n, scale, bias):
     base = round_to_half((level - fit.to(tl.float64) * total) / n)
     before = _compute_excess_error(scale, bias, slope, spread, total, n, level)
     after = _compute_excess_error(fit, base, slope, spread, total, n, level)
-    # Codes that are all the same have no fit.
+    # Equal codes have no unique fit.
     better = (spread > 0) & (fit > 0) & (after < before)
     return tl.where(better, fit, scale), tl.where(better, base, bias)
 
 
 @triton.jit
 def _compute_excess_error(scale, bias, slope, spread, total, n, level):
-    """n times the squared error, beyond that of the fit before it is rounded."""
+    """Return n times the squared error in excess of the unrounded fit's."""
     scale, bias = scale.to(tl.float64), bias.to(tl.float64)
-    off, rest = scale - slope, scale * total + n * bias - level
-    return off * off * spread + rest * rest
+    slope_error, mean_error = scale - slope, scale * total + n * bias - level
+    return slope_error * slope_error * spread + mean_error * mean_error
 
 
 @triton.jit
@@ -207,8 +210,8 @@ def _sum_groups(x):
 
 @triton.jit
 def seal(
-    copy_args,  # from where rows are
-    entries,  # as `put` has them: the slot is that of a sealed page
+    copy_args,  # the rows to seal
+    entries,  # of the plan's seals: their slots are sealed slots
     fields,
     boundaries,
     layout,
@@ -219,6 +222,7 @@ def seal(
     CORRECTED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Seal ROWS rows of one head of a page."""
     entry = entries + tl.program_id(0).to(tl.int64) // HEADS * ENTRY_WIDTH
     head = tl.program_id(0).to(tl.int64) % HEADS
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -236,33 +240,34 @@ def seal(
 def _seal_affine(
     x, n, fields, layout, DIM: tl.constexpr, CORRECTED: tl.constexpr, ROWS: tl.constexpr
 ):
-    run: tl.constexpr = (
+    group_values: tl.constexpr = (
         layout.unit_bytes * layout.values_per_byte // layout.groups_per_unit
-    )  # values of a group
+    )
     count: tl.constexpr = layout.num_units * layout.groups_per_unit
-    most: tl.constexpr = 2**layout.bits - 1
-    channel, there = compute_leaf_channels(run, count, layout.num_groups, DIM)
-    row = tl.load(x[:, None] + channel[None, :, :], mask=there[None, :, :], other=0.0)
+    max_code: tl.constexpr = 2**layout.bits - 1
+    channel, valid = compute_leaf_channels(group_values, count, layout.num_groups, DIM)
+    row = tl.load(x[:, None] + channel[None, :, :], mask=valid[None, :, :], other=0.0)
     row = row.to(tl.float32)
     broken = tl.max((row - row != 0).to(tl.int32), 2, keep_dims=True) > 0
     row = saturate(tl.where(broken, 0.0, row))
-    scale, bias = compute_covering_scale(row, there[None, :, :], most)
+    scale, bias = compute_covering_scale(row, valid[None, :, :], max_code)
     if CORRECTED:
-        codes = tl.where(there[None, :, :], find_nearest_codes(row, scale, bias, most), 0.0)
-        values = tl.sum(there.to(tl.int32), 1, keep_dims=True)[None, :, :]
-        scale, bias = fit_scale(row, codes, values, scale, bias)
+        codes = tl.where(valid[None, :, :], find_nearest_codes(row, scale, bias, max_code), 0.0)
+        num_values = tl.sum(valid.to(tl.int32), 1, keep_dims=True)[None, :, :]
+        scale, bias = fit_scale(row, codes, num_values, scale, bias)
     group = tl.arange(0, count)[None, :, None]
-    place, some = n[:, None, None] * layout.num_groups + group, group < layout.num_groups
-    tl.store(fields.scale + place, replace_broken_with_nan(scale, broken), mask=some)
-    tl.store(fields.bias + place, replace_broken_with_nan(bias, broken), mask=some)
-    # Codes once more, in the order in which the bytes hold them.
-    channel, there = compute_channels(layout)
-    row = tl.load(x + channel[None, :], mask=there[None, :], other=0.0).to(tl.float32)
-    row = saturate(tl.reshape(row, [ROWS, layout.num_units, run, layout.groups_per_unit]))
+    index, mask = n[:, None, None] * layout.num_groups + group, group < layout.num_groups
+    tl.store(fields.scale + index, replace_broken_with_nan(scale, broken), mask=mask)
+    tl.store(fields.bias + index, replace_broken_with_nan(bias, broken), mask=mask)
+    # Compute the codes again, in the order of the stored bytes.
+    channel, valid = compute_channels(layout)
+    row = tl.load(x + channel[None, :], mask=valid[None, :], other=0.0).to(tl.float32)
+    row = tl.reshape(row, [ROWS, layout.num_units, group_values, layout.groups_per_unit])
+    row = saturate(row)
     scale = tl.reshape(scale, [ROWS, layout.num_units, 1, layout.groups_per_unit])
     bias = tl.reshape(bias, [ROWS, layout.num_units, 1, layout.groups_per_unit])
     broken = tl.reshape(broken, [ROWS, layout.num_units, 1, layout.groups_per_unit])
-    codes = tl.where(broken, 0.0, find_nearest_codes(row, scale, bias, most)).to(tl.int32)
+    codes = tl.where(broken, 0.0, find_nearest_codes(row, scale, bias, max_code)).to(tl.int32)
     _store_codes(fields.codes, n, tl.reshape(codes, [ROWS, row.numel // ROWS]), layout, 0, 0, ROWS)
 
 
@@ -323,16 +328,16 @@ def _seal_plane(
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Codes once more, in the order in which the bytes of a plane hold them."""
-    channel, there = compute_channels(plane_layout)
-    row = tl.load(x + channel[None, :], mask=there[None, :], other=0.0).to(tl.float32)
-    found = _find_nearest_codes(saturate(row), size, boundaries, layout)
-    _store_codes(codes, n, tl.where(broken, 0, found), plane_layout, SHIFT, OFFSET, ROWS)
+    """Compute the codes again, in the byte order of a plane, and store that plane."""
+    channel, valid = compute_channels(plane_layout)
+    row = tl.load(x + channel[None, :], mask=valid[None, :], other=0.0).to(tl.float32)
+    row_codes = _find_nearest_codes(saturate(row), size, boundaries, layout)
+    _store_codes(codes, n, tl.where(broken, 0, row_codes), plane_layout, SHIFT, OFFSET, ROWS)
 
 
 @triton.jit
 def _find_nearest_codes(row, size, boundaries, layout):
-    """How many boundaries a value does not fall below."""
+    """Count the boundaries that each scaled value reaches."""
     unit = tl.div_rn(row, tl.broadcast_to(size, row.shape))
     codes = tl.zeros(row.shape, tl.int32)
     for i in tl.static_range(2**layout.bits - 1):
@@ -344,6 +349,7 @@ def _find_nearest_codes(row, size, boundaries, layout):
 def _store_codes(
     target, n, codes, plane_layout, SHIFT: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr
 ):
+    """Pack the bits of a plane (of each code, from bit SHIFT on) and store its bytes."""
     bits: tl.constexpr = 8 // plane_layout.values_per_byte
     size: tl.constexpr = plane_layout.num_units * plane_layout.unit_bytes
     part = tl.arange(0, plane_layout.values_per_byte)[None, None, :]

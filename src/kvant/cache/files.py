@@ -224,12 +224,12 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
     for name, recipe in iterate_leaves(header.spec):
         if not isinstance(recipe, LayerSpec):
             continue
-        batch = header.tensors.get(f"{name}/{NUMBERS_KEY}")
+        numbers = header.tensors.get(f"{name}/{NUMBERS_KEY}")
         for side in recipe.sides:
             rows = header.tensors.get(f"{name}/{side}.open")
-            if batch and rows and rows.nbytes:
+            if numbers and rows and rows.nbytes:
                 page_size, row_nbytes = max(page_size, recipe.page), row_nbytes + rows.nbytes
-                num_pages = min(rows.shape[:1] + batch.shape[:1])
+                num_pages = min(rows.shape[:1] + numbers.shape[:1])
                 page_nbytes += (
                     num_pages * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))
                 )

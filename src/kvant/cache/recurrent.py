@@ -256,12 +256,12 @@ def restore_history(spec: RecurrentSpec, snapshot: Snapshot) -> StateHistory:
     if set(order) != set(states) or count > spec.max_checkpoints:
         raise SnapshotMismatch(f"states {sorted(states)}: now, at0, at1, ... are needed")
     current, *checkpoints = (RecurrentState(snapshot.numbers[key], states[key]) for key in order)
-    lengths = [state_name.length for state_name in checkpoints]
+    lengths = [checkpoint.length for checkpoint in checkpoints]
     ordered = sorted(set(lengths)) == lengths and min(lengths, default=0) >= 0
     if any(
-        _get_shapes(state_name.tensors) != _get_shapes(current.tensors)
-        for state_name in checkpoints
-        if state_name.length
+        _get_shapes(checkpoint.tensors) != _get_shapes(current.tensors)
+        for checkpoint in checkpoints
+        if checkpoint.length
     ):
         raise SnapshotMismatch("checkpoints of other shapes than the state")
     if not ordered or current.length < max(lengths, default=0):

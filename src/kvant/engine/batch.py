@@ -1,8 +1,8 @@
 """Run the sequences of one model over shared pools: prefill in chunks, decode in one batch.
 
 Decoding sequences are merged under one cache (`kvant.merge`). Each other sequence has its own cache
-over the same pools. Joining or leaving the batch merges or selects integers and copies no pages. If
-the model's attention does not support sequences of different lengths, each is decoded alone.
+over the same pools. When a sequence joins or leaves the batch, only page tables change; no page is
+copied. If the model's attention does not support different lengths, each sequence is decoded alone.
 
 On a GPU, a decode replays a graph. Graphs are captured for some batch sizes; other batches are
 padded with idle sequences of a few meaningless tokens.
@@ -36,7 +36,7 @@ from kvant.recipes import CacheSpec
 
 log = logging.getLogger("kvant")
 
-WEIGHTS_CHECK_INTERVAL_S = 1.0  # a check of all weights takes as long as a token, or longer
+WEIGHTS_CHECK_INTERVAL_S = 1.0  # checking all weights takes as long as a decode, or longer
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Batch:
         self.ragged = decoder.support.level >= SupportLevel.RAGGED_BATCH
         self._empty_cache = empty_cache  # never has tokens; all others share its pools
         self._empty_cache.backend = backend
-        self._empty_cache.ensure_slack(1)  # to rewind the token of a failed forward
+        self._empty_cache.ensure_slack(1)  # a failed forward is rewound by one token
         self._namespace: PrefixNamespace | None = None  # of requests without a salt
         # The sequences of a salt own its namespace; it ends with the last one.
         self._salted_namespaces: WeakValueDictionary[str, PrefixNamespace] = WeakValueDictionary()
@@ -111,7 +111,8 @@ class Batch:
         """Return a function that looks up a prompt in a store, to be called in another thread."""
         namespace = self._find_namespace(sequence)
         assert namespace is not None
-        if not self._empty_cache.has_shapes:  # blobs are untrusted: their shapes are compared
+        # Blobs are untrusted: their shapes are compared with those that a forward of one token has.
+        if not self._empty_cache.has_shapes:
             self.prefill(EngineSequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or self._empty_cache).fork()
         tokens, reader = list(sequence.tokens), namespace.fork()
@@ -152,7 +153,7 @@ class Batch:
             cache = cache.fork()
         cache.rewind(length)
         num_prefilled = restored.num_prefilled
-        if sequence.num_prefilled != num_before:  # its former pages have decoded tokens
+        if sequence.num_prefilled != num_before:  # some of those tokens were decoded
             num_prefilled = min(num_prefilled, sequence.num_prefilled)
         sequence.cache, sequence.num_prefilled = cache, min(num_prefilled, length)
         return length
@@ -177,13 +178,13 @@ class Batch:
     def match_prefix(
         self, sequence: EngineSequence, branch_points: Sequence[int]
     ) -> tuple[int, tuple[int, ...]]:
-        """Return the cached tokens of a prompt, and where chunks after them must end."""
+        """Return how many tokens of a prompt are cached, and where later chunks must end."""
         namespace = self._find_namespace(sequence)
         if namespace is None:
             return 0, ()
         cache, num_prefilled = namespace.match_prefix(sequence.tokens, self._empty_cache.fork(), 0)
         length = self.count_tokens(sequence)
-        if cache.length > length:  # its pools may be those of another reader
+        if cache.length > length:  # it may be in other pools than ours
             sequence.cache = self._empty_cache.merge_with([cache]) if self._has_pools else cache
             sequence.num_prefilled, length = num_prefilled, cache.length
             self._share_pools(cache)
@@ -228,7 +229,7 @@ class Batch:
     def count_shared_pages(
         self, sequence: EngineSequence, length: int, account: CacheUsage
     ) -> dict[LayerGroup, tuple[int, int]]:
-        """Count the (open, sealed) pages of the first tokens that prefixes share, by group."""
+        """Count the (open, sealed) pages of the first `length` tokens that prefixes also hold."""
         cache, index = self._locate(sequence)
         return {} if cache is None else account.count_shared_pages(cache.states, index, length)
 
@@ -240,7 +241,7 @@ class Batch:
     def stats(self, sequences: Sequence[EngineSequence]) -> dict[str, int]:
         """Return the bytes of the pools, and of the recurrent states of `sequences`."""
         pools, nbytes_states = self._empty_cache.states.measure_pools(), 0
-        if self._empty_cache.states.external_states:  # otherwise no extra cache is referenced
+        if self._empty_cache.states.external_states:  # otherwise, hold no reference to caches
             caches = {self._batch_cache, *(sequence.cache for sequence in sequences)}
             states = [cache.states.external_states for cache in caches if cache is not None]
             nbytes_states = sum(state.nbytes for layers in states for state in layers)
@@ -262,7 +263,8 @@ class Batch:
     def decode(self, sequences: Sequence[EngineSequence]) -> tuple[Tensor, dict[int, Exception]]:
         """Return the logits of the newest tokens, and errors by index of `sequences`.
 
-        Failed sequences have no row. A failed batch changed no sequence: each is then tried alone.
+        Failed sequences have no row. If the whole batch fails, no sequence has changed, and each is
+        tried alone.
         """
         if self.ragged and len(sequences) > 1:
             try:
@@ -283,7 +285,7 @@ class Batch:
     def fork(self, sequence: EngineSequence) -> EngineSequence:
         """Return a copy of a sequence that shares its pages."""
         assert sequence.cache is not None
-        sequence.cache.prune()  # before the fork: the rows that stay are shared
+        sequence.cache.prune()  # before the fork, so that both share the kept rows
         return replace(sequence, tokens=list(sequence.tokens), cache=sequence.cache.fork())
 
     def release(self, sequence: EngineSequence) -> None:
@@ -329,7 +331,7 @@ class Batch:
 
     @property
     def _has_pools(self) -> bool:
-        """Whether pools exist; page sizes are unknown before the first rows."""
+        """Whether pools exist; page sizes are known only once rows were stored."""
         return any(
             leaf.storage is not None
             for _, leaf in self._empty_cache.states.contents.list_attention()
@@ -463,7 +465,7 @@ def pad_batch_size(num_sequences: int) -> int:
 
 
 def max_idle(max_sequences: int) -> int:
-    """Return the most idle sequences of batches up to `max_sequences`, and their template."""
+    """Return the maximum of idle sequences for up to `max_sequences`, plus their template."""
     return 1 + max((pad_batch_size(n) - n for n in range(1, max_sequences + 1)), default=0)
 
 

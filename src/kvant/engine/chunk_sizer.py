@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 TIMING_DECAY = 0.9  # weight of earlier chunks against the newest one
-CHUNK_ALIGNMENT = 64  # chunks end at multiples of this position
-CHUNK_TIME_TOLERANCE = 1.1  # of the time limit: for the last chunk, and for several chunks in a row
+CHUNK_ALIGNMENT = 64  # chunks end at positions that are multiples of this
+# The last chunk of a prompt, or several chunks in a row, may take this multiple of the time limit.
+CHUNK_TIME_TOLERANCE = 1.1
 
 
 class ChunkSizer:
-    """A fit of seconds = a + count * (b + c * num_computed) to the measured chunks."""
+    """A fit of seconds = a + b * count + c * count * (num_computed + count / 2) to chunks."""
 
     def __init__(
         self, max_chunk: int, *, supports_chunks: bool = True, fixed_size: bool = False
@@ -26,7 +27,7 @@ class ChunkSizer:
         self._normal_vector = np.zeros(3)
 
     def choose_chunk(self, num_computed: int, end: int, max_seconds: float) -> int:
-        """Return the tokens of the next chunk, within `max_seconds` if possible."""
+        """Return the size of the next chunk, up to `end` and within `max_seconds` if possible."""
         if not self.supports_chunks:
             return end - num_computed
         if self.fixed_size:
@@ -51,7 +52,7 @@ class ChunkSizer:
         return float(_make_features(count, num_computed) @ weights.clip(0.0))
 
     def record_time(self, count: int, num_computed: int, seconds: float) -> None:
-        """Add a measured chunk, weighted by 1 / seconds: relative errors count."""
+        """Add a measured chunk, weighted by 1 / seconds: the fit minimizes relative errors."""
         row = _make_features(count, num_computed) / max(seconds, 1e-9)
         self._normal_matrix = TIMING_DECAY * self._normal_matrix + np.outer(row, row)
         self._normal_vector = TIMING_DECAY * self._normal_vector + row

@@ -3,7 +3,7 @@
 One thread owns the model and all memory. Requests and cancels reach it through a queue; steps leave
 it through streams. Between two forwards it asks the scheduler for the next action, so a cancel
 takes effect within one step. A failed decode appends no token: it is retried one sequence at a
-time, and only the requests that fail again fail.
+time, and only those that fail again end with an error.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a prefill chunk may delay
 class Engine:
     """A thread that serves requests on one model, which stays attached until `close`.
 
-    Change the model only while no request is open. Prefixes are keyed by its weights, which are
-    checked when the first request arrives, and then once a second.
+    Change the model only while no request is open. Prefixes are keyed by its weights. The weights
+    are checked when a request arrives at an idle engine, and then once a second.
 
     >>> with kvant.Engine(model, tokenizer, max_bytes="64MiB") as engine:
     ...     streams = [engine.submit(text, max_new_tokens=4) for text in ("import ", "def ")]
@@ -91,7 +91,7 @@ class Engine:
     2
     """
 
-    tokens_of = RenamedAttribute("encode_prompt")
+    tokens_of = RenamedAttribute("encode_prompt")  # old names, which warn
     serves = RenamedAttribute("is_open")
     bytes_a_token = RenamedAttribute("nbytes_per_token")
     limits = RenamedAttribute("stop_conditions")
@@ -112,10 +112,10 @@ class Engine:
         prefixes: Prefixes | None = None,
         store: str | Store | Sequence[str | Store] | None = None,
     ) -> None:
-        """`max_bytes` (or "2GiB") bounds all caches, `max_sequences` those that decode at a time.
+        """Limit all caches to `max_bytes` (or "2GiB"), and decodes to `max_sequences` at a time.
 
-        `overcommit` promises this multiple of the bytes, and swaps requests out to files if they do
-        not fit. Each of up to 4 prompts delays the tokens of others by about `chunk_seconds`.
+        `overcommit` admits up to this multiple of the bytes; what does not fit is swapped to files.
+        Each of up to 4 prompts that prefill delays the tokens of others by about `chunk_seconds`.
         `pack` packs 16-bit weights on a CPU until the engine is closed. `prefixes` count within
         `max_bytes` and are evicted if needed. A `store` makes prefixes for this engine alone.
         """
@@ -292,7 +292,7 @@ class Engine:
         return self._scheduler.max_sequences
 
     def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
-        """Return the tokens of a prompt; a text far longer than `limit` or the context raises."""
+        """Return the tokens of a prompt; refuse texts far beyond `limit` (default: the context)."""
         limit = self.stop_conditions.max_context if limit is None else limit
         tokens = resolve_prompt(self.tokenizer, prompt, limit)
         return encode_text(self.tokenizer, tokens, limit) if isinstance(tokens, str) else tokens
@@ -381,7 +381,7 @@ class Engine:
             self._prefix_reuse.evict_prefixes(
                 action.nbytes, include_unwritten=action.include_unwritten
             )
-        else:
+        else:  # FreePools
             self._prefix_reuse.drop_waiting_matches()
             self._batch.clear()
             self._scheduler.complete(action)

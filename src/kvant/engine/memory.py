@@ -1,7 +1,9 @@
-"""Predict the bytes of sequences before they are allocated: integers only.
+"""Predict the bytes of sequences before they are allocated, without tensors.
 
-All sequences share pools of pages. A pool frees memory only once it is empty, so its peak counts:
-many short sequences leave open pages that a long sequence cannot use.
+All sequences share pools of pages. An open page holds rows that are not encoded yet; a sealed page
+holds encoded ones. Each kind has its own pool, which frees memory only once it is empty. So the
+peak of each pool counts: a long sequence needs sealed pages, and cannot use the free open pages
+that many short sequences left.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kvant.page_table import Ints, LayerGroup
 from kvant.planner import Plan
 
 MAX_IDLE_TOKENS = 64  # tokens of an idle sequence, which pads a batch
-STATE_COPIES = 4  # of a recurrent state: it and its checkpoint, and both while they are copied
+STATE_COPIES = 4  # of a recurrent state: itself and its checkpoint, twice while they are copied
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class MemoryModel:
     def from_plan(
         cls, plan: Plan, max_chunk: int, *, spare_divisor: int = 0, num_idle: int = 0
     ) -> MemoryModel:
-        """Take sizes from `plan`; pools grow ahead by 1 / `spare_divisor`, as on a GPU."""
+        """Take sizes from `plan`, plus 1 / `spare_divisor` for pools that grow ahead (on a GPU)."""
         sizes = [size for open_sealed in plan.page_nbytes.values() for size in open_sealed]
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
@@ -56,7 +58,7 @@ class MemoryModel:
         return np.array([*counts, length > 0])
 
     def count_shared_slots(self, length: int) -> Ints:
-        """Return the slots that forks at a length share, however long they become."""
+        """Return the slots that forks made at `length` share for good, however long they grow."""
         counts = []
         for group in self.groups:
             is_permanent = group.window is None and group.pruning is None
@@ -67,13 +69,20 @@ class MemoryModel:
     def count_page_slots(
         self, pages: Mapping[LayerGroup, tuple[int, int]], num_caches: int = 0
     ) -> Ints:
-        """Return the slots of (open, sealed) pages by group, and the states of `num_caches`."""
+        """Return the slots of (open, sealed) pages by group, and of the states of `num_caches`.
+
+        The slot of a state has room for `STATE_COPIES` states.
+        """
         counts = [count for group in self.groups for count in pages.get(group, (0, 0))]
         return np.array([*counts, -(-num_caches // STATE_COPIES)])
 
     @cached_property
     def pool_overhead(self) -> Ints:
-        """Slots that pools need once: pages that a window frees after a chunk, and growth steps."""
+        """Slots that are needed once, however many sequences there are.
+
+        They are pages that a window frees only after a chunk, growth steps of pools, and idle
+        sequences.
+        """
         counts = []
         for group in self.groups:
             num_passing = 0 if group.window is None else self.max_chunk // group.page + 2
@@ -81,10 +90,10 @@ class MemoryModel:
         return np.array([*counts, 0]) + self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
-        """Return the extra open pages while a prompt of this length is prefilled, one at a time.
+        """Return the extra open pages while a prompt of this length is prefilled.
 
-        The last chunk seals open pages, which are freed after its forward. Pages of a window are
-        in `pool_overhead`.
+        Prompts are prefilled one at a time, so this is needed once. The last chunk seals open
+        pages, which are freed after its forward. Pages of a window are in `pool_overhead`.
         """
         counts = []
         for group in self.groups:
@@ -100,7 +109,7 @@ _max_pages = lru_cache(1 << 16)(bound_pages)
 
 
 class MemoryBudget:
-    """The peak slots of all pools, in bytes under a limit."""
+    """Track the peak slots of all pools, and compare their bytes with a limit."""
 
     def __init__(self, memory_model: MemoryModel, max_bytes: int | None) -> None:
         self.memory_model = memory_model

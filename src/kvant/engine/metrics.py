@@ -21,7 +21,7 @@ class EngineMetrics:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
-    put_aside: int = 0
+    put_aside: int = 0  # times that a request was swapped out
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompts, not prefilled again
     restored_tokens: int = 0  # of the cached ones, restored from a store
@@ -41,7 +41,7 @@ class EngineMetrics:
         self.restored_tokens += usage.restored_tokens
 
     def count_token(self, since: float, now: float, *, first: bool) -> None:
-        """Count a token at `now` that waited for its predecessor, or its request, from `since`."""
+        """Count a token that came at `now`, after the previous token or the request at `since`."""
         self.completion_tokens += 1
         (self.first_token_waits if first else self.between_token_waits).append(now - since)
 

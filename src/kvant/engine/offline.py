@@ -16,7 +16,7 @@ from kvant.generation.settings import derive_seed
 from kvant.progress import ProgressBar
 from kvant.recipes import AnySpec
 
-QUEUE_FACTOR = 8  # submitted but unfinished requests per concurrent one
+QUEUE_FACTOR = 8  # open requests (queued or served) for each that is served at a time
 
 
 def generate_many(
@@ -89,7 +89,11 @@ def generate_many(
 def iterate_results(
     submits: Sequence[Callable[[], Stream]], max_concurrent: int
 ) -> Iterator[Result | Exception]:
-    """Submit requests and yield their results or errors in order; `max_concurrent` are served."""
+    """Submit requests, and yield their results or errors in order.
+
+    The engine serves `max_concurrent` requests at a time; at most `QUEUE_FACTOR` times as many are
+    submitted and unfinished.
+    """
     streams: deque[Stream | Exception] = deque()
     open_requests = Semaphore(QUEUE_FACTOR * max_concurrent)
     for submit in submits:

@@ -24,13 +24,13 @@ from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
-MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # that a request waits for a store
-EVICTION_FLUSH_S = 2.0  # that an eviction waits for pending store writes
+MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # longest wait of a request for a store
+EVICTION_FLUSH_S = 2.0  # longest wait of an eviction for pending store writes
 MAX_LOOKUP_THREADS = 4  # including lookups whose requests gave up waiting
 
 
 class PrefixReuse:
-    """The link between the scheduler's counts of prefixes and the pages of the batch."""
+    """Reuse prefixes in the batch, and keep the scheduler's counts of their slots up to date."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class PrefixReuse:
         self.update_prefix_slots()
 
     def look_up_store(self, scheduled: ScheduledRequest) -> None:
-        """Look up a prompt in a store, for as long as its prefill would take.
+        """Queue a store lookup of a prompt, limited to the time that its prefill would take.
 
-        Lookups run in the order of their prefills, so a queued one may also take the time of those
-        before it.
+        Lookups run one by one, in the order of their prefills. The limit of a queued lookup
+        starts when those before it reach theirs.
         """
         request, now = self._requests[scheduled], time.monotonic()
         queue_end = max((1e-3 * other.store_deadline_ms for other in self._requests), default=0.0)
@@ -145,7 +145,7 @@ class PrefixReuse:
                 self._scheduler.clear_prefix_match(scheduled)
 
     def update_prefix_slots(self) -> None:
-        """Set the scheduler's slots of prefixes, and those that requests share with them."""
+        """Tell the scheduler the slots of all prefixes, and which of them each request shares."""
         if (usage := self._batch.measure_prefixes()) is None:
             return
         model = self._scheduler.memory_model
@@ -268,7 +268,10 @@ def make_own_prefixes(
     max_bytes: int | str | None,
     prefixes: Prefixes | None,
 ) -> Prefixes | None:
-    """Return prefixes for one engine alone if it has a store of its own."""
+    """Return prefixes for one engine alone if it has a store of its own.
+
+    They have no limit of their own if the engine has one: they count within it.
+    """
     if store is not None and prefixes is not None:
         raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")
     return None if store is None else Prefixes("1GiB" if max_bytes is None else None, store=store)

@@ -6,7 +6,7 @@ The scheduler counts tokens and pages; it has no model, no tensors and no clock.
        v
     waiting  <--------------------------------------------------+
        v   memory for its longest length fits                   |
-    running, not active: too few free sequences                 |
+    running, not active: no room in max_sequences               |
        v                                                        |  SwapOut
     active, in a store lookup: store_deadline_ms > 0            |  (overcommit > 1):
        v   finish_store_lookup(), or the deadline               |  is_swapped_out
@@ -36,7 +36,7 @@ from kvant.page_table import Ints
 from kvant.sizes import format_size
 
 AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
-MAX_TIMED_PROMPTS = 4  # prompts that each add `chunk_seconds` to the delay of a token, at most
+MAX_TIMED_PROMPTS = 4  # the maximum of prompts that each delay a token by `chunk_seconds`
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class ScheduledRequest:
     arrival_ms: int = 0
     num_computed_tokens: int = 0  # tokens of the prompt
     num_output_tokens: int = 0  # of each unfinished sequence
-    matched_version: int | None = None  # of the prefixes when the prompt was matched last
+    matched_version: int | None = None  # `_prefix_version` at the last match; None: unmatched
     prefill_started: bool = False
     checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
     shared_slots: Ints | None = None  # slots shared with cached prefixes
@@ -70,7 +70,7 @@ class ScheduledRequest:
         return self.num_choices - self.num_finished
 
     def compute_priority(self, now_ms: int) -> int:
-        """Return the priority plus the steps gained by waiting."""
+        """Return the priority, plus 1 for every `AGING_MS` of waiting."""
         return self.priority + (now_ms - self.arrival_ms) // AGING_MS
 
 
@@ -253,7 +253,7 @@ class Scheduler:
     def record_prefix_match(
         self, request: ScheduledRequest, num_cached: int, checkpoint_positions: tuple[int, ...]
     ) -> None:
-        """Set the cached tokens of a prompt, and where chunks after them must end."""
+        """Set how many tokens of a prompt are cached, and where later chunks must end."""
         request.num_computed_tokens, request.matched_version = num_cached, self._prefix_version
         request.checkpoint_positions = checkpoint_positions
 
@@ -263,7 +263,7 @@ class Scheduler:
         request.matched_version, request.shared_slots = None, None
 
     def record_eviction(self, *, any_freed: bool) -> None:
-        """Note whether an eviction freed prefixes; if not, none is tried until a change."""
+        """Note whether another eviction may help; otherwise none is tried until a change."""
         self._may_evict = any_freed
 
     def set_prefix_slots(self, slots: Ints) -> None:
@@ -275,9 +275,9 @@ class Scheduler:
 
     def can_insert_prefix(self, request: ScheduledRequest, length: int) -> bool:
         """Return whether the first `length` tokens of a request fit as a cached prefix."""
-        if request in self.running:  # it goes on to share the pages of its prompt
+        if request in self.running:  # it keeps sharing the pages of its prompt
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
-        else:  # the memory reserved for it is free
+        else:  # it ended: its reserved memory is free again
             counted = self._or_zeros(request.shared_slots)
         new_slots = np.maximum(self.memory_model.count_slots(length) - counted, 0)
         fits = self.memory_budget.fits(self._count_charged_slots() + new_slots)
@@ -313,7 +313,7 @@ class Scheduler:
     # ---- internals
 
     def _count_charged_slots(self) -> Ints:
-        """Return the slots that count against the limit: reserved ones, or current ones."""
+        """Return the slots held against the limit: committed, or with overcommit, allocated."""
         commits = self.overcommit == 1
         return self._count_committed_slots() if commits else self._count_allocated_slots()
 
@@ -352,7 +352,7 @@ class Scheduler:
         return None
 
     def _can_look_up_store(self, request: ScheduledRequest) -> bool:
-        """Return whether there is a store, and memory for all that it may have of a prompt."""
+        """Return whether there is a store, and memory to restore the whole prompt from it."""
         if not self.has_store or self.overcommit == 1:
             return self.has_store
         growth = self._count_growth(request, request.num_prompt_tokens)
@@ -392,7 +392,7 @@ class Scheduler:
         )
 
     def _count_transient_slots(self, *requests: ScheduledRequest) -> Ints:
-        """Return the extra slots while one of `requests` is prefilled, one at a time."""
+        """Return the extra slots while any one of `requests` is prefilled."""
         counts = [self.memory_model.count_transient_slots(r.num_prompt_tokens) for r in requests]
         largest: Ints = np.max([self.memory_budget.zero_slots, *counts], axis=0)
         return largest
@@ -405,7 +405,7 @@ class Scheduler:
         return sum(slots, self._or_zeros(self.prefix_slots))
 
     def _rank(self, request: ScheduledRequest, now_ms: int) -> tuple[bool, int, int, int]:
-        """Return the sort key: swapped-out ones, then priority, load of the tenant, arrival."""
+        """Return a sort key: swapped out first, then by priority, load of the tenant, arrival."""
         load = sum(other.num_sequences for other in self.running if other.tenant == request.tenant)
         return not request.is_swapped_out, -request.compute_priority(now_ms), load, request.number
 
@@ -427,7 +427,7 @@ class Scheduler:
         return budget.compute_fresh_nbytes(committed) <= self.overcommit * self.max_bytes
 
     def _choose_forward(self) -> Prefill | Decode | None:
-        """Return the next chunk if its time has come, else a decode of all that can."""
+        """Return the next chunk if decodes can wait for it, else a decode of all that are ready."""
         active = [r for r in self.running if r.is_active and not r.store_deadline_ms]
         prefilling = [request for request in active if not request.is_decoding]
         decoding = tuple(request for request in active if request.is_decoding)
@@ -445,7 +445,7 @@ class Scheduler:
         return Decode(decoding) if decoding else None
 
     def _choose_prefill(self, prefilling: list[ScheduledRequest]) -> ScheduledRequest:
-        """Return the prompt with the fewest tokens left, every other time the oldest."""
+        """Return, by turns, the oldest prompt and the one with the fewest tokens left."""
         prefilling = sorted(prefilling, key=lambda request: request.number)
         if not self._last_was_oldest:
             return prefilling[0]
@@ -475,7 +475,7 @@ class Scheduler:
         return slots - self._count_current_slots(request)
 
     def _count_current_slots(self, request: ScheduledRequest) -> Ints:
-        """Return the slots of a request; its newest token is stored with the next forward."""
+        """Return the slots of a request, without its newest token: the next forward stores it."""
         num_prompt = request.num_prompt_tokens
         if request.is_decoding:
             length = num_prompt + request.num_output_tokens - 1

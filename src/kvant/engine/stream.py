@@ -32,7 +32,7 @@ class Usage:
     """
 
     prompt_tokens: int
-    completion_tokens: int = 0  # of all continuations
+    completion_tokens: int = 0  # of all continuations; in a `Result`, of that one
     cached_tokens: int = 0  # of the prompt, not prefilled again
     restored_tokens: int = 0  # of the cached ones, restored from a store
     prefix_lost: str | None = None  # where the prompt diverges from the cached prefixes, as text
@@ -168,7 +168,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             self._on_step(step)
 
     def set_prefix_usage(self, num_cached: int, restored: range, mismatch: str | None) -> None:
-        """Set the cached tokens of the prompt, those from a store, and the mismatch as text."""
+        """Set the cached tokens, restored tokens and `prefix_lost` that `Usage` reports."""
         self._prefix_usage = (
             num_cached,
             len(range(restored.start, min(restored.stop, num_cached))),

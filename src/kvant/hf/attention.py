@@ -1,8 +1,8 @@
 """Register kvant's attention and masks with transformers, as `kvant_sdpa` and `kvant_eager`.
 
-These names cover what plain SDPA on handles cannot: learned sinks, soft caps, chunks with padding,
-and calls without a mask. For tensors that are no handles, each name runs the transformers
-implementation that it is named after, with the same result.
+A handle stands for the keys or values in a cache (handles.py). Both names support what PyTorch's
+SDPA on handles does not: learned sinks, soft caps, chunks with padding, and calls without a mask.
+For ordinary tensors, each name runs the transformers implementation that it is named after.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvant.hf.pending_attention import AttentionCall
 AttentionForward = Callable[..., tuple[Tensor, Tensor | None]]
 EAGER_FUNCTION_NAME = "eager_attention_forward"
 SPARSE_ARGUMENTS = ("indices", "block_indices")  # sparse attention: ignoring them would be wrong
-UNSUPPORTED_ARGUMENTS = ("sinks",)  # sink logits per query, which only transformers can add
+UNSUPPORTED_ARGUMENTS = ("sinks",)  # sink logits per query; kvant adds only those per head, `s_aux`
 
 
 def call_eager_attention(
     module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the eager attention that the file of the model, or of its base class, defines."""
+    """Call the eager attention in the file of the module's class, or of a base class."""
     namespaces = (vars(sys.modules[base.__module__]) for base in type(module).__mro__)
     function = next(
         names[EAGER_FUNCTION_NAME] for names in namespaces if EAGER_FUNCTION_NAME in names
@@ -97,7 +97,7 @@ def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def find_attention_implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
-    """Find the configurations of a model and its parts that kvant's attention can serve."""
+    """Return pairs of configuration and attention name for all parts that kvant can serve."""
     implementations = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_attn_implementation():
@@ -135,7 +135,7 @@ KVANT_IMPLEMENTATIONS = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}
 
 
 def get_transformers_implementation(name: str | None) -> str | None:
-    """Return the name of an attention in transformers, also for kvant's names."""
+    """Translate kvant's name of an attention to that of transformers; keep any other name."""
     renamed = KVANT_IMPLEMENTATIONS.items()
     return next((original for original, kvant_name in renamed if kvant_name == name), name)
 

@@ -1,4 +1,4 @@
-"""The cache that transformers models call: each method changes all layers, or none."""
+"""Define the cache that transformers models call; each method changes all layers, or none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvant.hf.model_layers import ModelLayer
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import CacheSpec
 
-INITIAL_DRAFT_TOKENS = 32  # slack for drafts; a longer draft increases it
+INITIAL_DRAFT_TOKENS = 32  # drafts up to this length rewind exactly; a longer one raises it
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
@@ -32,7 +32,8 @@ class TransformersCache(CacheMethods, HFCache):
     """The cache of one batch of sequences, for a transformers model.
 
     `states` is the kvant cache that stores the rows. Opaque layers, whose state only transformers
-    understands, use its classes; an operation that they do not support is refused.
+    understands, use its classes; an operation that they do not support is refused. `columns` is the
+    width of the attention mask that has `padding`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class TransformersCache(CacheMethods, HFCache):
         self.context = context
         self._user_defined = False
         self._checks_use_cache = False  # during the first two forwards of a `generate`
-        self._first_num_tokens = 0  # tokens of the first of them
+        self._first_num_tokens = 0  # in the first of these two forwards
         self._first_attention_index = next(
             (i for i, info in enumerate(layer_info) if info.attends), None
         )
@@ -188,7 +189,7 @@ class TransformersCache(CacheMethods, HFCache):
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
-        """Keep these sequences of the batch; any index that PyTorch accepts."""
+        """Keep the sequences that `indices` selects; any index that PyTorch accepts is allowed."""
         selected = _resolve_indices(indices, self.states.batch) if self.states.batch else indices
         self._select_sequences(selected)
         for layer in self._get_opaque_layers().values():
@@ -240,7 +241,7 @@ class TransformersCache(CacheMethods, HFCache):
         return self.wrap_states(self.states.merge_with([cache.states for cache in others]))
 
     def import_sequence(self, other: TransformersCache) -> TransformersCache:
-        """Copy `other` into the pools of this cache, whose tokens it begins with."""
+        """Copy `other`, which starts with this cache's tokens, into the pools of this cache."""
         self._check_same_model([other])
         return self.wrap_states(self.states.import_sequence(other.states))
 
@@ -267,6 +268,7 @@ class TransformersCache(CacheMethods, HFCache):
             replay_stats=replay_stats,
         )
         cache = TransformersCache.__new__(TransformersCache)
+        # With this memo, the copied layers refer to the new context.
         cache._initialize(
             self.layer_info,
             context,
@@ -301,7 +303,7 @@ class TransformersCache(CacheMethods, HFCache):
     def _check_use_cache(self, count: int) -> None:
         """Refuse a `generate` with use_cache=False: each step repeats all tokens, plus one.
 
-        A forward outside `generate` may append as many tokens, which are new.
+        Outside `generate`, forwards of these sizes may append new tokens, so they are allowed.
         """
         first, self._first_num_tokens = self._first_num_tokens, count
         if not first:
@@ -337,7 +339,10 @@ class TransformersCache(CacheMethods, HFCache):
 
 
 def _is_generating() -> bool:
-    """Return whether `generate` of transformers is on the stack: rows carry no positions."""
+    """Return whether `generate` of transformers is on the call stack.
+
+    Rows have no positions that would tell repeated tokens from new ones.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GENERATE_CODE:
         frame = frame.f_back

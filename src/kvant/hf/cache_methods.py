@@ -1,4 +1,4 @@
-"""The methods of `kvant.Cache` for a TransformersCache, and its explanation."""
+"""Define the methods of `kvant.Cache` for a TransformersCache, and the text of `explain`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class CacheExplanation:
         lines, first = [], 0
         for text, run in groupby(texts):
             count = len(list(run))
-            where = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
-            lines.append(f"{where}, {text}")
+            label = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
+            lines.append(f"{label}, {text}")
             first += count
         return cls((*lines, *_describe_replays(context)))
 
@@ -94,13 +94,14 @@ def _describe_reads(context: CacheContext, index: int) -> str:
 
 
 class CacheMethods:
-    """Operations on all layers, or none; most are refused for caches with opaque layers."""
+    """Methods that change all layers or none; most are refused for caches with opaque layers."""
 
     layer_info: tuple[ModelLayer, ...]
     context: CacheContext
     layers: list[Any]
     get_seq_length: Callable[..., int]
 
+    # Old public names.
     resumable = RenamedAttribute("find_exact_rewind")
     extended = RenamedAttribute("import_sequence")
     prompting = RenamedAttribute("prompt_mode")
@@ -254,8 +255,9 @@ class CacheMethods:
         if to == 0 < self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
         self.states.rewind(to)
+        # From now on masks define the padding, except with sinks, which need it before the rows.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
-            self.states.end_padding()  # from now on masks define the padding
+            self.states.end_padding()
 
     def _resolve_spec(self, spec: AnySpec) -> CacheSpec:
         """Return the spec of each layer after a recode to `spec`."""

@@ -1,4 +1,4 @@
-"""Handles: keys and values without storage, which a cache returns to the model.
+"""Define handles: keys and values without storage, which a cache returns to the model.
 
 `scaled_dot_product_attention` on a pair of handles becomes attention on the pages. Any other
 operation materializes the dense rows once. So every model is correct, and most are fused.
@@ -25,12 +25,15 @@ FULL_SLICE = slice(None)
 
 
 class KVHandle(LazyTensor):
-    """The keys or values of a source: [B, H * repeats, n, D], or 5-d while heads are repeated."""
+    """The keys or values of a source, such as a PendingAttention.
+
+    Its shape is [B, H * repeats, n, D], or 5-d while heads are repeated.
+    """
 
     source: KVSource
     side: SideName
     repeats: int
-    is_4d: bool  # usable for attention: not in the middle of a repetition
+    is_4d: bool  # usable for attention: no repetition of heads is under way
 
     @classmethod
     def from_source(
@@ -120,6 +123,7 @@ def _attend_handles(
     # PyTorch aligns causal masks to the upper left, kvant to the lower right: equal if square.
     if source is None or dropout_p or (is_causal and query.shape[2] != key.shape[2]):
         return None
+    # Without these options, transformers may have packed query heads into the token dimension.
     may_pack_heads = not (is_causal or enable_gqa)
     return source.attend(
         query, AttentionCall(attn_mask, scale, causal=is_causal, may_pack_heads=may_pack_heads)

@@ -1,4 +1,4 @@
-"""The layers of a TransformersCache: adapters from the layers of transformers to kvant's.
+"""Define the layers of a TransformersCache, which adapt kvant's layers to transformers.
 
 transformers reads the layer type from `is_sliding`, and sizes masks with `get_mask_sizes`. Both
 describe the layer of the model, not how its rows are stored. `make_layer` builds each layer.
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class AttentionLayer(CacheLayerMixin):
-    """One attention layer of the model, stored by its recipe."""
+    """One attention layer of the model; its recipe says how its rows are stored."""
 
     is_compileable = False
     is_croppable = True
@@ -63,7 +63,7 @@ class AttentionLayer(CacheLayerMixin):
         if layer_info.latent is not None:
             self.pending_type = PendingLatentAttention
         self.dtype = torch.float32
-        # Contents of the cache at which `_paged_layer` and `_narrows_window` were looked up.
+        # The cache contents for which `_paged_layer` and `_narrows_window` are valid.
         self._known_contents: Any = None
         self._paged_layer: PagedLayer
         self._narrows_window = False
@@ -139,13 +139,14 @@ class AttentionLayer(CacheLayerMixin):
             context.check_first_forward(state.length, count)
         start, stored = None, False
         if count > 1:
+            # If `stored`, the tokens of the chunk read stored rows, as single tokens would.
             speculated = tracker.in_speculation or (context.record_past and state.length > 0)
             stored = speculated or state.spec.prefill == "stored"
         if context.padding is not None and state.length == 0:
             context.check_padding_columns(count)
             start = context.compute_start(key_states.shape[0])
         rows: tuple[Tensor, ...] = (key_states, value_states)
-        if self.layer_info.latent is not None:  # one tensor, with the values inside the keys
+        if self.layer_info.latent is not None:  # stored as one tensor
             rows = (torch.cat(rows, -1),)
         view = state.append(*rows, start=start, prefill="stored" if stored else None)
         pending = None if self._pending_ref is None else self._pending_ref()
@@ -243,7 +244,7 @@ class AttentionLayer(CacheLayerMixin):
         num_columns, window = view.page_table.num_columns, self._window
         if window is not None and num_columns - count >= window:
             num_columns = window - 1 + count
-        # Exact formats store the rows that every query of the chunk sees.
+        # Exact formats store rows unchanged, so all queries of the chunk see the same rows.
         stored_prefill = stored_prefill and not self._paged_layer.spec.exact
         pending = self.pending_type(
             view,
@@ -276,7 +277,7 @@ class AttentionLayer(CacheLayerMixin):
         return pending
 
     def _make_empty_rows(self) -> Tensor | None:
-        """Return the rows of an empty layer in the form that transformers has: None before any."""
+        """Return what an empty layer of transformers has: None at first, no rows after a rewind."""
         return torch.empty(0, dtype=self.dtype, device=self.device) if self.is_initialized else None
 
     def _make_handles(self, source: KVSource) -> tuple[KVHandle, KVHandle]:
@@ -330,7 +331,7 @@ class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
 
 
 class CrossAttentionLayer(DynamicLayer):
-    """Rows of an image or an encoder inside a text model, outside the commits of the cache."""
+    """Rows of an image or an encoder inside a text model; commits of the cache ignore them."""
 
     def __init__(self, context: CacheContext, index: int) -> None:
         self.context = context
@@ -365,7 +366,7 @@ class CrossAttentionLayer(DynamicLayer):
         return rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop tokens of the text, and the images appended after the remaining ones."""
+        """Drop the newest tokens of the text, and the rows of images that came with them."""
         self._truncate_rows(max(0, self.context.states.length + tokens_to_remove))
 
     def reset(self) -> None:
@@ -374,7 +375,7 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # After the last layer of the text, `length` already counts the tokens of this forward.
+        # A layer after the last text layer runs when `length` already counts this forward.
         is_last = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
             (start, count) for start, count in self._row_counts if start < length + is_last

@@ -1,4 +1,4 @@
-"""Tensors without storage: they have a shape, and are computed when an operation needs them."""
+"""Define tensors without storage, whose values are computed when an operation needs them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose values are computed when an unhandled operation first uses it."""
+    """A tensor whose values are computed by the first operation that its class does not handle."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     _dense: Tensor | None
     _shape: torch.Size
 
-    # Every layer reads the shape: skip the dispatcher of PyTorch and a Python call.
+    # Every layer reads the shape: `attrgetter` avoids the PyTorch dispatcher and a Python call.
     shape = property(attrgetter("_shape"))
 
     @classmethod
@@ -45,7 +45,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def is_materialized(self) -> bool:
-        """Whether the dense tensor exists; it may have been written to since, so use only that."""
+        """Whether the dense tensor exists; callers may have written to it, so read nothing else."""
         return self._dense is not None
 
     def materialize(self, reason: str) -> Tensor:

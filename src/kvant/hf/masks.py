@@ -1,8 +1,8 @@
 """Turn the masks of transformers into rules over positions, where that is possible.
 
-A model requests its mask before its keys, as a function over indices. For a known function, and for
-a mask that hides only left padding, attention needs just a rule and the padding, whose size does
-not grow with the context. Any other mask is evaluated by transformers.
+A model requests its mask before its keys, as a function over indices. If the function is known and
+the mask hides only left padding, attention needs just a rule and the padding. Their size does not
+grow with the context. Any other mask is evaluated by transformers.
 
 Masks count columns. All sequences of a batch end in the same column; the columns before the first
 token of a sequence are padding:
@@ -39,7 +39,7 @@ def find_left_padding(mask: Tensor) -> list[int] | None:
     return [int(start) for start in starts] if has_no_holes else None
 
 
-MaskFunction = Callable[..., Tensor | None]  # the mask function of one attention of transformers
+MaskFunction = Callable[..., Tensor | None]  # makes the mask of one transformers attention
 LOCAL_MASK_RULES: Mapping[str, Callable[[int], Mask]] = {  # overlays of transformers -> rules
     "sliding_window_overlay.<locals>.inner_mask": lambda size: Mask(window=size),
     "chunked_overlay.<locals>.inner_mask": lambda size: Mask(chunk=size),
@@ -102,7 +102,7 @@ def parse_mask_function(function: Callable[..., Any], local_size: int | None) ->
 
 
 def make_lazy_mask_function(mask_function: MaskFunction) -> MaskFunction:
-    """Wrap a mask function of transformers, to return a LazyMask where a rule may do."""
+    """Wrap a mask function of transformers to return a LazyMask where a rule may suffice."""
 
     def make_mask(**arguments: Any) -> Tensor | None:
         # transformers itself masks packed sequences, blocks of an image and encoders.
@@ -192,6 +192,7 @@ def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
     ):
         return None
     first_column = view.page_table.num_columns - columns
+    # The mask has only the newest columns; a sequence without padding stays at 0.
     return [n and n + first_column for n in padding] * (view.batch // len(padding))
 
 
@@ -201,7 +202,7 @@ def _find_chunk_padding(
     """Return the padding of a mask for several queries, if the view's rule explains the rest."""
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, num_queries):
         return None
-    # The mask does not contain a window of the view that the model does not have.
+    # If the window of the view is narrower than that of the model, the mask lacks it.
     rule = replace(view.mask, window=None, sinks=0) if narrows_window else view.mask
     version = None if mask.is_inference() else mask._version
     key = (version, rule, view.page_table.num_columns, view.batch, tuple(_compute_starts(view)))
@@ -274,7 +275,7 @@ def check_padding_hidden(view: View, num_queries: int) -> None:
 
 
 def check_model_window(view: View, num_queries: int) -> None:
-    """Refuse a prompt longer than the window of a model that does not mask it."""
+    """Refuse a prompt longer than the window, which the model does not mask here."""
     window = view.mask.window
     if window is not None and num_queries > window:
         raise UnsupportedView(

@@ -17,9 +17,9 @@ from kvant.weights import named_weights
 
 
 def unwrap_model(model: Any) -> PreTrainedModel | None:
-    """Return the model that torch.compile or peft wraps, or itself; None for another wrapper.
+    """Return the transformers model inside wrappers of torch.compile or peft; None inside others.
 
-    torch.compile compiles a copy of the forward, which `generate` of transformers does not call.
+    `generate` of transformers never calls the forward that torch.compile compiled.
     """
     while not isinstance(model, PreTrainedModel):
         inner = _get_wrapped_model(model) if isinstance(model, nn.Module) else None
@@ -72,7 +72,7 @@ def list_generating_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 NAMED_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# transformers 5.24 and later, older versions, and Mamba in older versions.
+# The name since transformers 5.24, the name before, and the name in Mamba before.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
@@ -83,7 +83,7 @@ def get_cache_argument(model: PreTrainedModel) -> str:
 
 
 def get_forward_arguments(model: PreTrainedModel) -> set[str]:
-    """Return the named arguments of a model's forward, and those it passes on to its bases."""
+    """Return the named arguments of a model's forward, also those that `**kwargs` pass to bases."""
     return _collect_argument_names(model.forward, *_list_forwards(type(model)))
 
 
@@ -100,7 +100,7 @@ def takes_cache(model: PreTrainedModel) -> bool:
 
 
 def _collect_argument_names(*forwards: Callable[..., Any]) -> set[str]:
-    """Return the named arguments of the first forward, and of the next while `**kwargs` pass on."""
+    """Return the named arguments of the forwards up to, and with, the first without `**kwargs`."""
     names = set[str]()
     for forward in forwards:
         parameters = inspect.signature(forward).parameters.values()
@@ -124,7 +124,7 @@ def list_required_inputs(model: PreTrainedModel) -> list[str]:
 
 
 def find_text_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the model, or its first generating part, that needs tokens only; None without one."""
+    """Return the model or its first generating part that needs only tokens; None if none does."""
     return next(
         (part for part in list_generating_parts(model) if not list_required_inputs(part)), None
     )

@@ -1,7 +1,7 @@
 """Describe the state of each layer of a transformers model.
 
-Shapes are taken from the first rows, not from the configuration. State other than keys and values
-(recurrences, convolutions, indexers) stays in classes of transformers.
+A description has no shapes: the cache takes them from the first keys and values. State other than
+keys and values (recurrences, convolutions, indexers) stays in classes of transformers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from kvant.models.shapes import ATTENTION_KINDS, CHUNKED, CROSS, EMPTY, RECURREN
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec
 from kvant.spec import parse
 
-# A forward of several tokens ignores the cached state of these models, with the cache of
-# transformers too (seen in 5.23): after the first chunk they must read one token at a time.
+# In these models a forward of several tokens ignores the cached state, with the cache of
+# transformers too (seen in 5.23). So after the first chunk they must read one token at a time.
 UNCHUNKED_MODEL_TYPES = ("mamba", "falcon_mamba", "jamba", "zamba")
 
 # Decoders with cross-attention that their configuration does not mention.
 CROSS_ATTENTION_MODEL_TYPES = ("blip_text_model", "whisper")
-# Its cross-attention reads decoder rows as encoder rows, with the cache of transformers too.
+# Decoders whose cross-attention reads decoder rows as encoder rows, from any cache.
 BROKEN_CROSS_ATTENTION_MODEL_TYPES = ("big_bird",)
 
-# Decoded tokens attend to padding in spite of the mask (5.24), so padding must be stored.
+# Decoders whose decoded tokens attend to padding despite the mask (transformers 5.24). So their
+# padding must be stored.
 PADDING_VISIBLE_MODEL_TYPES = ("prophetnet",)
 
 
@@ -40,7 +41,7 @@ class ModelLayer:
     type: str
     options: Mapping[str, Any]  # of the transformers cache layer of this type
     latent: int | None = None  # width of the latents that keys and values expand from
-    model_has_gqa: bool = True  # grouped queries, which transformers packs for one token
+    model_has_gqa: bool = True  # some layer of the model has grouped queries
 
     @property
     def attends(self) -> bool:
@@ -92,6 +93,7 @@ def get_model_layers(model: PreTrainedModel) -> tuple[ModelLayer, ...]:
         ModelLayer(layer_type, layer_options, latents.get(index), has_gqa)
         for index, (layer_type, layer_options) in enumerate(zip(types, options, strict=False))
     ]
+    # If the decoder has another number of layers, cut the list or repeat its last layer.
     count = _count_decoder_layers(model.config, len(layers))
     return tuple(layers[:count] + layers[-1:] * (count - len(layers)))
 
@@ -125,7 +127,7 @@ def find_latent_modules(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def make_cache_spec(layers: tuple[ModelLayer, ...], spec: AnySpec) -> CacheSpec:
-    """Fit a spec to the layers of a model, as a plan does."""
+    """Fit a spec to the layers of a model, as `kvant.plan` does."""
     cache_spec = fit_spec(layers, spec)
     if isinstance(spec, str) and not any(layer.attends for layer in layers):
         _check_format_applies(spec, layers)

@@ -1,9 +1,10 @@
-"""Recurrent states that transformers updates in place, as part of a kvant cache.
+"""Keep in a kvant cache the recurrent states that transformers updates in place.
 
 transformers does not report its updates, so the length of a state is inferred:
 
-    attention after the first    a commit of the attention layers sets the length; a second
-    recurrent layer              start before it means that the previous forward failed
+    layers of the model          how the length is known
+    attention after the first    the commit of the attention layers sets it; if a forward starts
+    recurrent layer              before that commit, the previous one failed
     no attention                 tokens are counted at the first convolution
 
     valid --begin_forward--> in forward --advance_to--> valid
@@ -77,7 +78,7 @@ class Recurrence(RecurrentBase):
         if self.length == 0:
             self._load_tensors({})
             self.is_lost = False
-        self.in_forward = False  # last, so that an interrupt before it leaves the state lost
+        self.in_forward = False  # last: an interrupt before it leaves no valid length
 
     def check_valid(self) -> None:
         """Refuse a lost state."""
@@ -167,7 +168,7 @@ class Recurrence(RecurrentBase):
         return recurrence
 
     def get_history(self) -> StateHistory:
-        """Return the history between two forwards."""
+        """Return `history`, or refuse a lost state; an unfinished forward counts as failed."""
         self._check_between_forwards()
         return self.history
 
@@ -189,7 +190,7 @@ class Recurrence(RecurrentBase):
             for index, tensor in getattr(layer, attribute).items():
                 if tensor is None or not layer.has_previous_state[index]:
                     continue
-                if name == "conv":  # without the columns recorded for a crop
+                if name == "conv":  # without the older columns that `record_past` keeps
                     tensor = tensor[..., -layer.conv_kernel_size[index] :]
                 tensors[f"{name}{index}"] = tensor
         return tensors
@@ -202,7 +203,7 @@ class Recurrence(RecurrentBase):
                 if tensor is None:
                     continue
                 shape = tuple(tensor.shape[1:])
-                if name == "conv":  # without the columns recorded for a crop
+                if name == "conv":  # without the older columns that `record_past` keeps
                     shape = (*shape[:-1], layer.conv_kernel_size[index] or shape[-1])
                 shapes[f"{name}{index}"] = get_stored_dtype(tensor.dtype), shape
         return shapes
@@ -230,7 +231,7 @@ class Recurrence(RecurrentBase):
                     layer.conv_kernel_size[index] = new.shape[-1]
 
     def _count_recorded_tokens(self) -> int:
-        """Return how many tokens back transformers recorded the inputs of the convolutions."""
+        """Return how many of the newest tokens the crop of transformers can drop."""
         layer = self.layer
         if not layer.record_past or not layer.is_croppable:
             return 0
@@ -243,7 +244,7 @@ class Recurrence(RecurrentBase):
 
 
 class RecurrentProgress:
-    """Tracks forwards by the first recurrent layer, whose state every forward reads once."""
+    """Detector of forwards: each reads the state of the first recurrent layer once."""
 
     def __init__(self, layers: Sequence[ModelLayer], recurrences: Sequence[Recurrence]) -> None:
         self.recurrences = tuple(recurrences)
@@ -260,8 +261,9 @@ class RecurrentProgress:
         return is_start and any(recurrence.in_forward for recurrence in self.recurrences)
 
     def record_state_read(self, layer_idx: int, state_idx: int, has_rows: bool) -> None:
-        """Record that the model reads a state: one token, unless `record_conv_tokens` adds more.
+        """Record that the model reads a state, which starts a forward if it is the first state.
 
+        A model without attention counts one token here; `record_conv_tokens` adds the others.
         `has_rows`: attention rows were appended since the last commit. If the same layer attends
         and has none, the previous forward failed, or only a part of the model runs.
         """
@@ -285,7 +287,7 @@ class RecurrentProgress:
             self._add_tokens(num_tokens - 1)
 
     def check_valid(self) -> None:
-        """Refuse states that a failed forward left lost."""
+        """Refuse lost states, which a failed forward leaves."""
         for recurrence in self.recurrences:
             recurrence.check_valid()
 

@@ -1,7 +1,9 @@
-"""Hash token pages: the key of a page covers all that its stored rows depend on.
+"""Compute page keys: hashes of everything that the stored KV rows of a page depend on.
 
     root key = hash(version, fingerprint of the model, device and autocast, spec)
-    page key = hash(key of the previous page, 64 token ids, digests of media among them)
+    page key = hash(key of the previous page, 64 token ids, offsets and digests of media)
+
+Media are inputs that token ids do not identify, such as images.
 
 The hash is BLAKE2b-256. Every part is preceded by its length, so different lists of parts never
 give the same bytes.
@@ -47,7 +49,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def make_root_key(model: PreTrainedModel, spec: CacheSpec) -> bytes:
-    """Return the key before the first page: of the model, its precision, and the spec."""
+    """Return the parent key of the first page: a hash of the model, its precision and the spec."""
     device = model.device.type
     autocast = f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
     precision = f"{model.device} {autocast}"
@@ -63,7 +65,7 @@ def salt_key(root: bytes, *salts: str) -> bytes:
 
 
 def make_page_key(parent: bytes, tokens: Sequence[int], media: MediaDigests = ()) -> bytes:
-    """Return the key of the page after that of key `parent`."""
+    """Return the key of the page that follows the page with key `parent`."""
     parts = (part for offset, item in media for part in (offset.to_bytes(8, "little"), item))
     return digest(parent, np.asarray(tokens, "<i8").tobytes(), *parts)
 
@@ -77,7 +79,7 @@ def make_page_keys(root: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 
 def explain_no_fingerprint(model: PreTrainedModel) -> str | None:
-    """Return why a model's rows cannot be keyed; None if they can."""
+    """Return why no key can identify a model's rows; None if one can."""
     modules = named_modules(model)
     for name, module in modules:
         label = name or "the model"
@@ -101,7 +103,7 @@ def fingerprint(model: PreTrainedModel) -> bytes:
     """Hash a model's weights, adapters, buffers and configuration.
 
     A tensor is hashed again when its version, its address, or one of a few probed values changes.
-    A write that changes none of these (into `.data`, of few values) is not noticed.
+    A write that changes none of these is not noticed: into `.data`, beside the probed values.
     """
     attributes = named_attributes(model)
     loose = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
@@ -120,7 +122,7 @@ def _hash_tensors(tensors: Sequence[Tensor]) -> Iterable[bytes]:
     states = [_describe_tensor_state(tensor) for tensor in tensors]
     entries = [_TENSOR_DIGESTS.get(tensor, (None, b"")) for tensor in tensors]
     changed = [index for index, state in enumerate(states) if entries[index][0] != state]
-    if changed:  # hashing releases the interpreter's lock
+    if changed:  # hashing releases the GIL
         with ThreadPoolExecutor(cpu_count(), initializer=use_one_thread) as threads:
             digests = threads.map(_hash_tensor, [tensors[index] for index in changed])
             for index, tensor_digest in zip(changed, digests, strict=True):
@@ -129,7 +131,10 @@ def _hash_tensors(tensors: Sequence[Tensor]) -> Iterable[bytes]:
 
 
 def _describe_tensor_state(tensor: Tensor) -> object:
-    """Return a value that changes when the tensor is written; equal to nothing if unknown."""
+    """Return a value that changes when the tensor is written.
+
+    Inference tensors have no version: their value equals no other, so they are always hashed.
+    """
     if isinstance(tensor, PackedWeight):  # a write packs it again, into another matrix
         return id(tensor.matrix)
     if tensor.is_inference():

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 log = logging.getLogger("kvant")
 
-STORE_TIMEOUT_S = 10.0  # that a prompt waits for a store
+STORE_TIMEOUT_S = 10.0  # seconds that a prompt waits for a store
 
 
 class Clearable(Protocol):
@@ -24,14 +24,14 @@ ClearableT = TypeVar("ClearableT", bound=Clearable)
 
 
 class LookupDeadline:
-    """The time that a request waits for a store, and memory allocated for it; for any thread.
+    """The deadline of one store lookup, and the memory allocated for it; for any thread.
 
-    `cancel` frees this memory at once, however late the store answers.
+    `cancel` frees this memory at once, even if the store never answers.
     """
 
     def __init__(self, get_seconds_left: Callable[[], float] = lambda: math.inf) -> None:
         """`get_seconds_left` returns the seconds that the request still waits."""
-        self.end_time = math.inf  # monotonic; a prefill would be done by then
+        self.end_time = math.inf  # monotonic seconds, when a prefill instead would be done
         self.is_cancelled = False
         self._get_seconds_left = get_seconds_left
         self._lock = Lock()
@@ -67,5 +67,7 @@ class LookupDeadline:
                 try:
                     allocation.clear()
                 except Exception as error:  # the request continues
-                    text = repr(error)  # a handler may store the error, and with it the memory
+                    # Logged as text: a log handler may keep an error, whose traceback references
+                    # the memory.
+                    text = repr(error)
                     log.warning("memory of a cancelled lookup was not freed: %s", text)

@@ -1,7 +1,7 @@
-"""The view that one reader has of prefixes: those of one model, spec and salt.
+"""Open the prefixes of one model, spec and salt to one reader: a session or an engine.
 
-A namespace names the model by a hash of its weights, matches prompts, plans where to insert them,
-and restores them from a store.
+A namespace identifies the model by a hash of its weights. It matches prompts, plans the lengths at
+which to insert them, and restores them from a store.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PrefixNamespace:
         self.prefixes = prefixes
         self.salt = ""  # of the reader, in addition to that of `prefixes`
         self.mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
-        self.refusal: str | None = None  # why the model has no prefixes
+        self.refusal: str | None = None  # why prefixes are not cached for this model
         self._model = ref(model)
         self._spec = cache.spec
         self._pages_suffice = pages_suffice(cache.spec)
@@ -88,7 +88,8 @@ class PrefixNamespace:
         self._has_recurrent = any(
             isinstance(part, RecurrentSpec) for part in _iterate_recipes(cache.spec)
         )
-        self._branch_point = 0  # tokens that the last prompt shared with entries it cannot resume
+        # Where the last prompt left the cached pages, if no entry can be resumed there; else 0.
+        self._branch_point = 0
         self._backend = str(cache.backend)
         if any(layer.is_opaque for layer in cache.layer_info):
             self.refusal = "transformers manages some of its layers"
@@ -101,7 +102,7 @@ class PrefixNamespace:
 
     @property
     def _keys(self) -> NamespaceKeys:
-        """Keys when the last prompt was matched; before the first, the current ones."""
+        """The keys of the last match, even if the model changed since; before it, current ones."""
         if self._current_keys is None:
             self._current_keys = self._refresh_keys() or NamespaceKeys()
         return self._current_keys
@@ -120,7 +121,10 @@ class PrefixNamespace:
         self._last_weights_check = (-math.inf, None)
 
     def needs_shapes(self, cache: TransformersCache) -> bool:
-        """Return whether a token must be prefilled before blobs can be checked."""
+        """Return whether a token must be prefilled before blobs can be checked.
+
+        The check compares shapes, which are unknown before the first forward.
+        """
         if self.prefixes.prefix_store is None or cache.has_shapes or self._refresh_keys() is None:
             return False
         return self.pool_cache is None or not self.pool_cache.has_shapes
@@ -143,7 +147,7 @@ class PrefixNamespace:
                 self.insert_restored(restore)
                 return restore.restored_range
         except Exception as error:  # the prompt can still be prefilled
-            text = repr(error)  # a handler may store the error, and with it caches
+            text = repr(error)  # a log handler may keep the error, whose traceback holds caches
             log.warning("a prompt was not looked up in a store: %s", text)
         return range(0)
 
@@ -218,9 +222,9 @@ class PrefixNamespace:
     def count_usable_tokens(
         self, keys: NamespaceKeys, restored: RestoredPrefix, max_tokens: int
     ) -> int:
-        """Return how many restored tokens, at most `max_tokens`, generation can continue from.
+        """Return the longest usable restored length, at most `max_tokens`.
 
-        0 if the model changed since the lookup.
+        Generation can continue from it. It is 0 if the model changed since the lookup.
         """
         if keys != self._keys:
             return 0
@@ -279,12 +283,12 @@ class PrefixNamespace:
         self.prefixes._record_lookup(num_prompt_tokens, num_cached)
 
     def reachable(self, cache: TransformersCache, to: int) -> int:
-        """Return the longest length <= `to` whose rewind is exact, as other readers need."""
+        """Return the longest length <= `to` with an exact rewind: other readers need exact rows."""
         return cache.find_exact_rewind(to)
 
     @property
     def chunk_alignment(self) -> int | None:
-        """Chunks of prompts must end at multiples of it; None: anywhere."""
+        """The number of tokens at whose multiples prompt chunks must end; None: anywhere."""
         return EXACT_CHUNK if self.prefixes.exact else None
 
     def plan_checkpoints(
@@ -293,15 +297,16 @@ class PrefixNamespace:
         """Return the lengths at which to insert a prompt while it is prefilled, in order.
 
         `branch_points` are lengths at which other prompts may diverge. If pages suffice, a prompt
-        can be resumed at every page. With a store, the end of a short prompt is added: a new
-        process that sends it again then restores no page of the reply.
+        can be resumed at every page. With a store, the end of the prompt is added if its partial
+        last page is a large part of it. A new process can then restore it without the reply.
         """
         count = len(tokens)
         if self.refusal is not None:
             return []
         alignment = self.chunk_alignment
         has_long_tail = (count - 1) % self._page_size * MIN_TAIL_DIVISOR > count
-        end = count if count % self._page_size else count - 1  # no rewind into a whole page
+        # A full last page could not be rewound by the token that each request prefills.
+        end = count if count % self._page_size else count - 1
         has_tail_blob = self.prefixes.prefix_store is not None and has_long_tail
         can_end_anywhere = alignment is None and not self._has_recurrent
         ends = {end} if has_tail_blob and can_end_anywhere and end > num_cached else set[int]()
@@ -320,7 +325,7 @@ class PrefixNamespace:
     ) -> None:
         """Insert the cache of these tokens, if its model can have prefixes.
 
-        An error does not fail the request, which has its reply already: it is logged.
+        An error is logged, not raised: the request has its reply already.
         """
         if self.refusal is not None or not tokens or cache.length != len(tokens):
             return
@@ -328,7 +333,7 @@ class PrefixNamespace:
             if cache.spec == self._spec and self._refresh_keys() == self._keys:
                 self.prefixes._insert(self._keys, tokens, cache, num_prefilled)
         except (CacheError, MemoryError, RuntimeError, ValueError) as error:
-            text = repr(error)  # a handler may store the error, and with it the cache
+            text = repr(error)  # a log handler may keep the error, whose traceback holds the cache
             log.warning("a prefix of %d tokens was not inserted: %s", len(tokens), text)
 
     def describe_mismatch(self, tokenizer: Any) -> str | None:
@@ -354,7 +359,7 @@ class PrefixNamespace:
         return self.prefixes._measure_pools(self._keys.pools_key)
 
     def evict(self, nbytes: int, *, include_unwritten: bool, include_used: bool) -> bool:
-        """Evict prefixes of `nbytes` bytes, or all if they are smaller; return whether any was.
+        """Evict prefixes until `nbytes` are freed or none is left; return whether any was evicted.
 
         Those with pending store writes are evicted only with `include_unwritten`, and those that
         requests use only with `include_used`.
@@ -390,7 +395,7 @@ class PrefixNamespace:
 
 
 def _describe_rounding(model: PreTrainedModel, backend: str) -> str:
-    """Describe what changes the rounding of rows, but nothing else."""
+    """Describe the settings that change only how rows are rounded: kernels and packed weights."""
     return f"{backend} {model.config._attn_implementation} {is_packed(model)}"
 
 
@@ -404,7 +409,11 @@ def _iterate_recipes(spec: CacheSpec) -> Iterator[Recipe]:
 
 
 def pages_suffice(spec: CacheSpec) -> bool:
-    """Return whether sealed pages are enough to resume: no window, state, tail or open sinks."""
+    """Return whether full pages are enough to resume a prefix.
+
+    They are not if a layer has a window, a recurrent state, dense rows after the sealed ones, or
+    sinks in open pages.
+    """
     if any(isinstance(part, RecurrentSpec) for part in _iterate_recipes(spec)):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""Read the missing pages of a prefix from a store into memory, in parallel runs of pages."""
+"""Read the missing pages of a prefix from a store: runs of consecutive pages, in parallel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvant.prefixes.threads import DaemonExecutor
 from kvant.stores import Blob, BlobLayout
 
 MAX_RESTORE_THREADS = 4  # for one prefix
-MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, which is copied to memory at once
+MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, copied to the device in one go
 DEADLINE_POLL_S = 0.1  # seconds between checks of the deadline
 
 PageRun = tuple[int, range]  # a layer group, and numbers of consecutive pages
@@ -30,7 +30,7 @@ class RestoreProgress(NamedTuple):
     """How far a prefix is complete."""
 
     length: int  # no page before this length is missing
-    num_prefilled: int  # upper bound on the first tokens that were prefilled, not decoded
+    num_prefilled: int  # first tokens that count as prefilled, by the pages that were read
 
 
 class PageReader:
@@ -55,7 +55,7 @@ class PageReader:
         self.is_late = False  # whether the deadline passed
 
     def read_all(self, executor: DaemonExecutor, deadline: LookupDeadline) -> RestoreProgress:
-        """Read all missing pages until the deadline, up to the first that cannot be had."""
+        """Read the missing pages; stop at the deadline or at the first that cannot be read."""
         runs = iter(self._list_runs())
 
         def submit(count: int) -> Iterator[tuple[PageRun, Future[RestoreProgress]]]:
@@ -83,7 +83,7 @@ class PageReader:
         return RestoreProgress(length, num_prefilled)
 
     def read_run(self, group: int, numbers: range) -> RestoreProgress:
-        """Read a run of pages, up to the first that cannot be had."""
+        """Read a run of pages; stop at the first that cannot be read."""
         layout, size, count = self.layouts[group], self.page_sizes[group], 0
         num_prefilled = self.length
         data = torch.empty(len(numbers), layout.nbytes, dtype=torch.uint8)

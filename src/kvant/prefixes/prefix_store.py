@@ -1,14 +1,16 @@
 """Write prefixes to stores in the background, find them there, and restore them.
 
-A prefix is stored as blobs. Each has the name of a page of 64 tokens, and a part:
+A prefix is stored as blobs. A blob is found by the name of a token page (64 tokens) and a part
+name. A KV page of a layer group has one or more token pages, and is filed under the last of them:
 
     page name   <16 hex digits of the root key>/<page key>
-    k0-3        page 3 of layer group 0, at the token page where it ends
+    k0-3        KV page 3 of layer group 0
     a-<digest of the tail tokens>-<length>
-                tail state: what resuming a prefix needs besides pages, at its last whole page
+                tail state of a prefix of this length: what resuming it needs besides KV pages;
+                filed under its last whole token page
 
-So each page is written once for all prefixes that share it, and a restore with a window reads only
-the pages that the window still sees.
+So each KV page is written once for all prefixes that share it, and a restore with a window reads
+only the pages that the window still sees.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ log = logging.getLogger("kvant")
 CANCEL_TIMEOUT_S = 1.0  # seconds that cancelling a write waits for a copy in progress
 MAX_COPY_BYTES = 8 << 20  # of pages that are copied at a time for a write
 MIN_TAIL_DIVISOR = 20  # a tail is written if it has more than 1 / 20 of the prefix's tokens
-MAX_KNOWN_PAGES = 1 << 14  # page names in each set below: about 400 bytes each
+MAX_KNOWN_PAGES = 1 << 14  # names in each set of page names: about 400 bytes each
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class StoreHit:
     """A prefix that a store seems to have; its blobs are not read yet."""
 
     length: int
-    page_names: tuple[str, ...]  # of the whole pages, after that of the root
+    page_names: tuple[str, ...]  # of the root, then of each whole token page
     tail_state_part: str | None  # part of the last page name; None: pages suffice
 
 
@@ -222,7 +224,10 @@ class PrefixStore:
         return write
 
     def put(self, blob: Blob) -> None:
-        """Write a blob now; at a suspect page, only if the stored blob differs."""
+        """Write a blob now; at a suspect page, only if the stored blob differs.
+
+        At a rejected page, the stored blob is dropped first.
+        """
         stored = None
         if blob.page in self._rejected_pages:
             self.tiers.drop(blob.page, blob.part)
@@ -305,13 +310,13 @@ class PrefixStore:
         """Restore a hit into the pools of `base_cache`; None if a blob fails or is late.
 
         `base_cache` is of the same model and spec, and empty or with the first tokens. The shapes
-        in a blob are compared with its shapes before any tensor is used.
+        in a blob are compared with those of `base_cache` before any tensor is used.
         """
         begin, seconds = time.perf_counter(), deadline.compute_seconds_left()
         try:
             restored = self._restore(hit, tokens, base_cache, device, deadline)
         except Exception as error:
-            text = repr(error)  # a handler may store the error, and with it the tensors
+            text = repr(error)  # a log handler may keep the error, whose traceback holds tensors
             log.warning("a prefix of %d tokens was not restored: %s", hit.length, text)
             self._counts["refused"] += 1
             if isinstance(error, SnapshotMismatch) and not deadline.is_cancelled:
@@ -334,7 +339,7 @@ class PrefixStore:
         return {**{name: self._counts[name] for name in names}, **self.tiers.stats()}
 
     def close(self, seconds: float | None = None) -> None:
-        """Finish queued writes for `seconds` at most; a store that does not answer ends this."""
+        """Wait `seconds` at most for queued writes; a store that does not answer ends the wait."""
         if self._shares_tiers:
             self.tiers.flush(seconds)
         else:
@@ -399,7 +404,7 @@ class PrefixStore:
     def _get_blob(
         self, hit: StoreHit, index: int, part: str, tokens: Sequence[int], check: Check
     ) -> Blob | None:
-        """Read and check a blob at a page name of a hit; mark all its pages suspect if it fails."""
+        """Read and check a blob of a hit; if it fails, mark all pages of the hit suspect."""
 
         def check_blob(blob: Blob) -> None:
             if blob.tokens != tuple(tokens):
@@ -414,7 +419,7 @@ class PrefixStore:
         return blob
 
     def _mark_suspect(self, names: Sequence[str]) -> None:
-        """Compare stored blobs of these pages before they count as written."""
+        """Make later writes compare the stored blobs of these pages instead of trusting them."""
         if len(self._suspect_pages) >= MAX_KNOWN_PAGES:
             self._suspect_pages.clear()
         self._suspect_pages.update(names)

@@ -49,7 +49,7 @@ from kvant.stores import Store, Tiers, open_tiers
 
 log = logging.getLogger("kvant")
 
-LOW_WATERMARK = 0.9  # an eviction leaves this part of the limit
+LOW_WATERMARK = 0.9  # an eviction shrinks to this fraction of the limit
 LOCK_TIMEOUT_S = 1.0  # seconds that an insert waits for the lock
 
 
@@ -64,6 +64,7 @@ class Prefixes:
     True
     """
 
+    # Old names of attributes, which warn.
     shelf = RenamedAttribute("open_namespace")
     archive = RenamedAttribute("prefix_store")
 
@@ -94,7 +95,7 @@ class Prefixes:
             self.prefix_store = PrefixStore(tiers, shared=tiers is store)
             finalize(self, self.prefix_store.close)
         self._lock = RLock()
-        self._is_changing = False  # the thread with the lock is in a change
+        self._is_changing = False  # the thread that holds the lock is changing the trees
         self._trees: dict[bytes, PrefixTree] = {}
         self._pool_caches: dict[bytes, TransformersCache] = {}  # empty caches over the pools
         self._nbytes_bound = 0  # upper bound on the bytes: counts shared pages several times
@@ -245,8 +246,9 @@ class Prefixes:
     ) -> None:
         """Insert a prefix, unless it does not fit or the lock is not free in time.
 
-        A garbage collection may end a generator, which inserts its reply, in the middle of a change
-        in this thread, or while this thread has the lock of the pools: hence flag and timeout.
+        A garbage collection may close a generator, which then inserts its reply, at any point of
+        this thread. If that is within a change of the trees, `_is_changing` skips the insert. If
+        this thread holds the lock of the pools, the timeout prevents a deadlock.
         """
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             return
@@ -300,7 +302,7 @@ class Prefixes:
             pool_cache.reset()
         # A merge shares the pages, and drops checkpoints of recurrent layers.
         merged = pool_cache.merge_with([cache])
-        merged.context.attention_stats.clear()  # they belong to the sequence
+        merged.context.attention_stats.clear()  # statistics of the request, not of the prefix
         nbytes = measure_usage([merged.states]).nbytes
         tree = self._trees.get(keys.tree_key)
         if tree is None:
@@ -362,8 +364,9 @@ class Prefixes:
     ) -> None:
         """Evict the entries of the least value per byte until `nbytes` are left.
 
-        Unused entries first; used ones only with `include_used`, and those with pending store
-        writes only with `include_unwritten`. Without `pools_key`, entries of all pools.
+        Entries whose pages no request uses go first; others only with `include_used`. Those with
+        pending store writes go only with `include_unwritten`. Without `pools_key`, entries of all
+        pools are considered.
         """
         while self._evict_least_valuable(
             nbytes,
@@ -372,7 +375,7 @@ class Prefixes:
             include_used=include_used,
             protected=protected,
         ):
-            pass  # the end of a round releases its entries, and with them their pages
+            pass  # each call frees the evicted pages on return, when its locals are released
         self._drop_empty_trees()
 
     def _evict_least_valuable(
@@ -384,7 +387,11 @@ class Prefixes:
         include_used: bool,
         protected: PrefixEntry | None,
     ) -> bool:
-        """Evict entries until shared pages change the values; return whether any was evicted."""
+        """Evict entries, least value per byte first; return whether any was evicted.
+
+        Stop after an entry with shared pages: its eviction changes the values of the others, so
+        they must be measured again.
+        """
         groups = [g for g in self._group_by_pools() if pools_key in (None, g[0][0].pools_key)]
         usages = [measure_usage(list_caches(group)) for group in groups]
         excess, now = sum(usage.nbytes for usage in usages) - nbytes, time.monotonic()
@@ -397,7 +404,7 @@ class Prefixes:
                     usage.unique_nbytes,
                     usage.proportional_nbytes,
                     usage.has_outside_users,
-                    strict=False,  # the usage ends with pending caches
+                    strict=False,  # usage also lists pending caches, after the entries
                 )
                 if entry is not protected
                 and (include_used or not in_use)
@@ -408,11 +415,11 @@ class Prefixes:
         if excess <= 0:
             return False
         for _, _, unique, share, tree, entry in candidates:
-            entry.cancel_writes()  # before the removal: later nothing refers to the entry
+            entry.cancel_writes()  # before the removal, which drops the last reference
             tree.remove(entry)
             self._counts["evicted"] += 1
             excess -= unique
-            if excess <= 0 or share > unique:  # its shared pages may now be unique to another
+            if excess <= 0 or share > unique:  # another entry may now hold its pages alone
                 break
         return bool(candidates)
 
@@ -434,7 +441,10 @@ def list_caches(entries: Iterable[tuple[PrefixTree, PrefixEntry]]) -> list[Cache
 
 
 def _compute_value(entry: PrefixEntry, now: float) -> float:
-    """Return the tokens that an eviction would cost, weighted by uses and age."""
+    """Return the tokens that an eviction would cost, weighted by uses and age.
+
+    Tokens up to the nearest entry above in the tree would not be lost.
+    """
     node = entry.node
     while node.parent is not None and not (node.entries and node is not entry.node):
         node = node.parent

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import NamedTuple
 
 TIME_SMOOTHING = 0.5  # weight of the newest time in the mean
-RETRY_SPEEDUP = 1.5  # a skipped restore lowers the estimates by this factor, so it is retried
+RETRY_SPEEDUP = 1.5  # a skipped restore divides the estimates by this, so one is tried again
 
 
 class RestoreTime(NamedTuple):
@@ -16,9 +16,9 @@ class RestoreTime(NamedTuple):
     seconds: float
 
     def bound_seconds(self, count: int) -> float:
-        """Lower bound on the seconds for `count` tokens.
+        """Return a lower bound on the seconds to restore `count` tokens.
 
-        More tokens take at least as long, and fewer tokens at least as long per token.
+        Assume that a longer restore is not faster, and a shorter one not faster per token.
         """
         return self.seconds * min(1.0, count / self.num_tokens)
 
@@ -26,9 +26,9 @@ class RestoreTime(NamedTuple):
 class RestoreTimes:
     """Lower bounds on restore times by length; for any number of threads.
 
-    The time of a short restore may be that of a connection, and says little about long ones. The
-    time of a long restore says little about the cost of a request. So each measured length bounds
-    the others from below, and the largest bound is the estimate.
+    A short restore may only measure the latency of the store, and a long one only its bandwidth.
+    So no measured length predicts the others, but each gives a lower bound on their times. The
+    largest of these bounds is the estimate.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class RestoreTimes:
                 self._by_size[count.bit_length()] = RestoreTime(count, seconds)
 
     def bound_seconds(self, count: int) -> float:
-        """Lower bound on the seconds for `count` tokens; 0 before the first measurement."""
+        """Return a lower bound on the seconds for `count` tokens; 0 before any measurement."""
         with self._lock:
             return self._bound_seconds(count)
 

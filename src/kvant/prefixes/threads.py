@@ -1,7 +1,8 @@
 """Run calls that may block on a store in daemon threads.
 
-A store that never answers must not keep a process alive, and `concurrent.futures` joins its threads
-at exit. Here exit waits briefly instead: a thread killed inside torch would abort the process.
+A store that never answers must not keep a process alive. `concurrent.futures` would: it joins its
+threads at exit. Daemon threads are joined only briefly. They are joined at all because a thread
+that exit kills inside torch aborts the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _threads: WeakSet[Thread] = WeakSet()
 
 
 def start_daemon(call: Call, name: str) -> None:
-    """Run a call in a new daemon thread, with one compute thread."""
+    """Run a call in a new daemon thread, in which torch computes single-threaded."""
 
     def run() -> None:
         use_one_thread()
@@ -59,7 +60,7 @@ class DaemonExecutor:
         if self._num_started < self._count:
             try:
                 start_daemon(self._work, self._name)
-            except RuntimeError:  # a limit on threads: the running ones suffice
+            except RuntimeError:  # no more threads allowed: the running ones suffice
                 if not self._num_started:
                     raise
             else:

@@ -4,8 +4,9 @@
                           [entry]   +- 64 tokens  [entry] [entry]
 
 Each node is a page of 64 tokens, found by its key; its tokens are compared as well. An entry is a
-cache of one sequence over shared pools, at the last node of its whole pages. It serves its own
-length. If pages suffice (no window, state or dense tail), it serves the end of every page before.
+cache of one sequence over shared pools, at the last node of its whole pages. An entry *serves* a
+length if a prompt can resume from its first tokens up to there. Every entry serves its own length.
+If pages suffice (no window, state or dense tail), it also serves the end of each of its pages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvant.prefixes.keys import PAGE_TOKENS, make_page_key, make_page_keys
 from kvant.prefixes.prefix_store import PrefixWrite, RestoredPrefix
 
 CHECKPOINT_INTERVAL = 2048  # tokens between checkpoints of a long prompt
-MIN_LONG_PROMPT = 4096  # tokens
+MIN_LONG_PROMPT = 4096  # a prompt with more tokens to prefill is long
 MAX_INTERVAL_CHECKPOINTS = 4  # of a long prompt: the last ones
 
 
@@ -32,7 +33,7 @@ class TreeNode:
     length: int  # tokens from the root to its end
     parent: TreeNode | None
     children: dict[bytes, TreeNode] = field(default_factory=dict)
-    entries: list[PrefixEntry] = field(default_factory=list)  # ending here or in the next page
+    entries: list[PrefixEntry] = field(default_factory=list)  # whose last whole page this is
 
 
 @dataclass(eq=False)
@@ -166,7 +167,7 @@ class PrefixTree:
         return new
 
     def find_sharing(self, tokens: Sequence[int]) -> list[PrefixEntry]:
-        """Return the entries that share the first page of `tokens`, and those without a page."""
+        """Return the entries with the first page of `tokens`, and those shorter than a page."""
         nodes, entries = self._find_path(tokens)[1:2], list(self.root.entries)
         while nodes:
             node = nodes.pop()
@@ -198,7 +199,7 @@ class PrefixTree:
     def _find_candidates(
         self, node: TreeNode, tokens: Sequence[int], *, last: bool
     ) -> Iterator[PrefixEntry]:
-        """Yield entries at a node; at the last one also an entry below the most similar child."""
+        """Yield the entries at a node; if it is the last, also one below its most similar child."""
         yield from node.entries
         if last and node.children:
             page = tokens[node.length : node.length + PAGE_TOKENS]
@@ -215,7 +216,10 @@ class PrefixTree:
         return is_prefix and end <= count and new.num_prefilled >= old.num_prefilled and serves
 
     def _find_mismatch(self, node: TreeNode, tokens: Sequence[int]) -> PrefixMismatch | None:
-        """Return the first difference to the nearest entry after a node; None if there is none."""
+        """Return the first difference from the most similar branch after a node.
+
+        None if there is no branch, or if one agrees with `tokens` to the end of either.
+        """
         page = tuple(tokens[node.length : node.length + PAGE_TOKENS])
         branches = [entry.tail_tokens for entry in node.entries]
         branches += [child.tokens for child in node.children.values()]
@@ -232,7 +236,7 @@ class PrefixTree:
 
 
 def _count_common_tokens(node: TreeNode, entry: PrefixEntry, tokens: Sequence[int]) -> int:
-    """Count the first tokens that an entry below or at a node of `tokens` shares with them."""
+    """Count the first tokens that `tokens` share with an entry at or below a node on their path."""
     if entry.node is node:
         return node.length + _count_common_items(entry.tail_tokens, tokens[node.length :])
     page = entry.node

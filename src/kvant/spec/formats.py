@@ -183,13 +183,15 @@ def parse_side(name: str, word: str) -> SideFormat:
     refuse_without_model(name.partition(":")[0])
     if name == word:
         allowed = ", ".join([FORMAT_SUMMARY, *list_plain_codecs()])
-        near = translate_name(name) or find_nearest(name, [*sides, *TWO_WIDTH_FORMATS])
-        raise SpecError(f"format {short(name)} is not known; allowed: {allowed}; nearest: {near}")
+        nearest = translate_name(name) or find_nearest(name, [*sides, *TWO_WIDTH_FORMATS])
+        raise SpecError(
+            f"format {short(name)} is not known; allowed: {allowed}; nearest: {nearest}"
+        )
     translated = translate_name(name)
-    near = translated if translated in sides else find_nearest(name, sides)
+    nearest = translated if translated in sides else find_nearest(name, sides)
     raise SpecError(
         f"format {short(name)} on one side of {short(word)} is not known;"
-        f" allowed: {', '.join(sides)}; nearest: {near}"
+        f" allowed: {', '.join(sides)}; nearest: {nearest}"
     )
 
 
@@ -210,10 +212,10 @@ def translate_name(name: str) -> str | None:
 def combine_sides(word: str, keys: SideFormat, values: SideFormat) -> LayerFormat:
     """Combine two sides; refuse raw sides of two dtypes, since dense rows have one dtype."""
     if keys.family == values.family == "raw" and keys.dtype != values.dtype:
-        near = keys.word if keys.dtype else values.word
+        nearest = keys.word if keys.dtype else values.word
         raise SpecError(
             f"format {short(word)} names two dtypes; allowed: one of raw, {', '.join(RAW_DTYPES)}"
-            f" for both sides; nearest: {near}"
+            f" for both sides; nearest: {nearest}"
         )
     return LayerFormat(keys, values)
 

@@ -131,8 +131,10 @@ def decode_named(hint: Any, value: Any, path: str) -> Any:
         raise make_value_error(path, value, f"an object with {tag!r}: one of {', '.join(table)}")
     name = value[tag]
     if name not in table:
-        near = find_nearest(name, table)
-        raise make_value_error(f"{path}.{tag}", name, f"one of {', '.join(table)}; nearest: {near}")
+        nearest = find_nearest(name, table)
+        raise make_value_error(
+            f"{path}.{tag}", name, f"one of {', '.join(table)}; nearest: {nearest}"
+        )
     recipe_class: Any = table[name]
     known_fields, hints = get_field_types(recipe_class)
     check_keys(tag, known_fields, value, path)

@@ -55,9 +55,7 @@ def as_spec(spec: AnySpec, num_layers: int | None) -> CacheSpec:
     if isinstance(spec, CacheSpec) and num_layers is None:
         return check_spec(spec)
     if num_layers is None:
-        raise SpecError(
-            "num_layers is needed: of all specs, only a CacheSpec has a number of layers"
-        )
+        raise SpecError("num_layers is needed, unless the spec is a CacheSpec")
     if isinstance(spec, str):
         return parse(spec, num_layers)
     if isinstance(spec, LayerSpec):
@@ -87,8 +85,8 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     )
     layers = []
     for layer in range(num_layers):
-        at_edge = min(layer, num_layers - 1 - layer) < edge_layers
-        layers.append(make_recipe(edge if at_edge else main, options, codec_options, layer))
+        is_edge = min(layer, num_layers - 1 - layer) < edge_layers
+        layers.append(make_recipe(edge if is_edge else main, options, codec_options, layer))
     return check_spec(CacheSpec(tuple(layers)))
 
 
@@ -219,9 +217,9 @@ def check_parts(layer: GroupSpec, path: str, previous: Recipes) -> None:
 def check_shared(layer: SharedSpec, path: str, previous: Recipes) -> None:
     """Refuse to share a layer that does not precede this one."""
     if not 0 <= layer.layer < len(previous) or isinstance(previous[layer.layer], EmptySpec):
-        near = min(max(layer.layer, 0), len(previous) - 1) if previous else "a recipe of its own"
+        nearest = min(max(layer.layer, 0), len(previous) - 1) if previous else "a recipe of its own"
         raise SpecError(
-            f"{path}.layer is {short(layer.layer)}; allowed: a previous layer; nearest: {near}"
+            f"{path}.layer is {short(layer.layer)}; allowed: a previous layer; nearest: {nearest}"
         )
 
 
@@ -234,10 +232,10 @@ def check_numbers(owner: object, path: str, names: str) -> None:
     for name in names.split():
         value, minimum = getattr(owner, name), MIN_VALUES.get(name, 0)
         if value is not None and not minimum <= value <= MAX_OPTION_VALUE:
-            near = min(max(value, minimum), MAX_OPTION_VALUE)
+            nearest = min(max(value, minimum), MAX_OPTION_VALUE)
             raise SpecError(
                 f"{path}.{name} is {short(value)}; allowed: {minimum} to {MAX_OPTION_VALUE};"
-                f" nearest: {near}"
+                f" nearest: {nearest}"
             )
 
 

@@ -48,10 +48,10 @@ class NumberOption:
         number = (
             int(digits[1]) * NUMBER_SUFFIXES[digits[2].lower()] if digits else max(1, self.minimum)
         )
-        near = self.find_nearest(number)
-        if text is None or not digits or digits[1] != text or near != number:
+        nearest = self.find_nearest(number)
+        if text is None or not digits or digits[1] != text or nearest != number:
             option = _format_option(name, text)
-            raise SpecError(f"option {option}: allowed is {self}; nearest: {name}={near}")
+            raise SpecError(f"option {option}: allowed is {self}; nearest: {name}={nearest}")
         return number
 
     def find_nearest(self, number: int) -> int:
@@ -75,15 +75,17 @@ def _format_option(name: str, text: str | None) -> str:
 
 def parse_flag(name: str, text: str | None) -> bool:
     if text is not None:
-        raise SpecError(f"option {short(f'{name}={text}')}: {name} takes no value; nearest: {name}")
+        raise SpecError(
+            f"option {_format_option(name, text)}: {name} takes no value; nearest: {name}"
+        )
     return True
 
 
 def parse_prefill(name: str, text: str | None) -> str:
     if text not in ("dense", "stored"):
-        near = find_nearest(text or "dense", ("dense", "stored"))
+        nearest = find_nearest(text or "dense", ("dense", "stored"))
         option = _format_option(name, text)
-        raise SpecError(f"option {option}: allowed is dense or stored; nearest: {name}={near}")
+        raise SpecError(f"option {option}: allowed is dense or stored; nearest: {name}={nearest}")
     return text
 
 
@@ -99,11 +101,13 @@ def parse_select(name: str, text: str | None) -> tuple[PageSelection, int]:
     number, colon, first_layer = (text or "").partition(":")
     digits, percent = re.match("[0-9]{0,10}", number), number.endswith("%")
     count = int(digits[0]) if digits and digits[0] else 0
-    near = f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
-    if near != number:
+    nearest = (
+        f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
+    )
+    if nearest != number:
         raise SpecError(
             f"option {_format_option(name, text)}: allowed is a number of pages, or a share of them"
-            f" from 1% to 100%; nearest: {name}={near}"
+            f" from 1% to 100%; nearest: {name}={nearest}"
         )
     selection = PageSelection(percent=float(count)) if percent else PageSelection(pages=count)
     if colon and not re.fullmatch("[0-9]{1,9}", first_layer):
@@ -120,20 +124,22 @@ def parse_prune(name: str, text: str | None) -> Pruning:
     keep, has_mode, mode = arguments.partition(":")
     option = _format_option(name, text)
     if word not in SCORES:
-        near = f"{name}={find_nearest(word or 'snapkv', SCORES)}:{keep or '25%'}"
+        nearest = f"{name}={find_nearest(word or 'snapkv', SCORES)}:{keep or '25%'}"
         raise SpecError(
             f"option {option}: allowed is a score, {', '.join(SCORES)}, then a colon and the number"
-            f" of rows to keep; nearest: {near}"
+            f" of rows to keep; nearest: {nearest}"
         )
     digits, percent = re.match("[0-9]{0,10}", keep), keep.endswith("%")
     count = int(digits[0]) if digits and digits[0] else 0
-    near = f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
-    if near != keep or (has_mode and mode != ADAPTIVE):
-        near += f":{ADAPTIVE}" if has_mode else ""
+    nearest = (
+        f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
+    )
+    if nearest != keep or (has_mode and mode != ADAPTIVE):
+        nearest += f":{ADAPTIVE}" if has_mode else ""
         raise SpecError(
             f"option {option}: allowed is a number of rows per head, or a share of the tokens"
             f" from 1% to 100%, and :{ADAPTIVE} if heads share them;"
-            f" nearest: {name}={word}:{near if keep else '25%'}"
+            f" nearest: {name}={word}:{nearest if keep else '25%'}"
         )
     size = {"percent": float(count)} if percent else {"rows": count}
     return Pruning(SCORES[word](), adaptive=bool(has_mode), **size)
@@ -165,12 +171,12 @@ def parse_option(word: str) -> tuple[str, Any]:
     if name in OPTION_PARSERS:
         return name, OPTION_PARSERS[name](name, value if equals else None)
     refuse_without_model(name)
-    near = find_nearest(name.strip(), OPTION_PARSERS)
-    if near not in ("rotate", "smooth"):
-        near += f"={short(value.strip())[1:-1] or 'N'}"
+    nearest = find_nearest(name.strip(), OPTION_PARSERS)
+    if nearest not in ("rotate", "smooth"):
+        nearest += f"={short(value.strip())[1:-1] or 'N'}"
     raise SpecError(
         f"option {short(word)} is not known; allowed: {', '.join(OPTION_PARSERS)};"
-        f" nearest: {near if word else 'no comma there'}"
+        f" nearest: {nearest if word else 'no comma there'}"
     )
 
 

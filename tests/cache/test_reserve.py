@@ -42,7 +42,8 @@ def test_reserved_tensor_behaves_like_any_other(count: int, dtype: torch.dtype) 
 
 
 @pytest.mark.skipif(
-    not (MMAP_FLAGS and Path("/proc/self/status").exists()), reason="nobody tells what is resident"
+    not (MMAP_FLAGS and Path("/proc/self/status").exists()),
+    reason="the system does not report resident memory",
 )
 def test_untouched_pages_are_not_resident_and_freed_pages_are_returned() -> None:
     run = [sys.executable, "-c", SCRIPT]

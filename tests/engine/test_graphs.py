@@ -53,7 +53,7 @@ def test_graphs_survive_sequences_joining_and_leaving(captured_sizes: list[int],
         actual = [list(stream.result().tokens) for stream in streams]
         wait_until_idle(engine)
     assert set(captured_sizes) <= {1, 2, 4} and 4 in captured_sizes
-    assert len(captured_sizes) <= 6, "a graph is captured anew for whoever comes"
+    assert len(captured_sizes) <= 6, "each new batch captures another graph"
     for prompt, n, tokens in zip(inputs, counts, actual, strict=True):
         assert tokens == generate_alone(model, prompt, spec, max_new_tokens=n)
 

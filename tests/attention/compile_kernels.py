@@ -87,7 +87,7 @@ for text in ("raw,window=99,sinks=0", "affine4/turbo3"):
     cache = Cache(1, f"{text},tail=0,capacity=640")
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
     cache[0].append(keys[:, :, :300], values[:, :, :300])
-    (change,) = cache.expect()
+    (change,) = cache.plan_token()
     place = StaticTritonPageTable(change, torch.device("cpu"))
     step = TritonDecodeStep.from_view(cache[0].make_view(change), place)
     step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])

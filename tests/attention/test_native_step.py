@@ -56,7 +56,7 @@ class SteppingPair:
         batch = self.cache.batch
         new, q = make_rows(1, batch), make_queries(batch)
         expected = attend(q, self.other[0].append(*new), backend="native")
-        (change,) = self.cache.expect(seals=True)
+        (change,) = self.cache.plan_token(seals=True)
         pages = self.cache[0].make_view(change)
         if self.step is None:
             self.step = NativeDecodeStep.from_view(
@@ -68,7 +68,7 @@ class SteppingPair:
             assert self.step.rebind(pages) and self.step.page_table.update(change)
         assert torch.equal(self.step(q, *new), expected)
         self.cache[0].record_sealed_pages(change, self.step.backend)
-        self.cache.arrive(self.step.backend)
+        self.cache.commit_token(self.step.backend)
 
     def check(self) -> None:
         assert_same(self.cache.snapshot(), self.other.snapshot())
@@ -117,16 +117,16 @@ def test_changed_sequences_or_rows_are_not_followed() -> None:
     pair.token()
     assert pair.step is not None
     single = make_filled_cache("affine8", 30).extract(0)
-    (change,) = single.expect()
+    (change,) = single.plan_token()
     assert not pair.step.page_table.update(change)
     other = make_filled_cache("affine4,tail=0", 30)
-    (change,) = other.expect()
+    (change,) = other.plan_token()
     assert not pair.step.rebind(other[0].make_view(change))
 
 
 def test_unsupported_layers_give_a_reason() -> None:
     cache = make_filled_cache("affine8,select=1:0,tail=1", 200)
-    (change,) = cache.expect(seals=True)
+    (change,) = cache.plan_token(seals=True)
     with pytest.raises(UnsupportedView, match="selects pages"):
         NativeDecodeStep.from_view(
             cache[0].make_view(change), StaticNativePageTable(change, torch.device("cpu"))

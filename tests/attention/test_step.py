@@ -46,7 +46,7 @@ def make_rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 def make_step(cache: Cache) -> TritonDecodeStep:
     """Return a layer that expects a token; later memory is zeroed, since NaN equals nothing."""
-    (change,) = cache.expect()
+    (change,) = cache.plan_token()
     pages = cache[0].make_view(change)
     for side in (pages.keys, pages.values):
         side.open.nan_to_num_()
@@ -62,7 +62,7 @@ def fill_memory(step: TritonDecodeStep) -> TritonDecodeStep:
 
 def advance(step: TritonDecodeStep, cache: Cache) -> TritonDecodeStep:
     """Advance to the next token."""
-    (change,) = cache.expect()
+    (change,) = cache.plan_token()
     if change.is_steady:
         step.page_table.advance()
     else:
@@ -85,7 +85,7 @@ def test_steps_equal_append_plus_attention(text: str) -> None:
         expected = attend(q, view, backend="reference")
         step = advance(step, cache) if t else step
         assert (step(q, *new) - expected).abs().max() < 1e-5
-        cache.arrive(step.backend)
+        cache.commit_token(step.backend)
     assert_same(cache.snapshot(), other.snapshot())
     assert cache.stats()["attended"] == {step.backend: 6}
     cache.check()
@@ -125,7 +125,7 @@ def test_rows_and_queries_may_have_any_strides(text: str) -> None:
         q, (keys, values) = make_queries(), make_rows(1)
         expected = attend(q, other[0].append(keys, values), backend="reference")
         assert (step(layout(q), layout(keys), layout(values)) - expected).abs().max() < 1e-5
-        cache.arrive(step.backend)
+        cache.commit_token(step.backend)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # its cached values never change
@@ -199,23 +199,23 @@ def test_step_is_invalid_after_the_pool_reallocates() -> None:
     cache = make_filled_cache("affine8,tail=3")
     step = make_step(cache)
     other = make_filled_cache("affine8,tail=3")
-    assert not step.rebind(other[0].make_view(*other.expect()))
+    assert not step.rebind(other[0].make_view(*other.plan_token()))
     cache.clear()
     cache[0].append(*make_rows(150))
-    assert not step.rebind(cache[0].make_view(*cache.expect()))
+    assert not step.rebind(cache[0].make_view(*cache.plan_token()))
 
 
 def test_decode_step_is_invalid_without_reserved_slots() -> None:
     """More sequences, sequences of another group, or pages beyond the tables."""
     cache = Cache(1, "raw")
     cache[0].append(*make_rows(20))
-    (change,) = cache.expect()
+    (change,) = cache.plan_token()
     place = StaticTritonPageTable(change, DEVICE)
     before = place.integers.clone()
     for text, batch, count in (("raw", 3, 20), ("affine8", 2, 20), ("raw", 2, 500)):
         other = Cache(1, text)
         other[0].append(*make_rows(count, batch))
-        assert not place.update(other.expect()[0])
+        assert not place.update(other.plan_token()[0])
         assert torch.equal(place.integers, before)
     assert place.update(change)
 
@@ -272,6 +272,6 @@ def test_captured_step_is_replayed(text: str) -> None:
             static_input.copy_(fresh)
         step = advance(step, cache) if t else step
         graph.replay()
-        cache.arrive(step.backend)
+        cache.commit_token(step.backend)
         expected = attend(new_q, other[0].append(*new), backend="reference")
         assert (out - expected).abs().max() < 1e-5

@@ -384,7 +384,7 @@ def test_kernels_launch_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyP
 
 
 def make_step(cache: Cache) -> TritonDecodeStep:
-    changes = cache.expect()
+    changes = cache.plan_token()
     return TritonDecodeStep.from_view(
         cache[0].make_view(changes[0]), StaticTritonPageTable(changes[0], DEVICE)
     )

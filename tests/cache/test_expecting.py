@@ -54,7 +54,7 @@ def write_rows(pages: View, keys: Tensor, values: Tensor) -> None:
 def append_by_halves(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
     """Append by expect and arrive, unless this token completes a page."""
     try:
-        changes = cache.expect()
+        changes = cache.plan_token()
     except CapacityError as error:
         assert "completes a page" in str(error)
         for layer, rows in zip(cache, new, strict=True):
@@ -62,7 +62,7 @@ def append_by_halves(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
         return
     for layer, rows in zip(cache, new, strict=True):
         write_rows(layer.make_view(changes[layer.group]), *rows)
-    cache.arrive("elsewhere")
+    cache.commit_token("elsewhere")
 
 
 @pytest.mark.parametrize("capacity", ["", ",capacity=600"])
@@ -87,7 +87,7 @@ def test_expect_changes_no_readable_row(text: str) -> None:
     for _ in range(200):
         before = cache.snapshot()
         try:
-            cache.expect(seals=draw.random() < 0.5)
+            cache.plan_token(seals=draw.random() < 0.5)
         except CapacityError as error:
             assert "completes a page" in str(error)
         assert_same(cache.snapshot(), before)
@@ -118,12 +118,12 @@ def test_shared_pages_are_copied_before_rows_arrive() -> None:
     before = fork.snapshot()
     batch = merge([cache, cache.extract(0)])
     for kv_cache in (batch, cache):
-        changes = kv_cache.expect()
+        changes = kv_cache.plan_token()
         for layer in kv_cache:
             pages = layer.make_view(changes[layer.group])
             new = [torch.ones(kv_cache.batch, 2, 1, dim) for dim in (32, 48)]
             write_rows(pages, *new)
-        kv_cache.arrive("elsewhere")
+        kv_cache.commit_token("elsewhere")
     assert_same(fork.snapshot(), before)
     cache.check()
 
@@ -133,21 +133,21 @@ def test_expect_beyond_capacity_is_refused() -> None:
     append_by_halves(cache, [make_rows(1) for _ in cache])
     before = cache.snapshot()
     with pytest.raises(CapacityError, match="152 tokens for a capacity of 151"):
-        cache.expect()
+        cache.plan_token()
     assert_same(cache.snapshot(), before)
     cache.check()
 
 
 def test_unsupported_layers_give_a_reason() -> None:
     with pytest.raises(CapacityError, match="append first"):
-        Cache(1, "raw").expect()
+        Cache(1, "raw").plan_token()
     cache = Cache(spec=CacheSpec((*parse("raw", 1).layers, RecurrentSpec())))
     with pytest.raises(UnsupportedView, match="a recurrent layer"):
-        cache.expect()
+        cache.plan_token()
     cache = make_filled_cache("raw")
     with pytest.raises(CacheError, match="without expect"):
-        cache.arrive("elsewhere")
-    cache.expect()
+        cache.commit_token("elsewhere")
+    cache.plan_token()
     cache.rollback()
     with pytest.raises(CacheError, match="without expect"):
-        cache.arrive("elsewhere")
+        cache.commit_token("elsewhere")

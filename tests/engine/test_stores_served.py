@@ -19,7 +19,7 @@ from kvant.cache.storage import Storage
 from kvant.generation import TransformersDecoder
 from kvant.prefixes import Prefixes
 from kvant.stores import FolderStore, Tiers
-from prefixes.test_archive import open_folder
+from prefixes.test_prefix_store import open_folder
 from prefixes.test_prefixes import FOREIGN, assert_no_leaks, family_params, make_tokens
 
 pytestmark = pytest.mark.usefixtures(no_leaks.__name__)

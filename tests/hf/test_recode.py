@@ -91,7 +91,7 @@ def test_policy_window_narrows_what_the_model_sees() -> None:
         model, same, make_tokens(150)
     )  # later layers used their own window in the prompt
     cache.recode("raw,window=40,sinks=2")
-    assert all(layer.narrows_window for layer in cache.layers)
+    assert all(layer.is_window_narrowed for layer in cache.layers)
     first = [cache_.states[0].read()[0] for cache_ in (cache, same)]
     assert torch.equal(*first)
     assert cache.states.num_rows == 42
@@ -108,7 +108,7 @@ def test_model_windows_coexist_with_a_policy_window() -> None:
     cache.recode("affine4,window=100,sinks=3")
     assert cache.spec == kvant.cache_for(model, "affine4,window=100,sinks=3").spec
     assert [spec_.retention.window for spec_ in list_attention_specs(cache)] == [8, 8, 100, 8]
-    assert [layer.narrows_window for layer in cache.layers] == [False, False, True, False]
+    assert [layer.is_window_narrowed for layer in cache.layers] == [False, False, True, False]
     cache.recode("affine4,window=20,sinks=0")
     assert [spec_.retention.window for spec_ in list_attention_specs(cache)] == [8, 8, 20, 8]
     decode_tokens(model, cache, 5)

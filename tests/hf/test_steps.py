@@ -103,6 +103,13 @@ def make_tokens(family: str, count: int) -> list[int]:
     return ids[0].tolist()
 
 
+def test_layers_that_also_recur_are_named_in_the_reason() -> None:
+    pair = DecoderPair(build("falcon_h1"), "raw,capacity=80")
+    pair.read(*make_tokens("falcon_h1", 8))
+    pair.read(5)
+    assert "layers of HybridLayer" in pair.stepped.context.replay_stats.refusal
+
+
 @pytest.mark.parametrize(("family", "spec", "prompt", "changes"), CELLS)
 def test_replayed_steps_equal_ordinary_forwards(
     family: str, spec: str, prompt: int, changes: dict[str, Any]

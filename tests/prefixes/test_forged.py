@@ -16,7 +16,7 @@ from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.prefixes import Prefixes
 from kvant.stores import Blob, BlobPayload, FolderStore, Tiers, pack_blob, parse_blob
-from prefixes.test_archive import open_folder, read_stats
+from prefixes.test_prefix_store import open_folder, read_stats
 from prefixes.test_prefixes import generate_tokens, make_tokens
 
 Change = Callable[[Blob], Blob]

@@ -211,8 +211,8 @@ class Cache(UsageHints):
         """Bytes of stored rows and states."""
         return sum(leaf.nbytes_used for leaf in self.contents.leaves.values())
 
-    def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int:
-        """Return the bytes allocated after `coming` more tokens.
+    def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
+        """Return the bytes allocated after `num_new_tokens` more tokens.
 
         If `spec` is given, the cache is taken to be recoded to it first. The result is 0 before the
         first rows, because their size is unknown. Checkpoints still to come are not counted.
@@ -224,7 +224,9 @@ class Cache(UsageHints):
             )
         )
         leaves: Mapping[str, Any] = self.contents.leaves
-        return sum(int(leaf.nbytes_after(coming, recipes[name])) for name, leaf in leaves.items())
+        return sum(
+            int(leaf.nbytes_after(num_new_tokens, recipes[name])) for name, leaf in leaves.items()
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -257,7 +259,7 @@ class Cache(UsageHints):
             with self._tracker.guard_counts():
                 self._tracker.free_retired_slots()
 
-    def expect(self, *, seals: bool = False) -> list[AppendPlan]:
+    def plan_token(self, *, seals: bool = False) -> list[AppendPlan]:
         """Allocate one more token of every sequence, whose rows an external kernel writes.
 
         Pages that are due by now are sealed here, and shared pages to be written are copied.
@@ -280,7 +282,7 @@ class Cache(UsageHints):
         layers = (layer for _, layer in self.contents.list_attention())
         return [layer.storage and layer.storage.sides for layer in layers]
 
-    def arrive(self, backend: str, page_buffers: Sequence[object] | None = None) -> bool:
+    def commit_token(self, backend: str, page_buffers: Sequence[object] | None = None) -> bool:
         """Commit the token of `expect`, whose rows and attention an external kernel computed.
 
         Return False, and roll back, if `page_buffers` are no longer those of this cache: another

@@ -314,10 +314,10 @@ def _compute_checksum(file: BinaryIO, checksum_offset: int) -> str:
     sha = hashlib.sha256()
     position = 0
     while chunk := file.read(READ_CHUNK_BYTES):
-        low = max(checksum_offset - position, 0)
-        high = min(checksum_offset + len(BLANK_CHECKSUM) - position, len(chunk))
-        if low < high:
-            chunk = chunk[:low] + BLANK_CHECKSUM[: high - low].encode() + chunk[high:]
+        start = max(checksum_offset - position, 0)
+        stop = min(checksum_offset + len(BLANK_CHECKSUM) - position, len(chunk))
+        if start < stop:
+            chunk = chunk[:start] + BLANK_CHECKSUM[: stop - start].encode() + chunk[stop:]
         sha.update(chunk)
         position += len(chunk)
     return sha.hexdigest()

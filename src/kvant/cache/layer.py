@@ -139,8 +139,8 @@ class PagedLayer:
         row_nbytes = storage.open_nbytes // self.spec.page
         return int(num_rows.sum()) * row_nbytes + num_sealed * storage.sealed_nbytes
 
-    def nbytes_after(self, coming: int, recipe: LayerSpec) -> int:
-        """Return the maximum of bytes after `coming` more tokens, stored by `recipe`.
+    def nbytes_after(self, num_new_tokens: int, recipe: LayerSpec) -> int:
+        """Return the maximum of bytes after `num_new_tokens` more tokens, stored by `recipe`.
 
         The tokens may come in chunks or one at a time. Temporary memory of a forward is not
         counted. The result is 0 before the first rows, because their size is unknown.
@@ -149,9 +149,14 @@ class PagedLayer:
         if storage is None or page_table is None:
             return 0
         if recipe == self.spec:
-            max_open, max_sealed = self.tracker.bound_slots_after(self.group, page_table, coming)
+            max_open, max_sealed = self.tracker.bound_slots_after(
+                self.group, page_table, num_new_tokens
+            )
             return max_open * storage.open_nbytes + max_sealed * storage.sealed_nbytes
-        geometry, lengths = storage.geometry.with_dtype(recipe.dtype), page_table.lengths + coming
+        geometry, lengths = (
+            storage.geometry.with_dtype(recipe.dtype),
+            page_table.lengths + num_new_tokens,
+        )
         return pages_nbytes(geometry, recipe, make_layer_group(recipe), lengths.clip(0).tolist())
 
     def nbytes_after_append(

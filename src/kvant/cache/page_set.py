@@ -25,6 +25,7 @@ from kvant.page_table import (
     FIRST_SEALED,
     LENGTH,
     PADDING,
+    PRUNED_AT,
     STOP_SEALED,
     Ints,
     LayerGroup,
@@ -111,7 +112,7 @@ class PageSet:
 
 def list_page_sizes(cache: Cache) -> tuple[int, ...]:
     """Return the number of positions in a page, by layer group."""
-    return tuple(kind.page for kind in cache._tracker.layer_groups)
+    return tuple(group.page for group in cache._tracker.layer_groups)
 
 
 def list_required_pages(cache: Cache, length: int, tail_state: Snapshot) -> dict[int, range]:
@@ -123,7 +124,7 @@ def list_required_pages(cache: Cache, length: int, tail_state: Snapshot) -> dict
     for name, leaf in cache.contents.list_attention():
         group = cache._tracker.layer_groups[leaf.group]
         numbers = tail_state.tensors.get(f"{name}/{NUMBERS_KEY}")
-        if numbers is None or numbers.shape != (1, 6) or numbers.dtype != torch.int64:
+        if numbers is None or numbers.shape != (1, PRUNED_AT) or numbers.dtype != torch.int64:
             raise SnapshotMismatch(
                 f"layer {name}: {NUMBERS_KEY} is missing, or not of one sequence"
             )

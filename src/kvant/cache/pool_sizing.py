@@ -52,14 +52,14 @@ def bound_slots(layer_group: LayerGroup, lengths: Iterable[int]) -> tuple[int, i
     return max_open, max_sealed
 
 
-def bound_slots_when_shared(page_table: PageTable, coming: int) -> tuple[int, int]:
-    """Return the maximum of slots of a cache with shared pools after `coming` more tokens.
+def bound_slots_when_shared(page_table: PageTable, num_new_tokens: int) -> tuple[int, int]:
+    """Return the maximum of slots of a cache with shared pools after `num_new_tokens` more tokens.
 
     The tokens may come as one chunk or singly. Other holders may keep all present pages, and a
     partly filled page is copied. A cache alone in its pools needs less, see `bound_slots`: it frees
     pages that a chunk needs only for a time.
     """
-    group, new_lengths = page_table.layer_group, np.maximum(page_table.lengths + coming, 0)
+    group, new_lengths = page_table.layer_group, np.maximum(page_table.lengths + num_new_tokens, 0)
     new_pages = -(-new_lengths // group.page) - page_table.stop_open
     max_open = np.array([bound_pages(group, length)[0] for length in new_lengths.tolist()])
     added_open = np.minimum(new_pages, max_open) + (new_lengths > page_table.seq_lens)
@@ -80,12 +80,14 @@ def _list_last_lengths(length: int, page: int) -> Ints:
     return np.arange(max(1, length - 2 * page), length + 1)
 
 
-def bound_slots_after(page_table: PageTable, coming: int, *, is_shared: bool) -> tuple[int, int]:
-    """Return the maximum of slots after `coming` more tokens, in shared pools or in own ones."""
-    lengths = (page_table.lengths + coming).clip(0).tolist()
+def bound_slots_after(
+    page_table: PageTable, num_new_tokens: int, *, is_shared: bool
+) -> tuple[int, int]:
+    """Return the most slots after `num_new_tokens` more tokens, in shared pools or in own ones."""
+    lengths = (page_table.lengths + num_new_tokens).clip(0).tolist()
     if not is_shared:
         return bound_slots(page_table.layer_group, lengths)
-    max_open, max_sealed = bound_slots_when_shared(page_table, coming)
+    max_open, max_sealed = bound_slots_when_shared(page_table, num_new_tokens)
     if page_table.layer_group.pruning is not None:  # a prune copies rows before it frees any
         pruned = bound_slots(page_table.layer_group, lengths)
         max_open, max_sealed = max_open + pruned[0], max_sealed + pruned[1]

@@ -46,9 +46,9 @@ MAX_DECODE_EXCESS = 128  # rows over budget that trigger a prune during decoding
 MIN_HEAD_SHARE = 0.2  # of the budget per head: the least that a head retains if `adaptive`
 
 
-def mask_over_budget(pruning: Pruning, page_table: PageTable, slack: int = 0) -> Bools:
-    """Return which sequences exceed their budget by more than `slack` rows per head."""
-    over_budget: Bools = count_spare_rows(pruning, page_table) + slack < 0
+def mask_over_budget(pruning: Pruning, page_table: PageTable, excess: int = 0) -> Bools:
+    """Return which sequences exceed their budget by more than `excess` rows per head."""
+    over_budget: Bools = count_spare_rows(pruning, page_table) + excess < 0
     return over_budget
 
 
@@ -164,8 +164,8 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
     position = np.arange(width) + (first_page * page)[:, None]
     has_row = (position >= first_visible[:, None]) & (position < lengths[:, None])
     row_mask = torch.from_numpy(has_row.repeat(view.keys.heads, 0))
-    row_by_table = np.full(page_table.num_tables, -1)
-    row_by_table[tables] = np.arange(len(tables))
+    index_by_table = np.full(page_table.num_tables, -1)
+    index_by_table[tables] = np.arange(len(tables))
     for name, rows in retained.rows.items():
         stored = view.keys if name == "keys" else view.values
         padded = rows.new_zeros(*row_mask.shape, rows.shape[1])
@@ -176,17 +176,19 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
             tables_of_pages: Ints, page_numbers: Ints, pages: Tensor = pages
         ) -> Tensor:
             """Return the dense rows of pages, [n, H, P, D]."""
-            table = row_by_table[tables_of_pages]
+            table = index_by_table[tables_of_pages]
             return pages[
                 torch.from_numpy(table), :, torch.from_numpy(page_numbers - first_page[table])
             ]
 
-        tables_of_pages, page_numbers = _filter_pages(page_table.list_open_pages(), row_by_table)
+        tables_of_pages, page_numbers = _filter_pages(page_table.list_open_pages(), index_by_table)
         open_slots = torch.from_numpy(page_table.open_table[tables_of_pages, page_numbers]).to(
             rows.device
         )
         stored.open[open_slots] = gather_pages(tables_of_pages, page_numbers)
-        tables_of_pages, page_numbers = _filter_pages(page_table.list_sealed_pages(), row_by_table)
+        tables_of_pages, page_numbers = _filter_pages(
+            page_table.list_sealed_pages(), index_by_table
+        )
         slots = page_table.sealed_table[tables_of_pages, page_numbers]
         for start in range(0, len(slots), MAX_PAGES_PER_SEAL):
             batch = slice(start, start + MAX_PAGES_PER_SEAL)
@@ -194,9 +196,9 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
             seal_pages(stored, name, sealing, slots[batch], page_numbers[batch] * page, 0, stats)
 
 
-def _filter_pages(page_list: tuple[Ints, Ints], row_by_table: Ints) -> tuple[Ints, Ints]:
-    """Return only the pages of tables that `row_by_table` maps to an index, not to -1."""
-    mask = row_by_table[page_list[0]] >= 0
+def _filter_pages(page_list: tuple[Ints, Ints], index_by_table: Ints) -> tuple[Ints, Ints]:
+    """Return only the pages of tables that `index_by_table` maps to an index, not to -1."""
+    mask = index_by_table[page_list[0]] >= 0
     return page_list[0][mask], page_list[1][mask]
 
 
@@ -210,10 +212,10 @@ def _mask_present_rows(page_table: PageTable) -> Bools:
 
 
 def _select_queries(
-    queries: PruningQueries | None, sequences: Ints, first_column: int, last_column: int
+    queries: PruningQueries | None, sequences: Ints, first_column: int, stop_column: int
 ) -> PruningQueries | None:
     """Return the queries of these sequences, with columns counted from `first_column`."""
-    committed = None if queries is None else queries.truncate(last_column)
+    committed = None if queries is None else queries.truncate(stop_column)
     return None if committed is None else committed.select(sequences, first_column)
 
 
@@ -260,14 +262,14 @@ def _mask_best_rows(scores: Tensor, budgets: Sequence[int], heads: int, adaptive
         head_scores = scores[i * heads : (i + 1) * heads]
         count = min(count, scores.shape[1])
         head_mask = mask[i * heads : (i + 1) * heads]
-        per_head = (
+        num_per_head = (
             max(min(NUM_PROTECTED_ROWS, count), int(MIN_HEAD_SHARE * count)) if adaptive else count
         )
-        head_mask.scatter_(1, head_scores.topk(per_head, dim=1).indices, True)
-        if adaptive and (shared := (count - per_head) * heads):
+        head_mask.scatter_(1, head_scores.topk(num_per_head, dim=1).indices, True)
+        if adaptive and (num_shared := (count - num_per_head) * heads):
             other_scores = head_scores.masked_fill(head_mask, float("-inf"))
             head_mask.view(-1)[
-                other_scores.flatten().topk(min(shared, other_scores.numel())).indices
+                other_scores.flatten().topk(min(num_shared, other_scores.numel())).indices
             ] = True
     return mask
 

@@ -124,7 +124,7 @@ def check_recodable(page_table: PageTable, layer_group: LayerGroup) -> None:
             f"{longest} tokens for a capacity of {layer_group.capacity}: rewind first, or give "
             f"the spec capacity={longest} or none"
         )
-    first_held = _find_first_promised(page_table)
+    first_held = _find_first_guaranteed(page_table)
     first_needed = np.maximum(
         _find_first_seen(layer_group, page_table.seq_lens), page_table.pruned_before
     )
@@ -271,16 +271,16 @@ def make_storage(old: Storage, spec: LayerSpec) -> Storage:
     return Storage(spec, old.geometry.with_dtype(spec.dtype), old.tiles)
 
 
-def _find_first_seen(layer_group: LayerGroup, rows: Ints) -> Ints:
+def _find_first_seen(layer_group: LayerGroup, lengths: Ints) -> Ints:
     """Return the first position that the newest token sees, sinks aside."""
     return (
-        np.zeros_like(rows)
+        np.zeros_like(lengths)
         if layer_group.window is None
-        else np.maximum(rows - layer_group.window, 0)
+        else np.maximum(lengths - layer_group.window, 0)
     )
 
 
-def _find_first_promised(page_table: PageTable) -> Ints:
+def _find_first_guaranteed(page_table: PageTable) -> Ints:
     """Return the first position that has a row and that the retention rule guarantees."""
     return _extend_to_sinks(
         page_table,

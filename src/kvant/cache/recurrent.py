@@ -140,7 +140,7 @@ class RecurrentBase:
     def nbytes_used(self) -> int:
         return self.nbytes
 
-    def nbytes_after(self, coming: int, recipe: RecurrentSpec) -> int:
+    def nbytes_after(self, num_new_tokens: int, recipe: RecurrentSpec) -> int:
         """Return `nbytes`: it is independent of the length, apart from new checkpoints."""
         return self.nbytes
 

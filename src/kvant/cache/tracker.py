@@ -128,11 +128,13 @@ class StateTracker:
         )
         return num_open, num_sealed
 
-    def bound_slots_after(self, group: int, page_table: PageTable, coming: int) -> tuple[int, int]:
-        """Return the maximum of slots after `coming` more tokens, in chunks or single ones."""
+    def bound_slots_after(
+        self, group: int, page_table: PageTable, num_new_tokens: int
+    ) -> tuple[int, int]:
+        """Return the most slots after `num_new_tokens` more tokens, in chunks or single ones."""
         present = self.count_slots(group)
         needed = pool_sizing.bound_slots_after(
-            page_table, coming, is_shared=self.pools[group].is_shared
+            page_table, num_new_tokens, is_shared=self.pools[group].is_shared
         )
         return max(present[0], needed[0]), max(present[1], needed[1])
 

@@ -227,11 +227,11 @@ class Batch:
         return None if self._namespace is None else self._namespace.measure()
 
     def count_shared_pages(
-        self, sequence: EngineSequence, length: int, account: CacheUsage
+        self, sequence: EngineSequence, length: int, usage: CacheUsage
     ) -> dict[LayerGroup, tuple[int, int]]:
         """Count the (open, sealed) pages of the first `length` tokens that prefixes also hold."""
         cache, index = self._locate(sequence)
-        return {} if cache is None else account.count_shared_pages(cache.states, index, length)
+        return {} if cache is None else usage.count_shared_pages(cache.states, index, length)
 
     def describe_mismatch(self, sequence: EngineSequence, tokenizer: Any) -> str | None:
         """Describe where the last matched prompt diverged from the prefixes."""

@@ -97,10 +97,10 @@ class MemoryModel:
         """
         counts = []
         for group in self.groups:
-            num_closed = 0
+            num_sealed = 0
             if group.seals and group.window is None:
-                num_closed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
-            counts += [min(num_closed, _max_pages(group, num_prompt_tokens)[0]), 0]
+                num_sealed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
+            counts += [min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0]
         return np.array([*counts, 0])
 
 

@@ -50,7 +50,7 @@ class PrefixReuse:
         self._lookup_queue: deque[tuple[Request, float]] = deque()  # with end times
         self._current_lookup: tuple[ScheduledRequest, LookupDeadline] | None = None
         self._is_flushing = False
-        self._flush_expired = False  # the last flush is over: evict without another one
+        self._flush_finished = False  # the last flush is over: evict without another one
 
     def close(self) -> None:
         """Cancel the current store lookup."""
@@ -120,13 +120,13 @@ class PrefixReuse:
         Without `include_unwritten`, pending store writes are flushed first; the request that needs
         the memory waits for them, and others continue.
         """
-        include_unwritten, self._flush_expired = include_unwritten or self._flush_expired, False
+        include_unwritten, self._flush_finished = include_unwritten or self._flush_finished, False
         evicted = self._batch.evict_prefixes(nbytes, include_unwritten=include_unwritten)
         pending = not (evicted or include_unwritten) and self._batch.has_unwritten_prefixes
         if pending and not self._is_flushing:
             self._is_flushing = True
             try:
-                start_daemon(self._flush_store, "kvant-hurry")
+                start_daemon(self._flush_store, "kvant-store-flush")
             except RuntimeError as error:  # a limit on threads; the writer continues slowly
                 self._is_flushing = False
                 log.warning("store writes are not flushed: %r", error)
@@ -187,7 +187,7 @@ class PrefixReuse:
                 if has_time and self._num_lookups < MAX_LOOKUP_THREADS:
                     look_up = self._batch.prepare_store_lookup(request.sequence, deadline)
                     run = partial(self._run_lookup, request, deadline, look_up)
-                    start_daemon(run, "kvant-fetch")
+                    start_daemon(run, "kvant-store-read")
             except Exception as error:  # the prompt can still be prefilled
                 deadline.cancel()
                 clear_traceback_frames(error)
@@ -258,7 +258,7 @@ class PrefixReuse:
 
     def _finish_flush(self) -> None:
         """Allow the next eviction to include unwritten prefixes."""
-        self._is_flushing, self._flush_expired = False, True
+        self._is_flushing, self._flush_finished = False, True
         self.update_prefix_slots()
         self._scheduler.record_eviction(any_freed=True)
 

@@ -314,8 +314,8 @@ class Scheduler:
 
     def _count_charged_slots(self) -> Ints:
         """Return the slots held against the limit: committed, or with overcommit, allocated."""
-        commits = self.overcommit == 1
-        return self._count_committed_slots() if commits else self._count_allocated_slots()
+        reserves_peak = self.overcommit == 1
+        return self._count_committed_slots() if reserves_peak else self._count_allocated_slots()
 
     def _admit(self, now_ms: int) -> Action | None:
         """Admit waiting requests that fit, in order; return an action that must come first."""
@@ -325,9 +325,9 @@ class Scheduler:
                 request.store_deadline_ms = 0
         while not self._is_head_blocked and self.waiting:
             request = min(self.waiting, key=lambda other: self._rank(other, now_ms))
-            any_ahead = any(not other.is_active for other in self.running)
+            any_inactive = any(not other.is_active for other in self.running)
             can_look_up = self.has_store and not request.is_swapped_out
-            if any_ahead or not (self._has_capacity_for(request) or can_look_up):
+            if any_inactive or not (self._has_capacity_for(request) or can_look_up):
                 self._is_head_blocked = True
                 break
             if self._needs_prefix_match(request):

@@ -104,7 +104,7 @@ class TransformersCache(CacheMethods, HFCache):
         return updated
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        if self._recurrent_progress.is_repeated_forward(layer_idx, state_idx):
+        if self._recurrent_progress.restarts_forward(layer_idx, state_idx):
             self.states.rollback()  # before this forward changes a state
         self._recurrent_progress.record_state_read(
             layer_idx, state_idx, has_rows=not self.states.is_complete

@@ -151,9 +151,11 @@ class CacheMethods:
         """Bytes allocated, opaque layers not counted."""
         return self.states.nbytes
 
-    def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int:
-        """Bytes allocated after `coming` more tokens, recoded to `spec` first if it is given."""
-        return self.states.nbytes_after(coming, None if spec is None else self._resolve_spec(spec))
+    def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
+        """Bytes allocated after `num_new_tokens` more tokens, recoded to `spec` first if given."""
+        return self.states.nbytes_after(
+            num_new_tokens, None if spec is None else self._resolve_spec(spec)
+        )
 
     def reachable(self, to: int) -> int:
         """Return the longest length <= `to` that every layer can rewind to."""

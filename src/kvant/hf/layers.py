@@ -29,7 +29,7 @@ from kvant.errors import CacheError
 from kvant.hf.cache_context import AttentionStats, CacheContext
 from kvant.hf.handles import KVHandle, make_handles
 from kvant.hf.latents import PendingLatentAttention
-from kvant.hf.model_layers import ModelLayer, narrows_window
+from kvant.hf.model_layers import ModelLayer, is_window_narrowed
 from kvant.hf.pending_attention import (
     KVSource,
     PendingAttention,
@@ -60,13 +60,13 @@ class AttentionLayer(CacheLayerMixin):
         self.pending_type: type[PendingAttention] = (
             PendingCrossAttention if context.is_cross else PendingAttention
         )
-        if layer_info.latent is not None:
+        if layer_info.latent_width is not None:
             self.pending_type = PendingLatentAttention
         self.dtype = torch.float32
-        # The cache contents for which `_paged_layer` and `_narrows_window` are valid.
+        # The cache contents for which `_paged_layer` and `_is_window_narrowed` are valid.
         self._known_contents: Any = None
         self._paged_layer: PagedLayer
-        self._narrows_window = False
+        self._is_window_narrowed = False
         self._pending_ref: weakref.ref[PendingAttention] | None = None  # kept alive by the handles
         super().__init__()
 
@@ -77,14 +77,14 @@ class AttentionLayer(CacheLayerMixin):
         if contents is not self._known_contents:
             state = contents.indexed_layers[self.index]
             self._paged_layer = state["attention"] if isinstance(state, GroupLayer) else state
-            self._narrows_window = narrows_window(self.layer_info, self._paged_layer.spec)
+            self._is_window_narrowed = is_window_narrowed(self.layer_info, self._paged_layer.spec)
             self._known_contents = contents
         return self._paged_layer
 
     @property
-    def narrows_window(self) -> bool:
+    def is_window_narrowed(self) -> bool:
         """Whether the window of the recipe is narrower than that of the model."""
-        return narrows_window(self.layer_info, self.paged_layer.spec)
+        return is_window_narrowed(self.layer_info, self.paged_layer.spec)
 
     @property
     def recipe(self) -> LayerSpec:
@@ -132,7 +132,7 @@ class AttentionLayer(CacheLayerMixin):
             if context.states.contents is self._known_contents
             else self.paged_layer
         )
-        tracker, narrows_window = state.tracker, self._narrows_window
+        tracker, is_window_narrowed = state.tracker, self._is_window_narrowed
         if state.leaf in tracker.state.appended_leaves:
             context.check_not_appended(self.index)
         if not context.first_forward_done:
@@ -146,7 +146,7 @@ class AttentionLayer(CacheLayerMixin):
             context.check_padding_columns(count)
             start = context.compute_start(key_states.shape[0])
         rows: tuple[Tensor, ...] = (key_states, value_states)
-        if self.layer_info.latent is not None:  # stored as one tensor
+        if self.layer_info.latent_width is not None:  # stored as one tensor
             rows = (torch.cat(rows, -1),)
         view = state.append(*rows, start=start, prefill="stored" if stored else None)
         pending = None if self._pending_ref is None else self._pending_ref()
@@ -155,7 +155,7 @@ class AttentionLayer(CacheLayerMixin):
         if (
             count > 1
             and view.page_table.num_columns == count
-            and not (stored or narrows_window)
+            and not (stored or is_window_narrowed)
             and view.query_listener is None
         ):
             # A first chunk attends to its own rows, which are dense.
@@ -252,7 +252,7 @@ class AttentionLayer(CacheLayerMixin):
             num_columns,
             self.dtype,
             self.attention_stats,
-            self._narrows_window,
+            self._is_window_narrowed,
             stored_prefill,
         )
         pending.model_has_gqa = self.layer_info.model_has_gqa

@@ -134,11 +134,11 @@ CHUNK_PADDING_ATTRIBUTE = "_kvant_chunk_padding"  # (key, padding) of a mask for
 
 
 def resolve_mask(
-    view: View, num_queries: int, mask: Tensor | None, causal: bool, narrows_window: bool
+    view: View, num_queries: int, mask: Tensor | None, causal: bool, is_window_narrowed: bool
 ) -> tuple[View, Mask | Tensor] | None:
     """Return the view and the mask for `num_queries` queries; None if dense rows are needed.
 
-    `narrows_window`: the window of the view is narrower than that of the model.
+    `is_window_narrowed`: the window of the view is narrower than that of the model.
     """
     if num_queries > 1 and view.mask.chunk is not None and view.page_table.ragged:
         raise UnsupportedView(
@@ -148,12 +148,12 @@ def resolve_mask(
     if isinstance(mask, LazyMask):
         rule, padding = mask.rule, mask.padding
         if rule is not None and padding is not None and _agrees_with_padding(view, padding):
-            if not narrows_window and rule.window is None and rule.chunk is None:
+            if not is_window_narrowed and rule.window is None and rule.chunk is None:
                 check_model_window(view, num_queries)
             return hide_padding(view, padding), intersect_rules(view.mask, rule)
         mask = materialize_tensor(mask, "a mask that is no rule")
     if mask is None:  # no row is hidden
-        if causal and not narrows_window:
+        if causal and not is_window_narrowed:
             check_model_window(view, num_queries)
         if view.page_table.has_padding:
             check_padding_hidden(view, num_queries)
@@ -163,7 +163,7 @@ def resolve_mask(
     padding = (
         _find_token_padding(view, mask)
         if num_queries == 1
-        else _find_chunk_padding(view, num_queries, mask, narrows_window)
+        else _find_chunk_padding(view, num_queries, mask, is_window_narrowed)
     )
     if padding is not None and _agrees_with_padding(view, padding):
         return hide_padding(view, padding), view.mask
@@ -173,7 +173,7 @@ def resolve_mask(
     if mask.shape[2] == 1:
         mask = mask.expand(-1, -1, num_queries, -1)  # one row for all queries
     check_mask_hides_padding(view, mask)
-    return view, restrict_mask_to_window(view, num_queries, mask) if narrows_window else mask
+    return view, restrict_mask_to_window(view, num_queries, mask) if is_window_narrowed else mask
 
 
 def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
@@ -197,15 +197,15 @@ def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
 
 
 def _find_chunk_padding(
-    view: View, num_queries: int, mask: Tensor, narrows_window: bool
+    view: View, num_queries: int, mask: Tensor, is_window_narrowed: bool
 ) -> list[int] | None:
     """Return the padding of a mask for several queries, if the view's rule explains the rest."""
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, num_queries):
         return None
     # If the window of the view is narrower than that of the model, the mask lacks it.
-    rule = replace(view.mask, window=None, sinks=0) if narrows_window else view.mask
+    rule = replace(view.mask, window=None, sinks=0) if is_window_narrowed else view.mask
     version = None if mask.is_inference() else mask._version
-    key = (version, rule, view.page_table.num_columns, view.batch, tuple(_compute_starts(view)))
+    key = (version, rule, view.page_table.num_columns, view.batch, tuple(_compute_padding(view)))
     cached: tuple[object, list[int] | None] = getattr(mask, CHUNK_PADDING_ATTRIBUTE, (None, None))
     if cached[0] != key:
         cached = (key, _match_chunk_padding(view, num_queries, mask, rule))
@@ -219,7 +219,7 @@ def _match_chunk_padding(
     """Return a padding that makes `rule` equal to `mask`, None if there is none."""
     batch, columns = view.batch, view.page_table.num_columns
     first_column = columns - mask.shape[-1]
-    candidates = [_compute_starts(view)]
+    candidates = [_compute_padding(view)]
     if not has_known_padding(view) and first_column == 0 and not view.page_table.layer_group.sinks:
         padding = find_left_padding(mask[:, 0, -1])
         candidates += [padding * (batch // len(padding))] if padding else []
@@ -233,7 +233,7 @@ def _match_chunk_padding(
     return None
 
 
-def _compute_starts(view: View) -> list[int]:
+def _compute_padding(view: View) -> list[int]:
     """Return the column of the first position of each sequence."""
     table = view.page_table
     starts: list[int] = table.reduce_to_sequences(table.num_columns - table.lengths).tolist()
@@ -250,7 +250,7 @@ def _agrees_with_padding(view: View, padding: list[int]) -> bool:
     if view.page_table.ragged and not any(padding):
         return True
     if has_known_padding(view):
-        return _compute_starts(view) == padding
+        return _compute_padding(view) == padding
     # Attention chunks are counted from the first token: stored padding would shift them.
     return view.mask.chunk is None or not any(padding)
 
@@ -270,7 +270,7 @@ def check_padding_hidden(view: View, num_queries: int) -> None:
         return
     window, columns = view.mask.window, view.page_table.num_columns
     low = 0 if window is None else max(0, columns - num_queries - window + 1)
-    if low < max(_compute_starts(view)):
+    if low < max(_compute_padding(view)):
         raise make_padding_mismatch_error(view)
 
 
@@ -302,7 +302,7 @@ def check_mask_hides_padding(view: View, mask: Tensor) -> None:
     visible = newest if mask.dtype == torch.bool else newest > torch.finfo(mask.dtype).min / 2
     columns = view.page_table.num_columns
     column = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
-    start = torch.tensor(_compute_starts(view), device=mask.device).view(-1, 1, 1, 1)
+    start = torch.tensor(_compute_padding(view), device=mask.device).view(-1, 1, 1, 1)
     if bool((visible & (column < start)).any()):
         raise make_padding_mismatch_error(view)
 
@@ -310,7 +310,7 @@ def check_mask_hides_padding(view: View, mask: Tensor) -> None:
 def make_padding_mismatch_error(view: View) -> CacheError:
     """Make the error for a mask whose padding is not that of the cache."""
     return CacheError(
-        f"the cached sequences begin at columns {_compute_starts(view)}, by this mask they "
+        f"the cached sequences begin at columns {_compute_padding(view)}, by this mask they "
         "begin elsewhere, but padding is not stored: reset the cache, or give this mask to "
         "kvant.cache_for(..., attention_mask=...) and read all tokens again"
     )
@@ -338,7 +338,7 @@ def restrict_mask_to_window(view: View, num_queries: int, mask: Tensor) -> Tenso
         raise make_missing_padding_error()
     k = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
     q = torch.arange(columns - num_queries, columns, device=mask.device)
-    start = torch.tensor(_compute_starts(view), device=mask.device).view(-1, 1, 1, 1)
+    start = torch.tensor(_compute_padding(view), device=mask.device).view(-1, 1, 1, 1)
     rule = replace(view.mask, causal=False, chunk=None)  # the mask has these already
     return mask & evaluate_mask(rule, q[:, None] - start, k - start)
 

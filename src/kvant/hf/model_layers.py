@@ -40,7 +40,7 @@ class ModelLayer:
 
     type: str
     options: Mapping[str, Any]  # of the transformers cache layer of this type
-    latent: int | None = None  # width of the latents that keys and values expand from
+    latent_width: int | None = None  # width of the latents that keys and values expand from
     model_has_gqa: bool = True  # some layer of the model has grouped queries
 
     @property
@@ -144,7 +144,7 @@ def _check_format_applies(spec: str, layers: tuple[ModelLayer, ...]) -> None:
         )
 
 
-def narrows_window(layer: ModelLayer, recipe: LayerSpec) -> bool:
+def is_window_narrowed(layer: ModelLayer, recipe: LayerSpec) -> bool:
     """Return whether the window of the recipe is narrower than that of the model."""
     window = recipe.retention.window
     return window is not None and (layer.window is None or window < layer.window)

@@ -73,7 +73,7 @@ class PendingAttention:
     num_columns: int  # the newest columns, as many as the masks of the model have
     dtype: torch.dtype
     attention_stats: AttentionStats
-    narrows_window: bool = False  # the view's window is not the model's
+    is_window_narrowed: bool = False  # the view's window is not the model's
     stored_prefill: bool = False  # the tokens of a chunk see different rows
     model_has_gqa: bool = True  # some layer of the model has grouped queries
     layer_has_gqa: bool = False  # an earlier call showed that this layer has them
@@ -95,7 +95,7 @@ class PendingAttention:
             q, mask = pack_queries_as_heads(q, mask)
         if packed is None or not self.matches_queries(q):
             return None
-        resolved = resolve_mask(self.view, q.shape[2], mask, call.causal, self.narrows_window)
+        resolved = resolve_mask(self.view, q.shape[2], mask, call.causal, self.is_window_narrowed)
         if resolved is None:
             return None
         view, rule = resolved
@@ -167,7 +167,7 @@ class PendingAttention:
         self.check_current()
         refusal = (
             NARROW_WINDOW_REFUSAL
-            if self.narrows_window
+            if self.is_window_narrowed
             else STORED_PREFILL_REFUSAL
             if self.stored_prefill
             else None

@@ -93,7 +93,7 @@ class Recurrence(RecurrentBase):
 
     def reachable(self, to: int) -> int:
         """Return the longest length <= `to` that a crop or a checkpoint can restore."""
-        if not self._has_no_length and to >= self.length - self._count_recorded_tokens():
+        if not self._length_is_unknown and to >= self.length - self._count_recorded_tokens():
             return min(to, self.length)
         lengths = (state.length for state in self.checkpoints)
         return max((length for length in lengths if length <= to), default=0)
@@ -105,10 +105,10 @@ class Recurrence(RecurrentBase):
                 f"length {to} cannot be reached: {self.reachable(to)} is the longest that can"
             )
         checkpoints = tuple(state for state in self.checkpoints if state.length <= to)
-        crops = not self._has_no_length and to >= self.length - self._count_recorded_tokens()
-        if to < self.length or not crops:
+        can_crop = not self._length_is_unknown and to >= self.length - self._count_recorded_tokens()
+        if to < self.length or not can_crop:
             self.is_lost = True
-        return partial(self._crop if crops else self._restore_checkpoint, to, checkpoints)
+        return partial(self._crop if can_crop else self._restore_checkpoint, to, checkpoints)
 
     def _crop(self, to: int, checkpoints: tuple[RecurrentState, ...]) -> None:
         if self.layer.record_past:
@@ -173,7 +173,7 @@ class Recurrence(RecurrentBase):
         return self.history
 
     @property
-    def _has_no_length(self) -> bool:
+    def _length_is_unknown(self) -> bool:
         """Whether the state has no length: lost, or inside a forward."""
         return self.is_lost or self.in_forward
 
@@ -255,7 +255,7 @@ class RecurrentProgress:
         self._tracks_forwards = bool(attending and recurring) and recurring[0] < attending[-1]
         self._first_is_hybrid = bool(recurring) and recurring[0] in attending
 
-    def is_repeated_forward(self, layer_idx: int, state_idx: int) -> bool:
+    def restarts_forward(self, layer_idx: int, state_idx: int) -> bool:
         """Return whether a forward starts here while the previous one has not ended."""
         is_start = (layer_idx, state_idx) == self._first_state
         return is_start and any(recurrence.in_forward for recurrence in self.recurrences)

@@ -43,7 +43,7 @@ from kvant.hf.cache import TransformersCache
 from kvant.hf.cache_context import AttentionStats
 from kvant.hf.handles import make_handles
 from kvant.hf.layers import AttentionLayer
-from kvant.hf.model_layers import narrows_window
+from kvant.hf.model_layers import is_window_narrowed
 from kvant.hf.module_attributes import make_comparable, named_attributes
 from kvant.hf.pending_attention import AttentionCall, PendingAttention, SideName
 from kvant.norms import is_fused
@@ -86,7 +86,7 @@ class ReplayLayer(CacheLayerMixin):
     def __init__(self, layer: AttentionLayer, step: DecodeStep) -> None:
         self.step = step
         self.is_sliding = layer.is_sliding
-        self.narrows_window = narrows_window(layer.layer_info, layer.recipe)
+        self.is_window_narrowed = is_window_narrowed(layer.layer_info, layer.recipe)
         self.window, self.model_has_gqa = layer.layer_info.window, layer.layer_info.model_has_gqa
         super().__init__()
 
@@ -102,7 +102,7 @@ class ReplayLayer(CacheLayerMixin):
             self.get_mask_sizes(1)[0],
             key_states.dtype,
             AttentionStats(),
-            self.narrows_window,
+            self.is_window_narrowed,
             model_has_gqa=self.model_has_gqa,
             step=self.step,
             new_rows=(key_states, value_states),
@@ -385,7 +385,7 @@ class Replayer:
         unchanged = unchanged and all(map(is_, buffers, self._last_buffers))
         unchanged = unchanged and self._last_modes == get_torch_modes()
         self._last_cache_ref = None  # until the token has arrived
-        plans = states.expect(seals=self.backend.seals_pages)
+        plans = states.plan_token(seals=self.backend.seals_pages)
         self._num_tokens += 1
         if not unchanged or self._num_tokens % MODEL_CHECK_INTERVAL == 0:
             self._check_model()
@@ -398,7 +398,7 @@ class Replayer:
             self._check_backend(states.backend)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         out = self._run_forward()
-        if not states.arrive(self._steps[0].backend, buffers):
+        if not states.commit_token(self._steps[0].backend, buffers):
             raise ReplayPaused("another cache reallocated the pages during the replay")
         if self.backend.seals_pages and any(len(plan.seals) for plan in plans):
             for layer in layers:
@@ -492,7 +492,8 @@ def _list_attention_layers(cache: TransformersCache) -> list[AttentionLayer]:
     """Return the attention layers of a cache; refuse layers that a replay cannot serve."""
     layers = [layer for layer in cache.layers if not isinstance(layer, DummyLayer)]
     for layer in layers:
-        if type(layer) is not AttentionLayer or layer.pending_type is not PendingAttention:
-            name = "latents" if isinstance(layer, AttentionLayer) else type(layer).__name__
-            raise UnsupportedView(f"layers of {name} cannot be replayed")
+        if type(layer) is not AttentionLayer:
+            raise UnsupportedView(f"layers of {type(layer).__name__} cannot be replayed")
+        if layer.pending_type is not PendingAttention:
+            raise UnsupportedView("layers of latents cannot be replayed")
     return layers

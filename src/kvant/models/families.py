@@ -213,7 +213,7 @@ def read_row_sizes(entries: ConfigEntries, kind: str, index: int) -> dict[str, i
     rank = entries.get_int("kv_lora_rank")
     if rank is not None:  # MLA: a latent and its rotary part in one row
         width = rank + (entries.get_int("qk_rope_head_dim") or 0)
-        return {"num_heads": 1, "key_dim": width, "value_dim": rank, "latent": rank}
+        return {"num_heads": 1, "key_dim": width, "value_dim": rank, "latent_width": rank}
     dim = _read_head_dim(entries, kind, index)
     value_dim = entries.get_int("v_head_dim")
     return {

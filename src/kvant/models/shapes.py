@@ -51,7 +51,7 @@ class LayerInfo(Protocol):
     @property
     def is_chunked(self) -> bool: ...
     @property
-    def latent(self) -> int | None:
+    def latent_width(self) -> int | None:
         """Channels of the compressed rows from which keys and values are computed (MLA)."""
 
 
@@ -65,7 +65,7 @@ class LayerShape:
     dtype: torch.dtype = torch.bfloat16  # of its rows; a default if undeclared
     kind: str = FULL
     window: int | None = None
-    latent: int | None = None
+    latent_width: int | None = None
     state_nbytes: int | None = 0  # per sequence; None: unknown
 
     @property
@@ -139,6 +139,6 @@ def _make_attention_recipe(layer: LayerInfo, recipe: Recipe | None) -> LayerSpec
     if window is not None:  # without sinks, which the model would not see
         recipe = replace(recipe, retention=Window(min(window, policy or window)))
     chunk = window if layer.is_chunked else None
-    if window is not None or chunk is not None or layer.latent is not None:
+    if window is not None or chunk is not None or layer.latent_width is not None:
         recipe = replace(recipe, prune=None)  # they have bounded rows, or no key heads
-    return replace(recipe, chunk=chunk, value_dim=layer.latent)
+    return replace(recipe, chunk=chunk, value_dim=layer.latent_width)

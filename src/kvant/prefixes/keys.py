@@ -106,11 +106,11 @@ def fingerprint(model: PreTrainedModel) -> bytes:
     A write that changes none of these is not noticed: into `.data`, beside the probed values.
     """
     attributes = named_attributes(model)
-    loose = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
+    attribute_tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
     values = [(name, make_comparable(value)) for name, value in attributes]
     settings = [_filter_config(model.config), [pair for pair in values if pair[1] is not None]]
     parts = [json.dumps(settings, default=repr).encode()]
-    tensors = [*named_weights(model), *model.named_buffers(), *loose]
+    tensors = [*named_weights(model), *model.named_buffers(), *attribute_tensors]
     digests = _hash_tensors([tensor for _, tensor in tensors])
     for (name, tensor), tensor_digest in zip(tensors, digests, strict=True):
         parts += [f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), tensor_digest]

@@ -78,7 +78,7 @@ class PrefixNamespace:
         self.prefixes = prefixes
         self.salt = ""  # of the reader, in addition to that of `prefixes`
         self.mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
-        self.refusal: str | None = None  # why prefixes are not cached for this model
+        self.no_prefixes_reason: str | None = None  # why prefixes are not cached for this model
         self._model = ref(model)
         self._spec = cache.spec
         self._pages_suffice = pages_suffice(cache.spec)
@@ -92,27 +92,27 @@ class PrefixNamespace:
         self._branch_point = 0
         self._backend = str(cache.backend)
         if any(layer.is_opaque for layer in cache.layer_info):
-            self.refusal = "transformers manages some of its layers"
+            self.no_prefixes_reason = "transformers manages some of its layers"
         elif not supports_chunked_prefill(model):
-            self.refusal = "it does not support chunked prefill"
-        self._is_unsupported = self.refusal is not None
-        self._current_keys: NamespaceKeys | None = None
+            self.no_prefixes_reason = "it does not support chunked prefill"
+        self._is_unsupported = self.no_prefixes_reason is not None
+        self._matched_keys: NamespaceKeys | None = None
         self._weights_check_interval = weights_check_interval
         self._last_weights_check: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
     @property
     def _keys(self) -> NamespaceKeys:
         """The keys of the last match, even if the model changed since; before it, current ones."""
-        if self._current_keys is None:
-            self._current_keys = self._refresh_keys() or NamespaceKeys()
-        return self._current_keys
+        if self._matched_keys is None:
+            self._matched_keys = self._refresh_keys() or NamespaceKeys()
+        return self._matched_keys
 
     def fork(self, salt: str | None = None) -> PrefixNamespace:
         """Return a copy for another reader; `salt` restricts it to that salt."""
         copy = PrefixNamespace.__new__(PrefixNamespace)
         copy.__dict__.update(self.__dict__)
         if salt is not None:
-            copy.salt, copy._current_keys = salt, None
+            copy.salt, copy._matched_keys = salt, None
             copy.invalidate_weights_check()
         return copy
 
@@ -157,7 +157,7 @@ class PrefixNamespace:
         """Run `look_up_store` in a thread of its own, for `STORE_TIMEOUT_S` at most."""
         end_time = time.monotonic() + STORE_TIMEOUT_S
         deadline = LookupDeadline(lambda: end_time - time.monotonic())
-        executor = DaemonExecutor(1, "kvant-fetch")
+        executor = DaemonExecutor(1, "kvant-store-read")
         deadline.allocate(lambda: empty_cache)
         future = executor.submit(self.look_up_store, tokens, empty_cache, num_cached, deadline)
         executor.shutdown()
@@ -252,12 +252,12 @@ class PrefixNamespace:
         It is `base_cache`, of which `num_prefilled` tokens were prefilled, or a fork of a prefix
         with more tokens.
         """
-        last_keys, exact = self._current_keys, self.prefixes.exact
+        last_keys, exact = self._matched_keys, self.prefixes.exact
         self.mismatch, self._branch_point = None, 0
         keys = self._refresh_keys()
         if keys is None:
             return base_cache, num_prefilled
-        self._current_keys = keys
+        self._matched_keys = keys
         is_reusable = not exact and keys == (last_keys or keys)
         num_cached = base_cache.length if is_reusable else 0
         match = self.prefixes._match_prefix(keys.tree_key, tokens, num_cached)
@@ -301,7 +301,7 @@ class PrefixNamespace:
         last page is a large part of it. A new process can then restore it without the reply.
         """
         count = len(tokens)
-        if self.refusal is not None:
+        if self.no_prefixes_reason is not None:
             return []
         alignment = self.chunk_alignment
         has_long_tail = (count - 1) % self._page_size * MIN_TAIL_DIVISOR > count
@@ -327,7 +327,7 @@ class PrefixNamespace:
 
         An error is logged, not raised: the request has its reply already.
         """
-        if self.refusal is not None or not tokens or cache.length != len(tokens):
+        if self.no_prefixes_reason is not None or not tokens or cache.length != len(tokens):
             return
         try:
             if cache.spec == self._spec and self._refresh_keys() == self._keys:
@@ -338,8 +338,8 @@ class PrefixNamespace:
 
     def describe_mismatch(self, tokenizer: Any) -> str | None:
         """Describe where the last prompt diverged from the prefixes, or why there are none."""
-        if self.refusal is not None:
-            return f"prefixes are not cached for this model: {self.refusal}"
+        if self.no_prefixes_reason is not None:
+            return f"prefixes are not cached for this model: {self.no_prefixes_reason}"
         if self.mismatch is None:
             return None
         cached = tokenizer.decode(list(self.mismatch.cached_tokens))
@@ -383,8 +383,8 @@ class PrefixNamespace:
         model = self._model()
         if self._is_unsupported or model is None:
             return None
-        self.refusal = explain_no_fingerprint(model)
-        if self.refusal is not None:
+        self.no_prefixes_reason = explain_no_fingerprint(model)
+        if self.no_prefixes_reason is not None:
             return None
         root_key = make_root_key(model, self._spec)
         rounding = _describe_rounding(model, self._backend) if self.prefixes.exact else ""

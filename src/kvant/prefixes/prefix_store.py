@@ -432,9 +432,9 @@ def _check_page(layout: BlobLayout, blob: Blob) -> None:
         raise BlobError("its tensors differ from pages of this model")
 
 
-def _check_tail(like: Cache, length: int, blob: Blob) -> None:
+def _check_tail(template: Cache, length: int, blob: Blob) -> None:
     try:
-        check_tail_state(like, length, Snapshot(blob.payload.fields, blob.numbers))
+        check_tail_state(template, length, Snapshot(blob.payload.fields, blob.numbers))
     except (CacheError, ValueError) as error:
         raise BlobError(f"it does not fit this model: {error}") from error
 

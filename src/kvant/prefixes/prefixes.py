@@ -214,7 +214,7 @@ class Prefixes:
             self.prefix_store.reject(tree_key, tokens)
         with self._lock_for_change():
             if (tree := self._trees.get(tree_key)) is not None:
-                for entry in tree.find_sharing(tokens):
+                for entry in tree.list_entries_sharing(tokens):
                     entry.cancel_writes()
                     tree.remove(entry)
             self._drop_empty_trees()

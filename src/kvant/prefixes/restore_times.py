@@ -9,7 +9,7 @@ TIME_SMOOTHING = 0.5  # weight of the newest time in the mean
 RETRY_SPEEDUP = 1.5  # a skipped restore divides the estimates by this, so one is tried again
 
 
-class RestoreTime(NamedTuple):
+class TimedRestore(NamedTuple):
     """The mean size and time of some restores."""
 
     num_tokens: float
@@ -32,23 +32,23 @@ class RestoreTimes:
     """
 
     def __init__(self) -> None:
-        self._by_size: dict[int, RestoreTime] = {}  # by the bit length of the number of tokens
+        self._by_size: dict[int, TimedRestore] = {}  # by the bit length of the number of tokens
         self._lock = Lock()
 
     def record_time(self, count: int, seconds: float) -> None:
         """Add a finished restore to the means."""
-        new, size = RestoreTime(count, seconds), count.bit_length()
+        new, size = TimedRestore(count, seconds), count.bit_length()
         with self._lock:
             mean = self._by_size.get(size, new)
             pairs = zip(new, mean, strict=True)
             smoothed = (TIME_SMOOTHING * a + (1 - TIME_SMOOTHING) * b for a, b in pairs)
-            self._by_size[size] = RestoreTime(*smoothed)
+            self._by_size[size] = TimedRestore(*smoothed)
 
     def record_timeout(self, count: int, seconds: float) -> None:
         """Raise the bound after a restore that did not finish in `seconds`."""
         with self._lock:
             if self._bound_seconds(count) < seconds:
-                self._by_size[count.bit_length()] = RestoreTime(count, seconds)
+                self._by_size[count.bit_length()] = TimedRestore(count, seconds)
 
     def bound_seconds(self, count: int) -> float:
         """Return a lower bound on the seconds for `count` tokens; 0 before any measurement."""

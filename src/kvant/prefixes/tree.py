@@ -166,7 +166,7 @@ class PrefixTree:
             self.remove(entry)
         return new
 
-    def find_sharing(self, tokens: Sequence[int]) -> list[PrefixEntry]:
+    def list_entries_sharing(self, tokens: Sequence[int]) -> list[PrefixEntry]:
         """Return the entries with the first page of `tokens`, and those shorter than a page."""
         nodes, entries = self._find_path(tokens)[1:2], list(self.root.entries)
         while nodes:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvant
-from cache.test_pieces import make_filled_cache, store_missing_pages
+from cache.test_page_set import make_filled_cache, store_missing_pages
 from hf.zoo import build
 from kvant.cache.page_set import PageSet
 from kvant.cache.restore_buffer import RestoreBuffer

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvant import native
-from kvant.cache import storage
+from kvant.cache import layout
 
 # Triton reads this at its first import.
 if not torch.cuda.is_available():
@@ -60,7 +60,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.fixture
 def gpu_page_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store sealed pages in the file layout instead of the native kernels' layout."""
-    monkeypatch.setattr(storage, "select_tiles", lambda device: None)
+    monkeypatch.setattr(layout, "select_tiles", lambda device: None)
 
 
 @pytest.fixture

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant import devices
-from kvant.devices import (
+from kvant.platform import devices
+from kvant.platform.devices import (
     describe_slow_weights,
     is_slow,
     parse_device,
     parse_dtype,
     warn_of_slow_weights,
 )
-from kvant.packed_matrix import explain_refusal, has_packing_operators
+from kvant.weights.packed_matrix import explain_refusal, has_packing_operators
 
 BF16 = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 

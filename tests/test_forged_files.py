@@ -25,9 +25,9 @@ from kvant import (
     load,
     save,
 )
-from kvant.cache import storage
 from kvant.codecs import Affine
 from kvant.page_table import FIRST_OPEN, LENGTH
+from kvant.pages import storage
 from kvant.recipes import EmptySpec
 from kvant.retention import KeepAll
 from kvant.spec import language

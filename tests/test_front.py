@@ -20,7 +20,7 @@ def test_every_public_name_exists() -> None:
         assert getattr(kvant, name).__name__.rpartition(".")[2] == name
     assert set(kvant.__all__) <= vars(kvant).keys()  # looked up once
     assert set(kvant.__all__) <= set(dir(kvant))
-    assert kvant.sizes.parse_size("1KiB") == 1024  # modules too, without importing them
+    assert kvant.platform.sizes.parse_size("1KiB") == 1024  # modules too, without importing them
     with pytest.raises(AttributeError, match="module 'kvant' has no attribute 'nonsense'"):
         kvant.nonsense  # noqa: B018
     assert not hasattr(kvant, "nonsense.more") and not hasattr(kvant, "spec.")
@@ -138,7 +138,7 @@ def test_repr_shows_cached_tokens_and_bytes() -> None:
     session = kvant.Session(model, tokenizer, "affine4", template=False)
     session.read("import os\n")
     assert repr(session).startswith("Session(affine4: 1 turn, ")
-    assert repr(session).endswith(f" {kvant.sizes.format_size(session.cache.nbytes)})")
+    assert repr(session).endswith(f" {kvant.platform.sizes.format_size(session.cache.nbytes)})")
     with kvant.Engine(model, tokenizer, "affine8", max_bytes="1MiB") as engine:
         assert repr(engine).startswith("Engine(affine8: 0 running, 0 waiting, ")
         assert repr(engine).endswith(" of 1 MiB)")

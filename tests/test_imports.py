@@ -13,13 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. The modules of a
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
-    "contracts devices dtypes errors exit_codes lazy malloc openmp page_table progress "
-    "recipes renamed retention sizes tables torch_modes triton_runtime native/",
-    "codecs/ scores/ capture norms packed_matrix weights",
+    "contracts derived errors lazy page_table recipes renamed retention platform/",
+    "native/",
+    "codecs/ scores/ weights/",
     "attention/ spec/ functional",
+    "pages/",
     "cache/ models/ demo/ stores/",
     "hf/ planner checkpoints",
-    "probing/ prefixes/",
+    "probing/ prefixes/ replay/",
     "generation/",
     "engine/",
     "server/",
@@ -165,7 +166,7 @@ def test_imports_go_downward() -> None:
         ("kvant.attention.mask", "from kvant.codecs import _bits", "private"),
         ("kvant.attention.mask", "from .native import _loader", "private"),
         ("kvant.attention.mask", "from kvant.spec import parse", "same rank"),
-        ("kvant.torch_modes", "from kvant.native import get_library", "same rank"),
+        ("kvant.platform.torch_modes", "from kvant.native import get_library", "stands above"),
         ("kvant.cache", "import transformers.cache_utils", "hf"),
         ("kvant", "from transformers import Cache", "hf"),
         ("kvant.attention.triton.kernel_launch", "import triton.language as tl", "optional"),
@@ -175,8 +176,8 @@ def test_imports_go_downward() -> None:
             "from kvant.codecs.frames.rotation_kernel import rotate",
             "optional",
         ),
-        ("kvant.cache.layer", "from kvant import Cache", "defines the name"),
-        ("kvant.cache.layer", "import kvant", "defines the name"),
+        ("kvant.cache.layers", "from kvant import Cache", "defines the name"),
+        ("kvant.cache.layers", "import kvant", "defines the name"),
     ],
 )
 def test_rule_refuses_upward_imports(module: str, source: str, message: str) -> None:
@@ -190,8 +191,8 @@ def test_rule_refuses_upward_imports(module: str, source: str, message: str) -> 
     [
         ("kvant.codecs.affine", "from kvant.codecs import _bits\nfrom ._bits import pack"),
         ("kvant.codecs.affine", "from kvant import errors\nfrom ..contracts import Field"),
-        ("kvant.sizes", "from kvant.errors import SpecError"),
-        ("kvant.native", "from kvant.torch_modes import is_transforming"),
+        ("kvant.platform.sizes", "from kvant.errors import SpecError"),
+        ("kvant.native", "from kvant.platform.torch_modes import is_transforming"),
         ("kvant.cache", "from kvant.spec import parse\nfrom kvant.attention import mask"),
         ("kvant.attention.triton.kernel_launch", "def f():\n  import triton"),
         ("kvant.attention.triton.kernel_launch", "def f():\n  from .kernels import attend"),

@@ -189,7 +189,7 @@ def test_rewind_without_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
             raise MemoryError
         reopen_pages(*args)
 
-    monkeypatch.setattr("kvant.cache.cache.reopen_pages", failing)
+    monkeypatch.setattr("kvant.cache.transitions.reopen_pages", failing)
     with pytest.raises(MemoryError):
         cache.rewind(100)
     monkeypatch.undo()
@@ -286,7 +286,7 @@ def test_failed_first_forward_leaves_no_state(
 
     def recover(cache: Any) -> None:
         cache.states.rollback()
-        cache.states.external_states[0].check_valid()
+        next(iter(cache.states.holder.external_states.values())).check_valid()
 
     def logits(cache: Any) -> Tensor:
         return torch.cat([model(x, past_key_values=cache).logits for x in (ids, ids[:, :1])], 1)

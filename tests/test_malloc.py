@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import resource, sys, threading
 import torch
-from kvant import malloc
+from kvant.platform import malloc
 
 faults = []
 
@@ -45,7 +45,7 @@ def test_freed_memory_is_reused() -> None:
 
 THREADS = """
 import ctypes, sys, threading
-from kvant import malloc
+from kvant.platform import malloc
 
 if "keep" in sys.argv:
     malloc.keep_freed_memory()

@@ -20,8 +20,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kvant
 from isas import ISAS, load_or_skip
-from kvant import norms
 from kvant.native import get_library
+from kvant.weights import norms
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvant import openmp
+from kvant.platform import openmp
 
 pytestmark = pytest.mark.skipif(openmp._load_runtime() is None, reason="here it does nothing")
 
@@ -59,7 +59,7 @@ def test_single_threaded_computation_keeps_no_workers() -> None:
 
 FORK = """
 import os, sys, torch
-from kvant import openmp
+from kvant.platform import openmp
 torch.set_num_threads(3)
 torch.ones(1 << 20).add_(1)
 if not (child := os.fork()):

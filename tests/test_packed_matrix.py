@@ -12,9 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isas import ISAS, load_or_skip
-from kvant import packed_matrix
 from kvant.native import NativeLibrary, get_library, multiply_packed
-from kvant.packed_matrix import MAX_KERNEL_ROWS, PackedMatrix, SummationOrder, explain_refusal
+from kvant.weights import packed_matrix
+from kvant.weights.packed_matrix import (
+    MAX_KERNEL_ROWS,
+    PackedMatrix,
+    SummationOrder,
+    explain_refusal,
+)
 
 BLOCK = 64
 

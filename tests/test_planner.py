@@ -11,7 +11,8 @@ import torch
 
 from cache.tagged import make_layer, make_rows
 from kvant import Cache, CacheSpec, RecurrentSpec, Shape, SharedSpec, SpecError, plan
-from kvant.cache.layer import make_layer_group, pages_nbytes
+from kvant.cache.layout import make_layer_group
+from kvant.pages.storage import pages_nbytes
 from thin import thin_rows
 
 GIB = 1 << 30

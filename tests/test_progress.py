@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvant import progress
-from kvant.progress import ProgressBar, format_duration
+from kvant.platform import progress
+from kvant.platform.progress import ProgressBar, format_duration
 
 
 class Clock:

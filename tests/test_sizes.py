@@ -3,7 +3,7 @@
 import pytest
 
 from kvant.errors import SpecError
-from kvant.sizes import format_size, parse_size
+from kvant.platform.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import kvant
-from kvant import CacheError, weights
-from kvant.packed_matrix import PackedMatrix
+from kvant import CacheError
+from kvant.weights import packing as weights
+from kvant.weights.packed_matrix import PackedMatrix
 from packing import find_unpacked_reasons
 
 IN, OUT = 96, 128

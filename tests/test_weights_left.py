@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import kvant
-from kvant import packed_matrix
+from kvant.weights import packed_matrix
 
 IN, OUT = 96, 128
 

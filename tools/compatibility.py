@@ -12,11 +12,10 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"  # must precede any import of triton: there may be no GPU
@@ -24,39 +23,18 @@ os.environ["TRITON_INTERPRET"] = "1"  # must precede any import of triton: there
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parent.parent
+from pages import DOCS, ROOT, format_table, merge_lines, write_tables
+
 # The tests run a pairwise part of this product; this tool runs all of it. tests/ is no package, so
 # that pytest can import each file by itself.
 sys.path.insert(0, str(ROOT / "tests"))
 
-from hf.expected import expect_reading, list_problems  # noqa: E402
-from hf.graphs import trace_forward  # noqa: E402
-from hf.modes import MODES, play_mode  # noqa: E402
-from hf.parity import TOLERANCE, Cell, compare_cell, iterate_cells  # noqa: E402
-from hf.zoo import FAMILIES, NAMES, build, valid_spec  # noqa: E402
-from kvant.generation import TransformersDecoder  # noqa: E402
-
-DOC_PAGE = ROOT / "docs" / "compatibility.md"
-FAMILIES_HEADING = "## Every causal language model"  # tools/families.py writes from here on
-INTRO = """# What works with transformers
-
-Look up your model family: every mode of `generate` that works with transformers' own cache works
-with kvant's. The models are tiny and random, in float32 (`tests/hf/zoo.py`), so nothing here says
-how good a format is. `python tools/compatibility.py` (transformers {transformers}, torch {torch})
-writes this part, `python tools/families.py` the rest.
-
-* **raw**: the largest difference of logits from eager attention over DynamicCache, in standard
-  deviations. It covers one sequence and a left-padded pair, prompts at once and in two chunks, and
-  stock and attached models.
-* **compressed**: the same for affine8, affine4 and turbo4v4. The reference is eager attention over
-  the decoded rows that each query sees, so only rounding is left.
-* **stock**, **attached**: how a decoded token reads its past. *fused* reads the stored pages,
-  *materialized* makes rows dense for the operation in brackets, *nothing* means that kvant stores
-  no keys and values of this model.
-* **CUDA graph**: whether `kvant.generate` captures a token as a graph, or what prevents it. Found
-  by tracing the forward, without a GPU.
-* **modes**: those with the tokens of transformers' cache. The others fail with that cache as well.
-"""
+from hf.expected import expect_reading, list_problems
+from hf.graphs import trace_forward
+from hf.modes import MODES, play_mode
+from hf.parity import TOLERANCE, Cell, compare_cell, iterate_cells
+from hf.zoo import FAMILIES, NAMES, build, valid_spec
+from kvant.generation import TransformersDecoder
 
 
 @dataclass
@@ -124,7 +102,7 @@ def _find_graph_refusal(name: str) -> str:
     """Return the reason why tokens are not replayed from a graph, or "replayed"."""
     decoder = TransformersDecoder(build(name), capture=trace_forward)
     cache = decoder.make_cache(valid_spec(name, "raw,capacity=8"))
-    with patch("kvant.cache.storage.select_tiles", lambda device: None):  # page layout of a GPU
+    with patch("kvant.pages.storage.select_tiles", lambda device: None):  # page layout of a GPU
         for tokens in ([3, 4, 5], [6], [7], [8]):
             decoder.compute_logits(tokens, cache)
     why = cache.context.replay_stats.refusal
@@ -133,12 +111,8 @@ def _find_graph_refusal(name: str) -> str:
     return why or "replayed"
 
 
-def make_page(rows: list[FamilyReport]) -> Iterator[str]:
-    """Yield the lines of docs/compatibility.md, one table line for equal results."""
-    yield INTRO.format(transformers=transformers.__version__, torch=torch.__version__)
-    yield from _format_counts(rows)
-    yield "\n| families | raw | compressed | stock | attached | CUDA graph | modes |"
-    yield "|---|---|---|---|---|---|---|"
+def make_tables(rows: list[FamilyReport]) -> dict[str, str]:
+    """Return the tables of docs/compatibility.md, one line for equal results."""
     groups: dict[tuple[str, ...], list[FamilyReport]] = defaultdict(list)
     for row in rows:
         reasons = ", ".join(f"`{reason}`" for reason in sorted(row.reasons))
@@ -146,65 +120,64 @@ def make_page(rows: list[FamilyReport]) -> Iterator[str]:
         reads = [f"{text} ({reasons})" if text == "materialized" else text for text in reads]
         modes = f"{len(MODES) - len(row.refusals)} of {len(MODES)}"
         groups[*reads, row.graph_result, modes].append(row)
-    for results, members in groups.items():
-        errors = (max(row.error[kind] for row in members) for kind in ("raw", "compressed"))
-        names = ", ".join(row.name for row in members)
-        yield format_line(names, *map(_format_error, errors), *results)
-    yield "\n## What does not work with DynamicCache either\n"
-    yield "| modes | families | the error |"
-    yield "|---|---|---|"
-    yield from _format_refusals(rows)
+    families = [
+        {
+            "families": ", ".join(row.name for row in members),
+            **{
+                kind: f"{error:.0e}" if (error := max(row.error[kind] for row in members)) else "0"
+                for kind in ("raw", "compressed")
+            },
+            **dict(zip(("stock", "attached", "CUDA graph", "modes"), results, strict=True)),
+        }
+        for results, members in groups.items()
+    ]
+    failures = [
+        {"modes": mode, "families": row.name, "the error": _shorten_error(why, row.name)}
+        for row in rows
+        for mode, why in row.refusals.items()
+    ]
+    return {
+        "cells": "\n".join(f"* {line}" for line in _format_counts(rows)),
+        "families": format_table(families),
+        "failures": format_table(merge_lines(failures, "the error")),
+    }
 
 
 def _format_counts(rows: list[FamilyReport]) -> Iterator[str]:
+    yield format_versions()
     cells = sum((row.reading_counts for row in rows), Counter())
     for way in ("stock", "attached"):
         counts = {result: count for (key, result), count in sorted(cells.items()) if key == way}
         text = ", ".join(f"{count} {result}" for result, count in counts.items())
-        yield f"* cells of {way} models: {text}"
-    yield f"* modes: {', '.join(MODES)}"
-    missing: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        why = Cell(row.name, "raw", 2, "chunked", "stock").refusal()
-        if why is not None:
-            missing[why].append(row.name)
-    for why, names in missing.items():
-        yield f"* left out, chunks of a padded batch of {', '.join(names)}: {why}"
+        yield f"cells of {way} models: {text}"
+    yield f"modes: {', '.join(MODES)}"
+    refusals = ((row.name, Cell(row.name, "raw", 2, "chunked", "stock").refusal()) for row in rows)
+    missing = [{"families": name, "why": why} for name, why in refusals if why is not None]
+    for line in merge_lines(missing, "why"):
+        yield f"left out, chunks of a padded batch of {line['families']}: {line['why']}"
 
 
-def _format_refusals(rows: Iterable[FamilyReport]) -> Iterator[str]:
-    """Yield one line for each error, with the modes and families that share it."""
-    groups: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for row in rows:
-        for mode, why in row.refusals.items():
-            text = _shorten_error(why.replace(FAMILIES[row.name].model, "this one"))
-            modes, names = groups.setdefault(text, ({}, {}))
-            modes[mode] = names[row.name] = None
-    for why, (modes, names) in groups.items():
-        yield format_line(", ".join(modes), ", ".join(names), why)
+def publish(tables: Mapping[str, str], problems: Sequence[str], *, is_complete: bool) -> int:
+    """Write complete tables without problems to the page; return the exit code."""
+    if not is_complete:
+        print(*tables.values(), sep="\n\n")
+    elif not problems:
+        write_tables(DOCS / "compatibility.md", tables)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
-def _shorten_error(text: str) -> str:
+def format_versions() -> str:
+    return f"transformers {transformers.__version__}, torch {torch.__version__}, float32, CPU"
+
+
+def _shorten_error(text: str, name: str) -> str:
     """Return the last line of an error, as some begin with the text of a whole model."""
+    text = text.replace(FAMILIES[name].model, "this one").replace("|", "/")
     kind = text.partition(":")[0]
     last = text.splitlines()[-1].removeprefix(f"{kind}: ")
-    return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:80]}".replace("|", "/")
-
-
-def read_other_part(*, families: bool) -> str:
-    """Return the other command's part of the page: from the heading on, or all before it."""
-    before, heading, after = DOC_PAGE.read_text(encoding="utf-8").partition(FAMILIES_HEADING)
-    if not families:
-        return before.rstrip() + "\n\n"
-    return f"\n{heading}{after}" if heading else ""
-
-
-def _format_error(error: float) -> str:
-    return f"{error:.0e}" if error else "0"
-
-
-def format_line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:80]}"
 
 
 def main() -> int:
@@ -224,14 +197,8 @@ def main() -> int:
             done = f"{len(rows)} of {len(jobs)} families, {spent:.0f} s: {row.name}"
             print(done, file=sys.stderr, flush=True)
     ordered = [rows[name] for name in args.families]
-    text = "\n".join(make_page(ordered)) + "\n"
-    if args.families == NAMES and not any(row.problems for row in ordered):
-        DOC_PAGE.write_text(text + read_other_part(families=True), encoding="utf-8")
-    print("\n".join(_format_counts(ordered)) if args.families == NAMES else text)
-    wrong = [problem for row in ordered for problem in row.problems]
-    for problem in wrong:
-        print(problem, file=sys.stderr)
-    return 1 if wrong else 0
+    problems = [problem for row in ordered for problem in row.problems]
+    return publish(make_tables(ordered), problems, is_complete=args.families == NAMES)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from demo_data import END, MARKER, Corpus, load_corpus
+from kvant.demo import PATH
+from kvant.probing import measure_divergence
+from pages import format_table, write_tables
 
 CONTEXT, SKIPPED_POSITIONS, WINDOW = 2048, 256, 64
 TOKEN_BITS, NGRAM_ORDER = 12, 5
@@ -75,29 +77,19 @@ def cut_held_out_blocks(corpus: Corpus) -> np.ndarray:
     )
 
 
-def make_window_mask(window: int) -> torch.Tensor:
-    """Return a mask that lets every position see itself and the ``window - 1`` before it."""
-    distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)[None, :]
-    return ((distance >= 0) & (distance < window))[None, None]
-
-
-@torch.no_grad()
-def compute_mean_loss(model: PreTrainedModel, blocks: np.ndarray, window: int) -> float:
-    """Return the loss past the first positions, with attention limited to a window."""
-    mask = make_window_mask(window)
-    losses = []
-    for block in torch.from_numpy(blocks):
-        logits = model(input_ids=block[None, :-1], attention_mask=mask, use_cache=False).logits
-        losses.append(
-            functional.cross_entropy(
-                logits[0, SKIPPED_POSITIONS:].float(), block[1 + SKIPPED_POSITIONS :]
-            )
-        )
-    return float(torch.stack(losses).mean())
+def compute_mean_losses(model: PreTrainedModel, blocks: np.ndarray) -> tuple[float, float]:
+    """Return the loss past the first positions, with full attention and within `WINDOW`."""
+    pieces = torch.from_numpy(blocks)[:, None]
+    divergence = measure_divergence(model, pieces, f"raw,window={WINDOW},sinks=0")
+    full, limited = (
+        float(losses.view(-1, CONTEXT)[:, SKIPPED_POSITIONS:].mean())
+        for losses in (divergence.raw_loss, divergence.loss)
+    )
+    return full, limited
 
 
 def compute_ngram_loss(corpus: Corpus, vocab: int, blocks: np.ndarray) -> float:
-    """Return the loss of the 5-gram model on the tokens that `compute_mean_loss` scores."""
+    """Return the loss of the 5-gram model on the tokens that `compute_mean_losses` scores."""
     ngram = NGram(corpus.train, vocab)
     start = SKIPPED_POSITIONS + 1 - (NGRAM_ORDER - 1)
     return float(np.mean([-np.log(ngram.compute_probabilities(block[start:])) for block in blocks]))
@@ -113,16 +105,8 @@ def draw_random_string(tokenizer: Tokenizer, rng: random.Random, characters: boo
 @torch.no_grad()
 def continues_exactly(model: PreTrainedModel, prompt: list[int], rest: list[int]) -> bool:
     """Return whether greedy decoding continues the prompt with exactly the given tokens."""
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=len(rest),
-        min_new_tokens=len(rest),
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist() == rest
+    logits = model(torch.tensor([prompt + rest[:-1]]), logits_to_keep=len(rest)).logits[0]
+    return logits.argmax(-1).tolist() == rest
 
 
 def measure_copy_rate(
@@ -151,7 +135,7 @@ def evaluate(folder: Path) -> dict[str, float]:
     vocab = model.config.vocab_size
     tokenizer, corpus = load_corpus(folder, vocab)
     blocks = cut_held_out_blocks(corpus)
-    full, limited = (compute_mean_loss(model, blocks, window) for window in (CONTEXT, WINDOW))
+    full, limited = compute_mean_losses(model, blocks)
     result = {
         "parameters": model.num_parameters(),
         "held_out_tokens": len(blocks) * (CONTEXT - SKIPPED_POSITIONS),
@@ -179,124 +163,69 @@ def read_curve(folder: Path, points: int = 24) -> list[dict[str, float]]:
 
 def format_curve_table(entries: list[dict[str, float]]) -> str:
     """Return the loss curve as a Markdown table."""
-    rows = [
-        f"| {e['seconds'] / 60:.0f} | {e['tokens'] / 1e6:.1f} | {e['length']} "
-        f"| {e['text']:.2f} | {e['held_out']:.2f} | {e['copied']:.3f} |"
-        for e in entries
-    ]
-    head = "| minute | million tokens | length | text | held-out | copied |"
-    return "\n".join([head, "|---:|---:|---:|---:|---:|---:|", *rows])
+    return format_table(
+        [
+            {
+                "minute": f"{entry['seconds'] / 60:.0f}",
+                "million tokens": f"{entry['tokens'] / 1e6:.1f}",
+                "length": entry["length"],
+                "text": f"{entry['text']:.2f}",
+                "held-out": f"{entry['held_out']:.2f}",
+                "copied": f"{entry['copied']:.3f}",
+            }
+            for entry in entries
+        ]
+    )
 
 
 def format_measurement_table(measurements: dict[str, float]) -> str:
     """Return the measurements as a Markdown table."""
-    copy_rows = [
-        f"| random {string_kind} copied from {distance} tokens back | {rate:.0%} | {target} |"
-        for distance in DISTANCES
-        for string_kind in ("tokens", "characters")
-        for rate in [measurements[f"copy_{string_kind}_{distance}"]]
-        for target in ["at least 50%" if distance == 1000 else ""]
-    ]
-    rows = [
-        "| measurement | value | aim |",
-        "|---|---:|---|",
-        f"| perplexity, full attention | {measurements['perplexity']:.2f} | |",
-        f"| perplexity, window of {WINDOW} | {measurements['window_perplexity']:.2f} | |",
-        f"| cost of the window | {measurements['window_cost']:+.1%} | at least +10% |",
-        *copy_rows,
-        f"| loss per token | {measurements['loss']:.3f} | below the 5-gram's |",
-        f"| loss per token, 5-gram | {measurements['ngram_loss']:.3f} | |",
-    ]
-    return "\n".join(rows)
+    lines = {
+        "perplexity, full attention": (f"{measurements['perplexity']:.2f}", ""),
+        f"perplexity, window of {WINDOW}": (f"{measurements['window_perplexity']:.2f}", ""),
+        "cost of the window": (f"{measurements['window_cost']:+.1%}", "at least +10%"),
+    }
+    for distance in DISTANCES:
+        for kind in ("tokens", "characters"):
+            rate = f"{measurements[f'copy_{kind}_{distance}']:.0%}"
+            aim = "at least 50%" if distance == 1000 else ""
+            lines[f"random {kind} copied from {distance} tokens back"] = (rate, aim)
+    lines["loss per token"] = (f"{measurements['loss']:.3f}", "below the 5-gram's")
+    lines["loss per token, 5-gram"] = (f"{measurements['ngram_loss']:.3f}", "")
+    return format_table(
+        [{"measurement": name, "value": value, "aim": aim} for name, (value, aim) in lines.items()]
+    )
 
 
 def export(folder: Path, target: Path) -> dict[str, float]:
-    """Write the bfloat16 model, its tokenizer, its curve and its card; return the measurements."""
+    """Write the bfloat16 model, its tokenizer and its card; return the measurements."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.save_pretrained(target)
+    weights, card = target / "model.safetensors", target / "card.md"
     # save_pretrained makes it readable by its owner only, and a package keeps the mode.
-    (target / "model.safetensors").chmod(0o644)
+    weights.chmod(0o644)
     (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": CONTEXT}
     (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     measurements = evaluate(target)
-    entries = read_curve(folder)
-    (target / "card_curve.json").write_text(
-        json.dumps({"measurements": measurements, "curve": entries}, indent=1) + "\n"
-    )
     last = json.loads((folder / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    size = (target / "model.safetensors").stat().st_size / 2**20
-    card = CARD.format(
-        count=measurements["parameters"] / 1e6,
-        size=size,
-        python=platform.python_version(),
-        tokens=last["tokens"] / 1e6,
-        minutes=last["seconds"] / 60,
-        steps=last["step"],
-        held=measurements["held_out_tokens"],
-        skip=SKIPPED_POSITIONS,
-        trials=TRIALS,
-        measurements=format_measurement_table(measurements),
-        curve=format_curve_table(entries),
+    facts = {
+        "million parameters": f"{measurements['parameters'] / 1e6:.2f}",
+        "MiB in bfloat16": f"{weights.stat().st_size / 2**20:.1f}",
+        "Python whose library is the text": platform.python_version(),
+        "held-out tokens measured": f"{measurements['held_out_tokens']:.0f}",
+        "minutes of training": f"{last['seconds'] / 60:.0f}",
+        "steps": f"{last['step']}",
+        "million tokens read": f"{last['tokens'] / 1e6:.1f}",
+    }
+    card.write_bytes((PATH / "card.md").read_bytes())  # its text, with this model's tables
+    write_tables(
+        card,
+        {
+            "facts": format_table([{"fact": k, "value": v} for k, v in facts.items()]),
+            "measurements": format_measurement_table(measurements),
+            "curve": format_curve_table(read_curve(folder)),
+        },
     )
-    (target / "card.md").write_text(card, encoding="utf-8")
     return measurements
-
-
-CARD = """\
-# The demo model
-
-A {count:.2f} million parameter decoder (Qwen3 architecture, tied embeddings, {size:.1f} MiB in
-bfloat16) for trying out and testing key-value caches where no other model is at hand. It continues
-Python source; it is not a useful assistant or programmer. It was made to *need* its cache: it
-repeats strings that it saw a thousand tokens earlier. Recall fades beyond that, because only the
-last part of a run sees sequences of 2048.
-
-- Layers 6, hidden 256, feed-forward 768, 4 query heads on 2 key-value heads of 64, context 2048,
-  RoPE base 10000, byte-level BPE of 4096 tokens whose id 0 is `<|endoftext|>`.
-- Load it with `AutoModelForCausalLM.from_pretrained(folder)` and
-  `AutoTokenizer.from_pretrained(folder)`.
-
-## Data and licence
-
-The only text is the standard library of Python {python} without `site-packages` and the character
-tables in `encodings`, under the PSF licence version 2 (https://docs.python.org/3/license.html),
-which allows derived works; Copyright (c) 2001 Python Software Foundation, all rights reserved.
-About 2% of the files, chosen by a hash of their path, are held out. Into a part of the training
-sequences, passages of their own text, random tokens and random character strings are written a
-second time, at a random distance, so that copying is learnt. The random strings carry no loss where
-they first occur.
-
-## Measurements
-
-On the exported bfloat16 weights. Losses are in nats per token on {held} tokens of held-out files,
-at positions past {skip} of blocks of 2048; the 5-gram model (interpolated Witten-Bell, same
-training and same scored tokens) is the yardstick. Two long, repetitive test files hold most of
-these tokens; averaged by file, the loss is higher. Copying: 200 tokens of held-out text, a marker,
-24 random tokens (or 32 random letters and digits), held-out text of the given length, the marker,
-the first 4 tokens of the string; a success is a greedy continuation that gives all the rest,
-in {trials} trials each.
-
-{measurements}
-
-## Training
-
-At the last entry of the log, {minutes:.0f} minutes on two shared CPU cores, {steps} steps and
-{tokens:.1f} million tokens; Muon for the matrices and AdamW for the rest, sequence length growing
-from 256 to 2048. `held-out` below is the loss on the first tokens of a few held-out files at the
-length of the moment, `copied` the training loss inside repeated random strings.
-
-{curve}
-
-## How to make it again
-
-```
-python tools/train_demo.py --minutes 110 --out build/demo
-python tools/train_demo.py --evaluate build/demo
-python tools/train_demo.py --export build/demo src/kvant/demo
-```
-
-The data, its order and the seeds are fixed, but the schedule follows the clock, so another run
-gives another model of the same kind.
-"""

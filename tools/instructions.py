@@ -20,8 +20,6 @@ os.environ["TRITON_INTERPRET"] = "0"  # before anything imports triton
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from triton import knobs
 
 # The tests' offline compiler is used here. Tests are not a package.
@@ -32,6 +30,7 @@ from kvant import Cache
 from kvant.attention.triton import kernel_launch
 from kvant.attention.triton.kernel_launch import KernelView
 from kvant.attention.triton.kernels import attend
+from kvant.bench.report import print_table
 from kvant.contracts import AttentionRequest
 
 FORMATS = "raw,affine8,affine8v4,affine4,turbo4v4,turbo3,turbo2"
@@ -49,13 +48,13 @@ def count_longest_loop(binary: bytes) -> int:
         file.write_bytes(binary)
         tool = knobs.nvidia.cuobjdump.path
         output = subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True)
-    lines = [(int(address, 16), text) for address, text in INSTRUCTION_LINE.findall(output.stdout)]
-    line_by_address = {address: number for number, (address, _) in enumerate(lines)}
-    jumps = ((number, BRANCH_TARGET.match(text)) for number, (_, text) in enumerate(lines))
-    loop_sizes = [
-        number - line_by_address.get(int(to[1], 16), number) + 1 for number, to in jumps if to
-    ]
-    return max(loop_sizes)
+    numbers: dict[int, int] = {}  # line numbers by address
+    longest = 0
+    for address, text in INSTRUCTION_LINE.findall(output.stdout):
+        number = numbers[int(address, 16)] = len(numbers)
+        if jump := BRANCH_TARGET.match(text):
+            longest = max(longest, number - numbers.get(int(jump[1], 16), number) + 1)
+    return longest
 
 
 def launch_attention(text: str) -> float:
@@ -64,7 +63,7 @@ def launch_attention(text: str) -> float:
     state: Any = Cache(1, f"{text},tail=0,prefill=stored")[0]
     view = state.append(*rows)
     q = torch.randn(1, 4 * HEADS, 1, DIM).bfloat16()
-    queries = view.keys.codec.frame.queries(q)
+    queries = view.keys.codec.frame.transform_queries(q)
     kernel_launch.launch_attention(
         AttentionRequest(queries, 0.1, view.mask, output_dtype=torch.bfloat16),
         KernelView.from_view(view),
@@ -89,15 +88,21 @@ def main(
 
     attend.attend = Compiled(attend.attend, record)  # type: ignore[assignment]
     attend.merge = Compiled(attend.merge, record)  # type: ignore[assignment]
-    table = Table("format", "bytes a row", "instructions a block", "memory, us", "issue, us")
+    rows = []
     for text in formats.split(","):
         row_nbytes = launch_attention(text)
         count = count_longest_loop(binaries["attend"])
-        memory_us = ROWS * HEADS * row_nbytes / (gib_s * 2**30) * 1e6
         blocks = ROWS * HEADS / BLOCK / multiprocessors
-        issue_us = blocks * count * WARPS / SCHEDULERS / mhz
-        table.add_row(text, f"{row_nbytes:.0f}", str(count), f"{memory_us:.0f}", f"{issue_us:.0f}")
-    Console(width=100).print(table)
+        rows.append(
+            {
+                "format": text,
+                "bytes a row": round(row_nbytes),
+                "instructions a block": count,
+                "memory, us": round(ROWS * HEADS * row_nbytes / (gib_s * 2**30) * 1e6),
+                "issue, us": round(blocks * count * WARPS / SCHEDULERS / mhz),
+            }
+        )
+    print_table("Attention of one token", rows)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import QuantizedCache
 
-from kvant.bench.candidates import CachedCandidate, MakeCandidate, make_candidates, make_dynamic
-from kvant.bench.speed import measure_latencies
+from kvant.bench.candidates import MakeCandidate, make_cached, make_candidates, make_dynamic
+from kvant.bench.decode import measure_latencies
 from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
 from kvant.eval.result import summarize_quality
@@ -54,59 +54,44 @@ def make_cache_factory(model: Any, name: str) -> Callable[[], Any]:
 def measure_quality(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]:
     short_pieces = [piece[:, :CONTEXT] for piece in pieces[:NUM_PIECES]]
     if name in PEER_CACHES:
-        return summarize_quality(
-            measure_cache_divergence(model, short_pieces, make_cache_factory(model, name), chunk=1),
-            SEED,
-        )
-    return summarize_quality(measure_divergence(model, short_pieces, name), SEED)
+        make_cache = make_cache_factory(model, name)
+        divergence = measure_cache_divergence(model, short_pieces, make_cache, chunk=1)
+    else:
+        divergence = measure_divergence(model, short_pieces, name)
+    return summarize_quality(divergence, SEED)
 
 
 def measure_steps(tokenizer: Any) -> list[dict[str, Any]]:
     """Return milliseconds per token and bytes of each cache, measured in turn, in bf16."""
     model, _ = load(None, device="cpu")
-    makes: dict[str, MakeCandidate] = {BASELINE: make_dynamic(model)}
+    candidates: dict[str, Any] = {BASELINE: make_dynamic(model)()}
     for name in PEER_CACHES:
         try:
-            makes[name] = _make_candidate(model, make_cache_factory(model, name))
+            cache = make_cache_factory(model, name)()
         except QuantizerUnavailable as error:
             print(f"skipped: {error}")
-    makes |= make_candidates(model, ("raw", *KVANT_FORMATS))
-    candidates: dict[str, Any] = {}
-    recording_makes = {
-        name: _record_candidate(candidates, name, make) for name, make in makes.items()
+            continue
+        candidates[name] = make_cached(model, cache, _measure_cache)
+    candidates |= {
+        name: make() for name, make in make_candidates(model, ("raw", *KVANT_FORMATS)).items()
     }
+    makes: dict[str, MakeCandidate] = {name: lambda c=c: c for name, c in candidates.items()}
     text = split_text(tokenizer, None, TIMED_LENGTH, TIMED_LENGTH).pieces[0][0].tolist()
-    rows = measure_latencies(recording_makes, text, [TIMED_LENGTH], REPEATS)
-    return [row | {"nbytes": candidates[row["cache"]].nbytes} for row in rows]
+    rows = measure_latencies(makes, text, [TIMED_LENGTH], REPEATS)
+    return [row | {"nbytes": candidates[row["cache"]].measure_nbytes()} for row in rows]
 
 
-def _make_candidate(model: Any, make: Callable[[], Any]) -> MakeCandidate:
-    return lambda: CachedCandidate(model, make(), _measure_nbytes)
+def _measure_cache(cache: Any) -> int:
+    return sum(_measure_nbytes(vars(layer)) for layer in cache.layers)
 
 
-def _record_candidate(candidates: dict[str, Any], name: str, make: MakeCandidate) -> MakeCandidate:
-    def make_and_record() -> Any:
-        candidates[name] = make()
-        return candidates[name]
-
-    return make_and_record
-
-
-def _measure_nbytes(cache: Any) -> int:
-    """Return the bytes of all tensors of the layers, nested ones included."""
-    return sum(_measure_value(value) for layer in cache.layers for value in vars(layer).values())
-
-
-def _measure_value(value: Any) -> int:
+def _measure_nbytes(value: Any) -> int:
+    """Return the bytes of all tensors in a value, nested ones included."""
+    if isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            return value.nbytes
+        value = [getattr(value, name) for name in flatten()[0]]
     if isinstance(value, dict):
-        return sum(map(_measure_value, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(_measure_value, value))
-    if not isinstance(value, Tensor):
-        return 0
-    flatten = getattr(value, "__tensor_flatten__", None)
-    return (
-        value.nbytes
-        if flatten is None
-        else sum(_measure_value(getattr(value, name)) for name in flatten()[0])
-    )
+        value = [*value.values()]
+    return sum(map(_measure_nbytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/: benchmark results, and memory by length.
+"""Draw the pictures of docs/: benchmark results, memory by length, and commands on a terminal.
 
     python tools/pictures.py
 
@@ -9,21 +9,38 @@ needs matplotlib: pip install 'kvant[plot]'.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import kvant
-from kvant.bench import attend, speed
-from kvant.bench.decode import LATENCY_LABEL
-from kvant.bench.report import LEGEND_OPTIONS, draw_curves, format_figure
+from rich.console import Console
+from rich.text import Text
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+import kvant
+from kvant.bench import attend, decode
+from kvant.bench.report import LEGEND_OPTIONS, draw_curves, format_figure
+from pages import DOCS
+
 QWEN3_SHAPE = kvant.Shape(28, 8, 128, 128)  # the cache of Qwen3-0.6B and Qwen3-1.7B
 FORMATS = ("raw", "affine8", "affine4", "turbo4v2", "affine8,window=4096,sinks=4")
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 TURN_FIELDS = {"turn 1": "turn_1_s", "turn 2": "turn_2_s", "turn 2 after\na restart": "restarted_s"}
+TERMINAL_WIDTH = 92
+FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # the picture must not load remote files
+COMMANDS = (
+    'kvant run --kv-cache affine4 --prompt "class Pipe:" --repetition-penalty 1.15 '
+    "--temperature 0.5 --seed 1 --max-new-tokens 60",
+    "kvant formats affine4,window=4096",
+    "kvant plan --context 2048 --budget 64MiB",
+)
 BarSeries = Mapping[str, Mapping[str, float]]  # series name -> bar label -> length
 
 
@@ -49,7 +66,7 @@ def draw_attention(file: Path) -> None:
 def draw_latency(file: Path) -> None:
     results = load_results("model-inside.json")
     title = f"one more token: {results['model']}, {results['dtype']}"
-    draw_curves(speed.make_latency_curves(results["latency"]), title, file, LATENCY_LABEL)
+    draw_curves(decode.make_latency_curves(results["latency"]), title, file, decode.LATENCY_LABEL)
 
 
 def draw_first_token(file: Path) -> None:
@@ -59,14 +76,12 @@ def draw_first_token(file: Path) -> None:
     draw_bars({"seconds": seconds}, title, file)
 
 
-def draw_engine_clients(file: Path) -> None:
-    draw_bars(group_by_clients(load_results("serve.json")["rows"], "way"), "tokens a second", file)
-
-
-def draw_server_clients(file: Path) -> None:
-    draw_bars(
-        group_by_clients(load_results("servers.json")["rows"], "server"), "tokens a second", file
-    )
+def draw_clients(name: str, series_key: str, file: Path) -> None:
+    series: dict[str, dict[str, float]] = {}
+    for row in load_results(name)["rows"]:
+        clients = f"{row['clients']} client{'s' * (row['clients'] > 1)}"
+        series.setdefault(row[series_key], {})[clients] = row["tokens_s"]
+    draw_bars(series, "tokens a second", file)
 
 
 def draw_server_turns(file: Path) -> None:
@@ -75,16 +90,7 @@ def draw_server_turns(file: Path) -> None:
         row["server"]: {name: row[key] for name, key in TURN_FIELDS.items()}
         for row in results["turns"]
     }
-    title = f"seconds to the first token after {results['turn']:,} words"
-    draw_bars(seconds, title, file)
-
-
-def group_by_clients(rows: Iterable[Mapping[str, Any]], series_key: str) -> BarSeries:
-    series: dict[str, dict[str, float]] = {}
-    for row in rows:
-        clients = f"{row['clients']} client{'s' * (row['clients'] > 1)}"
-        series.setdefault(row[series_key], {})[clients] = row["tokens_s"]
-    return series
+    draw_bars(seconds, f"seconds to the first token after {results['turn']:,} words", file)
 
 
 def draw_bars(series: BarSeries, title: str, file: Path) -> None:
@@ -110,20 +116,35 @@ def draw_bars(series: BarSeries, title: str, file: Path) -> None:
     figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})
 
 
+def draw_terminal(file: Path) -> None:
+    """Draw the output of commands on a terminal, with its colours."""
+    console = Console(record=True, width=TERMINAL_WIDTH, file=StringIO(), force_terminal=True)
+    environment = os.environ | {"COLUMNS": str(TERMINAL_WIDTH), "TERM": "xterm-256color"}
+    for command in COMMANDS:
+        program, *words = shlex.split(command)
+        path = str(Path(sys.executable).with_name(program))
+        merged: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        output = subprocess.run([path, *words], env=environment, **merged).stdout
+        console.print(Text(f"$ {command}", style="bold"))
+        console.print(Text.from_ansi(output))
+    file.write_text(FONT.sub("", console.export_svg(title="kvant")), encoding="utf-8")
+
+
 PICTURES: Mapping[str, Callable[[Path], None]] = {
     "memory.png": draw_memory,
     "benchmarks/attend.png": draw_attention,
     "benchmarks/model-inside.png": draw_latency,
     "benchmarks/prefixes.png": draw_first_token,
-    "benchmarks/serve.png": draw_engine_clients,
-    "benchmarks/servers.png": draw_server_clients,
+    "benchmarks/serve.png": partial(draw_clients, "serve.json", "way"),
+    "benchmarks/servers.png": partial(draw_clients, "servers.json", "server"),
     "benchmarks/turns.png": draw_server_turns,
+    "terminal.svg": draw_terminal,
 }
 
 
 def main() -> None:
-    for name, picture in PICTURES.items():
-        picture(DOCS / name)
+    for name, draw in PICTURES.items():
+        draw(DOCS / name)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -37,17 +38,15 @@ KVPRESS_SCORES = {
     "tova": ("TOVAPress", None),
     "random": ("RandomPress", None),
 }
-PrefillFunction = Callable[[Tensor], Any]  # tokens [1, T] -> a pruned cache
 
 
 @dataclass(frozen=True)
 class PruningMethod:
-    """A method to read and prune a prompt, and to continue it."""
+    """A method to read and prune a prompt."""
 
     name: str
-    prefill: PrefillFunction
-    copy: Callable[[Any], Any]  # copies a cache, for one of several continuations
-    one_by_one: bool = False  # whether tokens must be decoded one by one
+    prefill: Callable[[Tensor], Any]  # tokens [1, T] -> a pruned cache
+    one_by_one: bool = False  # whether tokens after it must be decoded one by one
 
 
 def make_kvant_method(model: Any, spec: str) -> PruningMethod:
@@ -57,7 +56,7 @@ def make_kvant_method(model: Any, spec: str) -> PruningMethod:
         cache.prune()
         return cache
 
-    return PruningMethod(f"kvant {spec}", prefill, lambda cache: cache.fork())
+    return PruningMethod(f"kvant {spec}", prefill)
 
 
 def make_kvpress_method(model: Any, score: str, keep: float) -> PruningMethod:
@@ -74,15 +73,9 @@ def make_kvpress_method(model: Any, score: str, keep: float) -> PruningMethod:
             model.model(ids, past_key_values=cache, cache_position=torch.arange(ids.shape[1]))
         return cache
 
-    def copy_cache(cache: Any) -> Any:
-        copy = DynamicCache(config=model.config)
-        for index, layer in enumerate(cache.layers):
-            copy.update(layer.keys.clone(), layer.values.clone(), index)
-        return copy
-
     # It masks rows of a head by a key that no query matches, which works for one query only.
     name = f"kvpress {press_name}{f' in {wrapper_name}' if wrapper_name else ''}"
-    return PruningMethod(name, prefill, copy_cache, one_by_one=wrapper_name is not None)
+    return PruningMethod(name, prefill, one_by_one=wrapper_name is not None)
 
 
 def compute_logits(
@@ -118,19 +111,15 @@ def measure_recall(
     """
     results: dict[str, list[bool]] = {kind: [] for kind in PLANT_KINDS}
     for exam in all_exams:
-        pruned_cache = None if question_known else method.prefill(torch.tensor([exam.prompt]))
+        pruned = None if question_known else method.prefill(torch.tensor([exam.prompt]))
         for item in exam.planted:
-            answer = torch.tensor(item.answer)
-            if question_known:
-                cache = method.prefill(torch.tensor([exam.prompt + item.question[:-1]]))
-            else:
-                cache = method.copy(pruned_cache)
-            start = len(exam.prompt) + (len(item.question) - 1 if question_known else 0)
-            question = item.question[-1:] if question_known else item.question
-            logits = compute_logits(
-                model, method, torch.tensor([question + item.answer[:-1]]), start, cache
-            )
-            results[item.kind].append(bool((logits[-len(answer) :].argmax(-1) == answer).all()))
+            num_read = len(item.question) - 1 if question_known else 0
+            prompt, question = exam.prompt + item.question[:num_read], item.question[num_read:]
+            cache = method.prefill(torch.tensor([prompt])) if question_known else deepcopy(pruned)
+            ids = torch.tensor([question + item.answer[:-1]])
+            logits = compute_logits(model, method, ids, len(prompt), cache)
+            answer = logits[-len(item.answer) :].argmax(-1).tolist()
+            results[item.kind].append(answer == item.answer)
     return {kind: fmean(correct) for kind, correct in results.items()}
 
 
@@ -158,16 +147,11 @@ def main() -> None:
     rows = []
     for method in methods:
         show_progress(method.name)
-        row: dict[str, Any] = {
-            "read": method.name,
-            "perplexity": measure_perplexity(model, method, text.full_pieces),
-        }
-        for question_known in (False, True):
+        perplexity = measure_perplexity(model, method, text.full_pieces)
+        row: dict[str, Any] = {"read": method.name, "perplexity": perplexity}
+        for question_known, suffix in ((False, ""), (True, ", asked")):
             shares = measure_recall(model, method, exams, question_known=question_known)
-            shares_by_name = {
-                f"{k}{', asked' if question_known else ''}": shares[k] for k in shares
-            }
-            row |= shares_by_name
+            row |= {f"{kind}{suffix}": share for kind, share in shares.items()}
         rows.append(row)
     show_progress("")
     facts = {"exams": options.exams, "context": CONTEXT, "keep": f"{options.keep}%"}

@@ -9,9 +9,10 @@ scaled by 30 or 100. The peers of `pip install kvant[peers]` are measured if the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -23,14 +24,18 @@ from kvant.bench.report import describe_machine, show_progress
 from kvant.checkpoints import load
 from kvant.contracts import Codec
 from kvant.eval.evaluation import split_text
-from kvant.eval.outliers import scale_key_channels, scale_value_channels
 from kvant.eval.result import summarize_nbytes, summarize_quality
 from kvant.probing import make_trial, measure_divergence, resolve_auto
 from kvant.recipes import AnySpec
+from pages import DOCS, ROOT
 from quality_page import write_page
 from searched import SearchedAffine
 
-RESULTS_FILE = Path(__file__).resolve().parent.parent / "docs" / "quality.json"
+sys.path.insert(0, str(ROOT / "tests"))  # tests/ is no package
+
+from hf.outliers import scale_key_channels, scale_value_channels
+
+RESULTS_FILE = DOCS / "quality.json"
 FORMATS = (
     *("fp8", "affine8", "affine6", "affine5", "affine4", "affine3", "affine2", "affine8v4"),
     *("turbo4v4", "turbo4v3", "turbo4v2", "turbo3v3", "turbo3v2", "turbo2v2"),
@@ -58,17 +63,25 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 SCALE_FORMATS = ("affine8", "affine4", "affine3", "affine2", "turbo4v4", "turbo3v3", "turbo2v2")
 HEAVY_FORMATS = (
-    "affine8",
-    "affine4",
-    "affine4,rotate",
-    "turbo4v4",
-    "affine8,smooth",
-    "affine4,smooth",
+    *("affine8", "affine4", "affine4,rotate", "turbo4v4"),
+    *("affine8,smooth", "affine4,smooth"),
 )
-SINK_FORMATS = tuple(
-    f"{form}{option}" for form in ("affine8", "affine4", "turbo4v2") for option in ("", ",sinks=4")
-)
+SINK_FORMATS = tuple(map("".join, product(("affine8", "affine4", "turbo4v2"), ("", ",sinks=4"))))
 TOKENS, CONTEXT, SEED = 8192, 2048, 0
+
+
+def list_measurements(models: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the table, the model and the format of each result."""
+    variants = [form + variant for form in FORMATS for variant in FORMAT_VARIANTS]
+    ladder = [f"{form},tail=0" for form in AFFINE_LADDER]
+    yield from product(["formats"], ["plain", "30x", "100x"], ["raw", *variants])
+    yield from product(["recipes"], ["plain"], [*ladder, *chain(*RECIPES.values())])
+    yield from product(["scales"], ["plain"], SCALE_FORMATS)
+    yield from product(["values"], ["values 30x"], HEAVY_FORMATS)
+    yield from product(["sinks"], ["rows alone"], SINK_FORMATS)
+    yield from product(["auto"], models, ["auto"])
+    yield from product(["peers"], ["plain", "30x"], peers.FORMATS)
+    yield "speed", "plain", "all"
 
 
 def main() -> None:
@@ -81,60 +94,34 @@ def main() -> None:
         "values 30x": scale_value_channels(plain, 30.0),
     }
     pieces = split_text(tokenizer, None, CONTEXT, TOKENS).pieces
-    results = QualityResults(RESULTS_FILE)
-    for name in ("plain", "30x", "100x"):
-        for form in (
-            "raw",
-            *(f"{form}{variant}" for form in FORMATS for variant in FORMAT_VARIANTS),
-        ):
-            results.add("formats", name, form, lambda m, f: measure_format(models[m], pieces, f))
-    for form in (
-        *(f"{form},tail=0" for form in AFFINE_LADDER),
-        *(form for recipe in RECIPES.values() for form in recipe),
-    ):
-        results.add("recipes", "plain", form, lambda m, f: measure_format(models[m], pieces, f))
-    for form in SCALE_FORMATS:
-        results.add("scales", "plain", form, lambda m, f: measure_scales(models[m], pieces, f))
-    for form in HEAVY_FORMATS:
-        results.add("values", "values 30x", form, lambda m, f: measure_format(models[m], pieces, f))
-    for form in SINK_FORMATS:
-        results.add("sinks", "rows alone", form, lambda m, f: measure_sinks(f))
-    for name in models:
-        results.add("auto", name, "auto", lambda m, f: measure_auto(models[m], tokenizer, pieces))
-    for name in ("plain", "30x"):
-        for form in peers.FORMATS:
-            results.add(
-                "peers", name, form, lambda m, f: peers.measure_quality(models[m], pieces, f)
-            )
-    results.add("speed", "plain", "all", lambda m, f: {"steps": peers.measure_steps(tokenizer)})
-    show_progress("")
-    write_page(results.rows)
-
-
-class QualityResults:
-    """Measured rows, saved to a file after each."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        content = json.loads(file.read_text()) if file.exists() else {}
-        self.facts = content.get("facts", {}) | {"machine": describe_machine()}
-        self.rows: list[dict[str, Any]] = content.get("rows", [])
-
-    def add(
-        self, table: str, model: str, form: str, measure: Callable[[str, str], Mapping[str, Any]]
-    ) -> None:
-        names = {"table": table, "model": model, "format": form}
-        if any(names.items() <= row.items() for row in self.rows):
-            return
-        show_progress(f"{table}, {model}: {form}")
+    measures: dict[str, Callable[[Any, str], Mapping[str, Any]]] = {
+        **dict.fromkeys(
+            ("formats", "recipes", "values"),
+            lambda model, form: measure_format(model, pieces, form),
+        ),
+        "scales": lambda model, form: measure_scales(model, pieces, form),
+        "sinks": lambda model, form: measure_sinks(form),
+        "auto": lambda model, form: measure_auto(model, tokenizer, pieces),
+        "peers": lambda model, form: peers.measure_quality(model, pieces, form),
+        "speed": lambda model, form: {"steps": peers.measure_steps(tokenizer)},
+    }
+    content = json.loads(RESULTS_FILE.read_text()) if RESULTS_FILE.exists() else {}
+    facts = content.get("facts", {}) | {"machine": describe_machine()}
+    rows: list[dict[str, Any]] = content.get("rows", [])
+    for table, name, form in list_measurements(models):
+        names = {"table": table, "model": name, "format": form}
+        if any(names.items() <= row.items() for row in rows):
+            continue
+        show_progress(f"{table}, {name}: {form}")
         try:
-            figures = measure(model, form)
+            rows.append(names | dict(measures[table](models.get(name), form)))
         except peers.QuantizerUnavailable as error:
             print(f"skipped: {error}")
-            return
-        self.rows.append(names | dict(figures))
-        content = {"facts": self.facts, "rows": self.rows}
-        self.file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            continue
+        text = json.dumps({"facts": facts, "rows": rows}, indent=1)
+        RESULTS_FILE.write_text(text + "\n", encoding="utf-8")
+    show_progress("")
+    write_page(rows)
 
 
 def measure_format(model: Any, pieces: tuple[Tensor, ...], spec: AnySpec) -> dict[str, Any]:

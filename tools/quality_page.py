@@ -1,7 +1,4 @@
-"""Write the results of tools/quality.py into the tables of docs/quality.md; its text stays.
-
-Each table is between two comments, `<!-- NAME -->` and `<!-- end -->`.
-"""
+"""Write the results of tools/quality.py into the tables of docs/quality.md; its text stays."""
 
 from __future__ import annotations
 
@@ -11,200 +8,170 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from kvant.bench.markdown import format_markdown
 from kvant.eval.result import FormatPoint, find_pareto_front, plot_results
+from pages import DOCS, format_table, write_tables
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-DOC_PAGE = DOCS / "quality.md"
 UNIFORM_PATTERN = r"affine\d,tail=0|affine2,tail=0,group=64"  # the baseline of recipes
+OPTIONS = ("tail=0", "sinks=4", "smooth")
+COLUMNS = {  # of the page: a field of a result, and its format
+    "a row": ("of_raw", ".3f"),
+    "at 2k": ("of_raw_2k", ".3f"),
+    "at 32k": ("of_raw_32k", ".3f"),
+    "perplexity": ("perplexity_change", "+.2%"),
+    "mean KL": ("mean_kl", ".2g"),
+    "p99.9": ("p999_kl", ".2g"),
+    "top-1": ("top1", ".1%"),
+}
 ResultRow = Mapping[str, Any]
 
 
 def write_page(rows: Sequence[ResultRow]) -> None:
-    text = DOC_PAGE.read_text(encoding="utf-8")
-    for name, table in make_tables(rows).items():
-        pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, num_places = pattern.subn(lambda m, t=table: f"{m[1]}\n{t}\n\n{m[2]}", text)
-        if num_places != 1:
-            raise ValueError(
-                f"{DOC_PAGE.name} has {num_places} places for the table {name!r}: 1 is needed"
-            )
-    DOC_PAGE.write_text(text, encoding="utf-8")
+    write_tables(
+        DOCS / "quality.md", {name: format_table(t) for name, t in make_tables(rows).items()}
+    )
+    plain = select_rows(rows, "formats", "plain")
     points = [
-        FormatPoint(row["of_raw"], row["mean_kl"], row["format"])
-        for row in rows
-        if (row["table"], row["model"]) == ("formats", "plain") and "," not in row["format"]
+        FormatPoint(row["of_raw"], row["mean_kl"], name)
+        for name, row in plain.items()
+        if "," not in name and row["mean_kl"]
     ]
     if find_spec("matplotlib") is not None:
-        plot_results(
-            [point for point in points if point.kl], "The model inside", DOCS / "quality.png"
-        )
+        plot_results(points, "The model inside", DOCS / "quality.png")
 
 
-def make_tables(rows: Sequence[ResultRow]) -> dict[str, str]:
-    """Return the tables of the page by name, as Markdown."""
+def select_rows(rows: Sequence[ResultRow], table: str, model: str) -> dict[str, ResultRow]:
+    """Return the results of a table and a model by format."""
+    selected = [row for row in rows if (row["table"], row["model"]) == (table, model)]
+    if table == "formats":
+        selected.sort(key=lambda row: -row["of_raw"])
+    return {row["format"]: row for row in selected}
 
-    def select_rows(table: str, model: str) -> list[ResultRow]:
-        selected = [row for row in rows if (row["table"], row["model"]) == (table, model)]
-        by_size = sorted(selected, key=lambda row: -row["of_raw"]) if table == "formats" else None
-        return by_size or selected
 
-    tables = {
-        "plain": format_markdown(_format_plain(select_rows("formats", "plain"))),
-        "outliers": format_markdown(
-            _format_outliers(*(select_rows("formats", model) for model in ("30x", "100x")))
-        ),
-    }
-    lines = [_format_recipe(row, rows) for row in select_rows("recipes", "plain")]
-    tables["recipes"] = format_markdown([line for line in lines if line["of equal bytes"]])
-    tables["scales"] = format_markdown(
-        [_format_scales(row) for row in select_rows("scales", "plain")]
+def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of each table of the page."""
+    plain, hard, harder = (select_rows(rows, "formats", m) for m in ("plain", "30x", "100x"))
+    recipes = select_rows(rows, "recipes", "plain")
+    ladder = find_pareto_front(
+        FormatPoint(row["of_raw_2k"], row["mean_kl"], name)
+        for name, row in recipes.items()
+        if re.fullmatch(UNIFORM_PATTERN, name)
     )
-    tables["values"] = format_markdown(
-        [_format_short_row(row) for row in select_rows("values", "values 30x")]
-    )
-    sinks = {row["format"]: row for row in select_rows("sinks", "rows alone")}
-    tables["sinks"] = format_markdown(
-        [_format_sinks(row, sinks) for name, row in sinks.items() if "," not in name]
-    )
-    tables["auto"] = format_markdown(
-        [
+    sinks = select_rows(rows, "sinks", "rows alone")
+    steps = {step["cache"]: step for step in select_rows(rows, "speed", "plain")["all"]["steps"]}
+    hard_peers = select_rows(rows, "peers", "30x")
+    return {
+        "plain": [_format_plain(row, plain) for name, row in plain.items() if "," not in name],
+        "outliers": [
+            _format_outliers(name, {"30x": hard, "100x": harder})
+            for name in hard
+            if "," not in name and name != "raw"
+        ],
+        "recipes": [
+            _format_recipe(row, ladder)
+            for name, row in recipes.items()
+            if ladder[0].relative_nbytes <= row["of_raw_2k"] <= ladder[-1].relative_nbytes
+            and not re.fullmatch(UNIFORM_PATTERN, name)
+        ],
+        "scales": [_format_scales(row) for row in select_rows(rows, "scales", "plain").values()],
+        "values": [
+            _format_name(row) | _format_columns(row, "a row") | _format_quality(row)
+            for row in select_rows(rows, "values", "values 30x").values()
+        ],
+        "sinks": [
             {
-                "model": row["model"],
-                "chosen": f"`{row['chosen']}`",
-                "mean KL": _format_kl(row["mean_kl"]),
-                "p99.9": _format_kl(row["p999_kl"]),
-                "top-1": f"{row['top1']:.1%}",
+                "format": f"`{name},tail=0`",
+                "error": f"{row['error']:.1%}",
+                "with `sinks=4`": f"{sinks[f'{name},sinks=4']['error']:.2%}",
             }
+            for name, row in sinks.items()
+            if "," not in name
+        ],
+        "auto": [
+            {"model": row["model"], "chosen": f"`{row['chosen']}`"}
+            | _format_columns(row, "mean KL", "p99.9", "top-1")
             for row in rows
             if row["table"] == "auto"
-        ]
-    )
-    (speed,) = select_rows("speed", "plain")
-    steps = {step["cache"]: step for step in speed["steps"]}
-    outliers = {row["format"]: row for row in select_rows("peers", "30x")}
-    tables["peers"] = format_markdown(
-        [_format_peer(row, outliers, steps) for row in select_rows("peers", "plain")]
-    )
-    return tables
+        ],
+        "peers": [
+            _format_peer(row, hard_peers[name], steps[name], steps["transformers"])
+            for name, row in select_rows(rows, "peers", "plain").items()
+        ],
+    }
 
 
-def _format_plain(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """Return one line for each format: its results, and the mean KL with each option."""
-    by_format = {row["format"]: row for row in rows}
-    sizes = {"a row": "of_raw", "at 2k": "of_raw_2k", "at 32k": "of_raw_32k"}
-    lines = []
-    for name, row in by_format.items():
-        if "," not in name:
-            line = {"format": f"`{name}`"}
-            line |= {head: f"{row[key]:.3f}" for head, key in sizes.items()} | _format_quality(row)
-            for option in ("tail=0", "sinks=4", "smooth"):
-                variant = by_format.get(f"{name},{option}")
-                line[f"KL, `{option}`"] = "" if variant is None else _format_kl(variant["mean_kl"])
-            lines.append(line)
-    return lines
+def _format_name(row: ResultRow) -> dict[str, str]:
+    return {"format": f"`{row['format']}`"}
 
 
-def _format_outliers(*models: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """Return one line for each format: its results with outliers of 30 and of 100 times."""
-    by_format = [{row["format"]: row for row in rows} for rows in models]
-    lines = []
-    for name in by_format[0]:
-        if "," not in name and name != "raw":
-            line = {"format": f"`{name}`"}
-            for model, rows in zip(("30x", "100x"), by_format, strict=True):
-                row = rows[name]
-                line[f"{model}: perplexity"] = f"{row['perplexity_change']:+.2%}"
-                line[f"{model}: mean KL"] = _format_kl(row["mean_kl"])
-                line[f"{model}: top-1"] = f"{row['top1']:.1%}"
-                smooth = rows[f"{name},smooth"]["mean_kl"]
-                line[f"{model}: KL, `smooth`"] = _format_kl(smooth)
-            lines.append(line)
-    return lines
+def _format_columns(row: ResultRow, *names: str, prefix: str = "") -> dict[str, str]:
+    cells = {name: (row[COLUMNS[name][0]], COLUMNS[name][1]) for name in names}
+    return {f"{prefix}{name}": format(value, form) for name, (value, form) in cells.items()}
 
 
-def _format_short_row(row: ResultRow) -> dict[str, Any]:
-    return {"format": f"`{row['format']}`", "a row": f"{row['of_raw']:.3f}"} | _format_quality(row)
-
-
-def _format_quality(row: ResultRow) -> dict[str, Any]:
+def _format_quality(row: ResultRow) -> dict[str, str]:
     low, high = row["perplexity_change_interval"]
     return {
-        "perplexity": f"{row['perplexity_change']:+.2%}",
+        **_format_columns(row, "perplexity"),
         "95%": f"{low:+.2%}..{high:+.2%}",
-        "mean KL": _format_kl(row["mean_kl"]),
-        "p99.9": _format_kl(row["p999_kl"]),
-        "top-1": f"{row['top1']:.1%}",
+        **_format_columns(row, "mean KL", "p99.9", "top-1"),
     }
 
 
-def _format_kl(value: float) -> str:
-    return f"{value:.2g}"
+def _format_option(row: ResultRow | None, option: str, prefix: str = "") -> dict[str, str]:
+    """Return the mean KL of a format with an option."""
+    return {f"{prefix}KL, `{option}`": "" if row is None else f"{row['mean_kl']:.2g}"}
 
 
-def _format_recipe(row: ResultRow, rows: Sequence[ResultRow]) -> dict[str, Any]:
+def _format_plain(row: ResultRow, rows: Mapping[str, ResultRow]) -> dict[str, str]:
+    line = _format_name(row) | _format_columns(row, "a row", "at 2k", "at 32k")
+    line |= _format_quality(row)
+    for option in OPTIONS:
+        line |= _format_option(rows.get(f"{row['format']},{option}"), option)
+    return line
+
+
+def _format_outliers(name: str, models: Mapping[str, Mapping[str, ResultRow]]) -> dict[str, str]:
+    line = {"format": f"`{name}`"}
+    for model, rows in models.items():
+        columns = ("perplexity", "mean KL", "top-1")
+        line |= _format_columns(rows[name], *columns, prefix=f"{model}: ")
+        line |= _format_option(rows[f"{name},smooth"], "smooth", f"{model}: ")
+    return line
+
+
+def _format_recipe(row: ResultRow, ladder: Sequence[FormatPoint]) -> dict[str, str]:
     """Compare a recipe with uniform codes of equal bytes, interpolated in log KL."""
-    ladder = find_pareto_front(
-        FormatPoint(other["of_raw_2k"], other["mean_kl"], other["format"])
-        for other in rows
-        if other["table"] == "recipes" and re.fullmatch(UNIFORM_PATTERN, other["format"])
-    )
-    share = row["of_raw_2k"]
-    comparable = ladder[0].relative_nbytes <= share <= ladder[
-        -1
-    ].relative_nbytes and not re.fullmatch(UNIFORM_PATTERN, row["format"])
-    return {
-        "format": f"`{row['format']}`",
-        "at 2k": f"{row['of_raw_2k']:.3f}",
-        "perplexity": f"{row['perplexity_change']:+.2%}",
-        "mean KL": _format_kl(row["mean_kl"]),
-        "of equal bytes": f"{row['mean_kl'] / _interpolate_kl(ladder, share):.2f}"
-        if comparable
-        else "",
-    }
-
-
-def _interpolate_kl(ladder: Sequence[FormatPoint], share: float) -> float:
-    pairs = [*pairwise(ladder)]
+    share, pairs = row["of_raw_2k"], [*pairwise(ladder)]
     low, high = next((pair for pair in pairs if share <= pair[1].relative_nbytes), pairs[-1])
     part = (share - low.relative_nbytes) / (high.relative_nbytes - low.relative_nbytes)
-    return math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
+    uniform_kl = math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
+    line = _format_name(row) | _format_columns(row, "at 2k", "perplexity", "mean KL")
+    return line | {"of equal bytes": f"{row['mean_kl'] / uniform_kl:.2f}"}
 
 
-def _format_sinks(row: ResultRow, rows: Mapping[str, ResultRow]) -> dict[str, Any]:
-    with_sinks = rows[f"{row['format']},sinks=4"]
-    errors = {"error": f"{row['error']:.1%}", "with `sinks=4`": f"{with_sinks['error']:.2%}"}
-    return {"format": f"`{row['format']},tail=0`"} | errors
-
-
-def _format_scales(row: ResultRow) -> dict[str, Any]:
-    first = row["first"]
-    line = {"format": f"`{row['format']},tail=0`", "full range": _format_kl(first["mean_kl"])}
+def _format_scales(row: ResultRow) -> dict[str, str]:
+    first = row["first"]["mean_kl"]
+    line = {"format": f"`{row['format']},tail=0`", "full range": f"{first:.2g}"}
     for way in ("fitted", "searched"):
         kl = row[way]["mean_kl"] if way in row else None
-        line[way] = "" if kl is None else _format_kl(kl)
-        line[f"{way}, ratio"] = "" if kl is None else f"{kl / first['mean_kl']:.2f}"
+        line[way] = "" if kl is None else f"{kl:.2g}"
+        line[f"{way}, ratio"] = "" if kl is None else f"{kl / first:.2f}"
     return line
 
 
 def _format_peer(
-    row: ResultRow, outliers: Mapping[str, ResultRow], steps: Mapping[str, Any]
-) -> dict[str, Any]:
-    step, stock, hard = steps[row["format"]], steps["transformers"], outliers[row["format"]]
+    row: ResultRow, hard: ResultRow, step: ResultRow, stock: ResultRow
+) -> dict[str, str]:
+    columns = ("perplexity", "mean KL", "top-1")
     return {
         "cache": row["format"] if " " in row["format"] else f"`{row['format']}`",
         "bytes": f"{step['nbytes'] / stock['nbytes']:.3f}",
         "one more token": f"{step['median_ms']:.1f} ms",
         "speed": f"{stock['median_ms'] / step['median_ms']:.2f}",
-        "perplexity": f"{row['perplexity_change']:+.2%}",
-        "mean KL": _format_kl(row["mean_kl"]),
-        "top-1": f"{row['top1']:.1%}",
-        "30x: perplexity": f"{hard['perplexity_change']:+.2%}",
-        "30x: mean KL": _format_kl(hard["mean_kl"]),
-        "30x: top-1": f"{hard['top1']:.1%}",
+        **_format_columns(row, *columns),
+        **_format_columns(hard, *columns, prefix="30x: "),
     }
 
 

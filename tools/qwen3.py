@@ -9,8 +9,6 @@ load on the machine affects all of them. Memory is measured in a new process for
 from __future__ import annotations
 
 import json
-import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,39 +19,21 @@ from kvant.bench.cache_race import (
     WARMUP_TOKENS,
     Contestant,
     build_model,
+    decode_in_turn,
     draw_random_rows,
     make_contestant,
 )
 from kvant.bench.clock import read_resident_nbytes, reset_resident_peak, run_in_process
-from kvant.bench.markdown import format_markdown
 from kvant.bench.report import describe_machine, show_progress
-from kvant.hf import cache_for
+from pages import DOCS, format_table, write_tables
 
-DOC_PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "qwen3.md"
+DOC_PAGE = DOCS / "benchmarks" / "qwen3.md"
 MODEL_SIZES = MODEL_SHAPES["0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144}
 CAPACITY = 40960
 NUM_WARMUP_TOKENS = WARMUP_TOKENS["dynamic"]
 MODEL_SHAPE = kvant.Shape(MODEL_SIZES["num_hidden_layers"], 8, 128, 128)
 FORMATS = ("raw", "affine8", "affine4", "turbo4v4", "turbo4v2")
 CONTEXTS = {100: 41, 8192: 21}  # rows that are there: tokens decoded by each
-INTRO = """# Qwen3-1.7B's shape, with 40,960 tokens reserved
-
-Made by `python tools/qwen3.py` on {machine}.
-
-28 layers, 16 query heads on 8 key heads of 128, hidden size 2,048: {parameters:.2f}e9 random
-parameters in bf16, batch 1, random rows. Formats decode one token each in turn; medians.
-
-* **full, GiB**: the cache of 40,960 tokens by `kvant.plan`, and its share of raw. **a sealed row**
-  is the share of a row without open pages.
-* **peak**: MiB of a process besides its weights while it decodes. Reserved pages that were never
-  written take no memory.
-* **tokens a second**, also relative to raw in the same run.
-
-The linear layers read 3.4 GB of weights for every token, which limits all formats. At 100 tokens a
-format costs nothing, within the noise of the machine. At 8,192 it gains the bytes that it does not
-read.
-
-"""
 
 
 @torch.no_grad()
@@ -61,12 +41,8 @@ def decode_formats(model: Any, context: int, tokens: int) -> dict[str, Contestan
     """Decode `tokens` tokens with each format in turn, after `context` rows."""
     rows = draw_random_rows(model, context)
     contestants = {name: make_contestant(model, make_spec(name), *rows) for name in FORMATS}
-    for turn in range(NUM_WARMUP_TOKENS + tokens):
-        show_progress(f"{context} rows: token {turn + 1} of {NUM_WARMUP_TOKENS + tokens}")
-        for contestant in contestants.values():
-            contestant.decode()
-    for contestant in contestants.values():
-        del contestant.laps[:NUM_WARMUP_TOKENS]
+    label = f"{context} rows"
+    decode_in_turn([*contestants.values()], tokens, label, warmup=NUM_WARMUP_TOKENS)
     return contestants
 
 
@@ -88,12 +64,11 @@ def make_spec(name: str) -> str:
 
 def measure_sizes(model: Any, name: str) -> dict[str, Any]:
     """Return the figures that need no timing."""
-    spec = cache_for(model, make_spec(name)).spec
-    full = kvant.plan(MODEL_SHAPE, spec, context=CAPACITY).nbytes
-    raw = kvant.plan(MODEL_SHAPE, f"raw,capacity={CAPACITY}", context=CAPACITY).nbytes
-    row, raw_row = (
-        kvant.plan(MODEL_SHAPE, row_spec).nbytes_per_token for row_spec in (spec, "raw")
+    spec = kvant.cache_for(model, make_spec(name)).spec
+    full, raw = (
+        kvant.plan(MODEL_SHAPE, s, context=CAPACITY).nbytes for s in (spec, make_spec("raw"))
     )
+    row, raw_row = (kvant.plan(MODEL_SHAPE, s).nbytes_per_token for s in (spec, "raw"))
     return {
         "format": name,
         "a sealed row": f"{row / raw_row:.4f}",
@@ -110,22 +85,20 @@ def main() -> None:
     figures_by_row: list[dict[str, Any]] = []
     for context, tokens in CONTEXTS.items():
         contestants = decode_formats(model, context, tokens)
-        medians = {
-            name: statistics.median(contestant.seconds) for name, contestant in contestants.items()
-        }
+        raw_median = contestants["raw"].laps.median
         for name, contestant in contestants.items():
-            figures = {
+            median = contestant.laps.median
+            figures: dict[str, Any] = {
                 "rows": context,
                 "format": name,
                 "tokens": tokens,
-                "median_ms": medians[name] * 1e3,
-                "best_ms": min(contestant.seconds) * 1e3,
+                **contestant.laps.summarize(),
                 "allocated": contestant.cache_nbytes,
             }
             figures_by_row.append(figures)
             rows[name] |= {
-                f"tokens a second at {context:,}": f"{1 / medians[name]:.2f}",
-                f"over raw at {context:,}": f"{medians['raw'] / medians[name]:.3f}",
+                f"tokens a second at {context:,}": f"{1 / median:.2f}",
+                f"over raw at {context:,}": f"{raw_median / median:.3f}",
             }
         del contestants
     del model
@@ -137,12 +110,12 @@ def main() -> None:
     show_progress("")
     facts = describe_machine()
     machine = ", ".join(f"{key} {value}" for key, value in facts.items())
-    intro = INTRO.format(machine=machine, parameters=parameters)
-    page = intro + format_markdown(list(rows.values()))
-    DOC_PAGE.write_text(page + "\n")
+    lines = f"* {machine}\n* {parameters:.2f}e9 parameters"
+    tables = {"machine": lines, "formats": format_table([*rows.values()])}
+    write_tables(DOC_PAGE, tables)
     report = {"machine": facts, "capacity": CAPACITY, "rows": figures_by_row}
     DOC_PAGE.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    print(page)
+    print(tables["formats"])
 
 
 if __name__ == "__main__":

@@ -22,19 +22,6 @@ from kvant.bench.report import show_progress
 from kvant.bench.serve import WORDS
 
 END, SPACE = "<|endoftext|>", "Ġ"
-LLAMA_CPP_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def make_vocabulary(size: int) -> list[str]:
@@ -77,22 +64,15 @@ def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
     writer.add_token_types([token_type.NORMAL] * (len(tokens) - 1) + [token_type.CONTROL])
     writer.add_token_merges([f"{SPACE} {WORDS[0]}"])
     writer.add_eos_token_id(len(tokens) - 1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, weight in model.named_parameters():
         dtype = torch.float32 if weight.ndim == 1 else torch.float16
-        writer.add_tensor(_find_gguf_name(name), weight.detach().to(dtype).numpy())
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(gguf_name, weight.detach().to(dtype).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _find_gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a weight."""
-    name = name.removeprefix("model.").removesuffix(".weight")
-    if name.startswith("layers."):
-        _, layer, rest = name.split(".", 2)
-        return f"blk.{layer}.{LLAMA_CPP_NAMES[rest]}.weight"
-    return {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[name]
 
 
 def main() -> None:

@@ -32,7 +32,13 @@ import typer
 from kvant.bench.report import Json, parse_numbers, print_json, print_table, run, show_progress
 from kvant.bench.serve import WORDS, stream_completion
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S, STOP_TIMEOUT_S = 300, 120
+
+
+def find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -49,13 +55,12 @@ class ServerProcess:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port = listener.getsockname()[1]
+    def start(self, output: int | None = subprocess.DEVNULL) -> None:
+        self.port = find_free_port()
         command = shlex.split(self.command.replace("{port}", str(self.port)))
-        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, start_new_session=True, **quiet)
+        self.process = subprocess.Popen(
+            command, start_new_session=True, stdout=output, stderr=output
+        )
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -66,17 +71,20 @@ class ServerProcess:
                     raise OSError(f"{self.name} did not start: {shlex.join(command)}") from None
                 time.sleep(0.5)
 
-    def stop(self) -> None:
-        if self.process is not None:
-            with suppress(OSError):  # it has already exited
-                self.send_signal(signal.SIGCONT)
-                self.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.send_signal(signal.SIGKILL)
-                self.process.wait()
-            self.process = None
+    def stop(self) -> int | None:
+        """Stop the server if it runs; return its exit code."""
+        if self.process is None:
+            return None
+        with suppress(OSError):  # it has already exited
+            self.send_signal(signal.SIGCONT)
+            self.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.send_signal(signal.SIGKILL)
+            code = self.process.wait()
+        self.process = None
+        return code
 
     def send_signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to the server's process group."""
@@ -111,16 +119,6 @@ def pause_others(active: ServerProcess, servers: Sequence[ServerProcess]) -> Ite
             other.send_signal(signal.SIGCONT)
 
 
-@contextmanager
-def run_servers(servers: Sequence[ServerProcess]) -> Iterator[None]:
-    with ExitStack() as ends:
-        for server in servers:
-            show_progress(f"starting {server.name}")
-            ends.callback(server.stop)
-            server.start()
-        yield
-
-
 def make_text(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(num_words))
 
@@ -148,22 +146,19 @@ def measure_speeds(
                     list(pool.map(send_request, prompts))
                     seconds = time.perf_counter() - start
                 server.speeds.setdefault(clients, []).append(clients * tokens / seconds)
-    base = servers[0]
-    return [
-        {
-            "server": server.name,
-            "clients": clients,
-            "tokens_s": statistics.median(server.speeds[clients]),
-            "times": statistics.median(
-                speed / base_speed
-                for speed, base_speed in zip(
-                    server.speeds[clients], base.speeds[clients], strict=True
-                )
-            ),
-        }
-        for clients in client_counts
-        for server in servers
-    ]
+    rows = []
+    for clients in client_counts:
+        for server in servers:
+            pairs = zip(server.speeds[clients], servers[0].speeds[clients], strict=True)
+            rows.append(
+                {
+                    "server": server.name,
+                    "clients": clients,
+                    "tokens_s": statistics.median(server.speeds[clients]),
+                    "times": statistics.median(speed / base for speed, base in pairs),
+                }
+            )
+    return rows
 
 
 def measure_turns(
@@ -171,40 +166,29 @@ def measure_turns(
 ) -> list[dict[str, Any]]:
     """Measure the seconds to the first token of the first turn, the second, and after a restart."""
     rng = random.Random(1)
-    first, second, third = (make_text(rng, count) for count in (num_words, 16, 16))
-    waits: dict[str, list[float]] = {}
+    turns = [make_text(rng, count) for count in (num_words, 16, 16)]
+    rows: list[dict[str, Any]] = []
     for server in servers:
         server.stop()
     for server in servers:  # only one server runs at a time
-        server.start()
-        server.request_completion(model, make_text(rng, 16), 2)
-        show_progress(f"{server.name}: the first turn")
-        first_wait, reply = server.request_completion(model, first, tokens)
-        conversation = f"{first}{reply} {second}"
-        show_progress(f"{server.name}: the second turn")
-        second_wait, second_reply = server.request_completion(model, conversation, tokens)
+        conversation, waits = "", []
+        for number, text in enumerate(turns):
+            if number != 1:
+                server.stop()
+                server.start()
+                server.request_completion(model, make_text(rng, 16), 2)
+            show_progress(f"{server.name}: turn {number + 1}")
+            conversation = f"{conversation} {text}".lstrip()
+            wait, reply = server.request_completion(model, conversation, tokens)
+            conversation += reply
+            waits.append(wait)
         server.stop()
-        show_progress(f"{server.name}: restarting")
-        server.start()
-        server.request_completion(model, make_text(rng, 16), 2)
-        show_progress(f"{server.name}: the third turn")
-        restarted_wait, _ = server.request_completion(
-            model, f"{conversation}{second_reply} {third}", tokens
-        )
-        waits[server.name] = [first_wait, second_wait, restarted_wait]
-        server.stop()
-    base = waits[servers[0].name]
-    return [
-        {
-            "server": name,
-            "turn_1_s": server_waits[0],
-            "turn_2_s": server_waits[1],
-            "restarted_s": server_waits[2],
-            "turn_2_times": server_waits[1] / base[1],
-            "restarted_times": server_waits[2] / base[2],
-        }
-        for name, server_waits in waits.items()
-    ]
+        row = dict(zip(("turn_1_s", "turn_2_s", "restarted_s"), waits, strict=True))
+        base = rows[0] if rows else row
+        row["turn_2_times"] = row["turn_2_s"] / base["turn_2_s"]
+        row["restarted_times"] = row["restarted_s"] / base["restarted_s"]
+        rows.append({"server": server.name} | row)
+    return rows
 
 
 def main(
@@ -225,23 +209,22 @@ def main(
         if not separator or "{port}" not in command:
             raise ValueError(f"--server {option}: NAME=COMMAND with {{port}} in it is needed")
         servers.append(ServerProcess(name, command))
-    with run_servers(servers):
+    with ExitStack() as ends:
+        for process in servers:
+            show_progress(f"starting {process.name}")
+            ends.callback(process.stop)
+            process.start()
         speed_rows = (
             measure_speeds(servers, model, client_counts, context, tokens, rounds) if rounds else []
         )
         turn_rows = measure_turns(servers, model, turn, 8) if turn else []
     show_progress("")
-    if not json:
-        print_table("servers", speed_rows)
-        if turn_rows:
-            print_table("turns", turn_rows)
-    facts = {"context": context, "tokens": tokens, "turn": turn, "rounds": rounds}
-    commands = {process.name: process.command for process in servers}
-    print_json(
-        "servers",
-        facts | {"commands": commands, "rows": speed_rows, "turns": turn_rows},
-        quiet=json,
-    )
+    for title, rows in (("servers", speed_rows), ("turns", turn_rows)):
+        if rows and not json:
+            print_table(title, rows)
+    facts: dict[str, Any] = {"context": context, "tokens": tokens, "turn": turn, "rounds": rounds}
+    facts |= {"commands": {process.name: process.command for process in servers}}
+    print_json("servers", facts | {"rows": speed_rows, "turns": turn_rows}, quiet=json)
 
 
 if __name__ == "__main__":

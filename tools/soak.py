@@ -19,29 +19,29 @@ import json
 import os
 import random
 import secrets
+import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from threading import Event, Thread
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 import kvant
 from kvant.bench.report import print_json, print_table, run
-from kvant.sizes import parse_size
+from kvant.platform.sizes import parse_size
+from servers import ServerProcess, find_free_port
 
 KEYS = {name: secrets.token_hex(16) for name in ("first", "second", "operator")}
 TENANTS = ("first", "second")
@@ -62,15 +62,19 @@ KINDS = {  # weights of the kinds of requests
     "n=4, drawn": 5,
     BIG: 4,
 }
+EXPECTED_STATUS = dict.fromkeys(KINDS, 200) | {BIG: 400}  # or 429
 REJECTED_BODY = json.dumps({"prompt": "a " * 2_000_000, "max_tokens": 1}).encode()
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A text, and the number of tokens that continue it."""
 
     text: str
     tokens: int
+
+    def make_body(self, **fields: Any) -> bytes:
+        body = {"prompt": self.text, "max_tokens": self.tokens, "temperature": 0}
+        return json.dumps(body | {"ignore_eos": True} | fields).encode()
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Log:
     """Results of the clients' and the observer's threads."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    statuses: Counter[str] = field(default_factory=Counter)  # "kind: status"
+    statuses: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind and status
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     resident: list[tuple[float, int]] = field(default_factory=list)  # minute, bytes
@@ -94,108 +98,78 @@ class Client:
         self.port, self.key = port, key
 
     @contextmanager
-    def send(self, body: bytes) -> Iterator[http.client.HTTPResponse]:
+    def send(
+        self, body: bytes | None = None, path: str = "/v1/completions"
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a body, or get a path without one."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         try:
-            connection.request("POST", "/v1/completions", body, headers)
+            connection.request("GET" if body is None else "POST", path, body, headers)
             yield connection.getresponse()
         finally:
             connection.close()
 
-    def get(self, path: str) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
-        try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {self.key}"})
-            return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-
-    def complete(self, prompt: Prompt, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
-        """Return the status and all continuations of a prompt."""
-        body = {"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0}
-        with self.send(json.dumps(body | {"ignore_eos": True} | fields).encode()) as response:
-            return response.status, json.loads(response.read()).get("choices", [])
+    def read_stats(self) -> Any:
+        with self.send(path="/v1/stats") as response:
+            return json.loads(response.read())
 
 
 class Load:
     """The requests of one client until `stop` is set."""
 
     def __init__(
-        self,
-        client: Client,
-        expected: dict[Prompt, str],
-        log: Log,
-        stop: threading.Event,
-        seed: int,
+        self, client: Client, expected: dict[Prompt, str], log: Log, stop: Event, seed: int
     ) -> None:
         self._client, self._expected, self._log, self._stop = client, expected, log, stop
         self._random = random.Random(seed)
         prompts = sorted(expected, key=lambda prompt: len(prompt.text))
-        half = len(prompts) // 2
-        self._short, self._long = prompts[:half], prompts[half:]
-        self._send: dict[str, Callable[[], str]] = {
-            "short": partial(self._send_greedy, self._short),
-            "long": partial(self._send_greedy, self._long),
-            "salt": partial(self._send_greedy, self._short + self._long, salted=True),
-            "cancelled": self._send_cancelled,
-            "n=4, greedy": partial(self._send_greedy, self._short, width=4),
-            "n=4, drawn": self._send_sampled,
-            BIG: self._send_rejected,
-        }
+        short, long = prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]
+        self._prompts = dict.fromkeys(KINDS, short)
+        self._prompts |= {"long": long, "salt": prompts, "cancelled": prompts}
 
     def run(self) -> None:
         while not self._stop.is_set():
             (kind,) = self._random.choices([*KINDS], [*KINDS.values()])
             begin = time.monotonic()
             try:
-                status = self._send[kind]()
+                status = self._send(kind)
             except Exception as error:
                 self._log.lost.append(f"{kind}: {error!r}")
-                status = "lost"
-            self._log.statuses[f"{kind}: {status}"] += 1
-            if status == "200":
+                self._log.statuses[kind, "lost"] += 1
+                continue
+            self._log.statuses[kind, str(status)] += 1
+            if status == 200:
                 self._log.seconds[kind].append(time.monotonic() - begin)
-            if status == "429":
+            if status == 429:
                 self._stop.wait(1)
+            elif status != EXPECTED_STATUS[kind]:
+                self._log.lost.append(f"{kind}: status {status}, not {EXPECTED_STATUS[kind]}")
 
-    def _send_greedy(
-        self, prompts: Sequence[Prompt], width: int = 1, *, salted: bool = False
-    ) -> str:
-        prompt = self._random.choice(prompts)
-        fields = {"cache_salt": self._random.randbytes(8).hex()} if salted else {}
-        status, choices = self._client.complete(prompt, n=width, **fields)
-        texts = [choice["text"] for choice in choices]
-        expected = self._expected[prompt]
-        if status == 200 and texts != [expected] * width:
-            self._log.wrong.append(f"{prompt.text[:40]!r}: {texts} != {expected!r}")
-        return self._check_status(status, {200, 429})
-
-    def _send_sampled(self) -> str:
-        prompt, seed = self._random.choice(self._short), self._random.getrandbits(32)
-        status, choices = self._client.complete(prompt, n=4, temperature=0.8, seed=seed)
-        if status == 200 and len(choices) != 4:
-            self._log.wrong.append(f"n=4: {len(choices)} continuations")
-        return self._check_status(status, {200, 429})
-
-    def _send_cancelled(self) -> str:
-        prompt = self._random.choice(self._short + self._long)
-        body = {"prompt": prompt.text, "max_tokens": 200, "temperature": 0, "stream": True}
-        with self._client.send(json.dumps(body).encode()) as response:
-            if response.status == 200:
+    def _send(self, kind: str) -> int:
+        """Send one request, check its reply, and return its status."""
+        prompt = self._random.choice(self._prompts[kind])
+        fields: dict[str, Any] = {
+            "salt": {"cache_salt": self._random.randbytes(8).hex()},
+            "cancelled": {"max_tokens": 200, "stream": True},
+            "n=4, greedy": {"n": 4},
+            "n=4, drawn": {"n": 4, "temperature": 0.8, "seed": self._random.getrandbits(32)},
+        }.get(kind, {})
+        body = REJECTED_BODY if kind == BIG else prompt.make_body(**fields)
+        with self._client.send(body) as response:
+            if kind == "cancelled":
                 for _ in range(self._random.randrange(6)):
                     response.readline()
-            return self._check_status(response.status, {200, 429})
-
-    def _send_rejected(self) -> str:
-        with self._client.send(REJECTED_BODY) as response:
-            response.read()
-            return self._check_status(response.status, {400, 429})
-
-    def _check_status(self, status: int, expected: set[int]) -> str:
-        if status not in expected:
-            self._log.lost.append(f"status {status}, expected {sorted(expected)}")
-        return str(status)
+                return response.status
+            reply = json.loads(response.read())
+        if response.status == 200:
+            texts = [choice["text"] for choice in reply["choices"]]
+            expected = [self._expected[prompt]] * fields.get("n", 1)
+            if "seed" in fields and len(texts) != len(expected):
+                self._log.wrong.append(f"{kind}: {len(texts)} continuations")
+            if "seed" not in fields and texts != expected:
+                self._log.wrong.append(f"{prompt.text[:40]!r}: {texts} != {expected}")
+        return response.status
 
 
 class Faults:
@@ -239,12 +213,12 @@ class Faults:
     def run(self, begin: float, end: float) -> None:
         """Inject one fault after the other until `end`, each once a round."""
         steps = (self.kill_redis, self.fill_disk, self.start_redis, self.free_disk)
-        for number in range(1, 10**9):
+        for number, step in enumerate(cycle(steps), 1):
             due = begin + number * 60 * ROUND / len(steps)
             time.sleep(max(0.0, min(due, end) - time.monotonic()))
             if due >= end:
                 return
-            steps[(number - 1) % len(steps)]()
+            step()
 
 
 def read_resident_bytes(pid: int) -> int:
@@ -252,13 +226,13 @@ def read_resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def observe(client: Client, pid: int, log: Log, begin: float, stop: threading.Event) -> None:
+def observe(client: Client, pid: int, log: Log, begin: float, stop: Event) -> None:
     """Sample the server's memory and pools; print a line per minute."""
     minute = 0
     while not stop.wait(1 / SAMPLES_S):
         now = (time.monotonic() - begin) / 60
         try:
-            size, stats = read_resident_bytes(pid), client.get("/v1/stats")
+            size, stats = read_resident_bytes(pid), client.read_stats()
         except (OSError, http.client.HTTPException, ValueError) as error:
             log.lost.append(f"/v1/stats: {error!r}")
             continue
@@ -302,27 +276,18 @@ def compute_expected_replies(client: Client, number: int) -> dict[Prompt, str]:
     """Return prompts whose greedy replies do not depend on rounding, with these replies."""
     expected: dict[Prompt, str] = {}
     for prompt in make_prompts():
-        fields = {"cache_salt": secrets.token_hex(8), "logprobs": 2}
-        status, choices = client.complete(prompt, **fields)
-        if status != 200:
-            raise OSError(f"a lone request got the status {status}: {choices}")
-        leads = [
-            abs(first - second)
-            for first, second in (
-                top.values() for top in choices[0]["logprobs"]["top_logprobs"] if len(top) == 2
-            )
-        ]
+        with client.send(prompt.make_body(cache_salt=secrets.token_hex(8), logprobs=2)) as response:
+            reply = json.loads(response.read())
+        if response.status != 200:
+            raise OSError(f"a lone request got the status {response.status}: {reply}")
+        (choice,) = reply["choices"]
+        pairs = (top.values() for top in choice["logprobs"]["top_logprobs"] if len(top) == 2)
+        leads = [abs(first - second) for first, second in pairs]
         if len(leads) == prompt.tokens and min(leads) > MIN_LEAD_NATS:
-            expected[prompt] = choices[0]["text"]
+            expected[prompt] = choice["text"]
         if len(expected) == number:
             break
     return expected
-
-
-def find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -330,56 +295,49 @@ def run_server(
     folder: Path, stores: Sequence[str], max_bytes: str, kv_cache: str, sequences: int
 ) -> Iterator[tuple[int, int]]:
     """Run a server; yield its port and process id, and check its exit code at the end."""
-    port, keys = find_free_port(), folder / "keys"
+    keys = folder / "keys"
     lines = [KEYS["first"], KEYS["second"], f"admin {KEYS['operator']}"]
     keys.write_text("\n".join(lines), encoding="utf-8")
-    command = [str(Path(sys.executable).with_name("kvant")), "serve", "--port", str(port)]
+    command = [str(Path(sys.executable).with_name("kvant")), "serve", "--port", "{port}"]
     command += ["--api-keys", str(keys), "--max-bytes", max_bytes, "--kv-cache", kv_cache]
     command += ["--max-sequences", str(sequences), "--dtype", "float32"]
-    for store in stores:
-        command += ["--store", store]
-    process = subprocess.Popen(command)
+    command += [word for store in stores for word in ("--store", store)]
+    server = ServerProcess("kvant", shlex.join(command))
     try:
-        for _ in range(600):
-            with suppress(OSError, http.client.HTTPException, ValueError):
-                Client(port, KEYS["operator"]).get("/health")
-                break
-            if process.poll() is not None:
-                raise OSError(f"the server ended with exit code {process.returncode}")
-            time.sleep(0.2)
-        else:
-            raise OSError("the server did not answer within 120 seconds")
-        yield port, process.pid
+        server.start(output=None)
+        assert server.process is not None
+        yield server.port, server.process.pid
     finally:
-        process.terminate()
-        if process.wait(120) != 0:
-            raise OSError(f"the server ended with exit code {process.returncode}, expected 0")
+        code = server.stop()
+    if code != 0:
+        raise OSError(f"the server ended with exit code {code}, expected 0")
+
+
+def group_resident(log: Log, minutes: int) -> dict[int, list[int]]:
+    """Return the sizes of resident memory by spans of minutes."""
+    spans: dict[int, list[int]] = defaultdict(list)
+    for minute, size in log.resident:
+        spans[int(minute) // minutes].append(size)
+    return spans
 
 
 def make_memory_rows(log: Log) -> list[dict[str, Any]]:
     """Return resident memory in spans of ten minutes, in MiB."""
-    spans = defaultdict(list)
-    for minute, size in log.resident:
-        spans[int(minute) // 10].append(size / 2**20)
     return [
         {
             "minutes": f"{10 * span} to {10 * span + 10}",
-            "median_mib": statistics.median(sizes),
-            "least_mib": min(sizes),
-            "most_mib": max(sizes),
+            "median_mib": statistics.median(sizes) / 2**20,
+            "least_mib": min(sizes) / 2**20,
+            "most_mib": max(sizes) / 2**20,
         }
-        for span, sizes in sorted(spans.items())
+        for span, sizes in sorted(group_resident(log, 10).items())
     ]
 
 
 def compute_drift(log: Log) -> float | None:
     """Return the largest change of a minute's median after `SETTLED`; None in a short run."""
-    minutes = defaultdict(list)
-    for minute, size in log.resident:
-        minutes[int(minute)].append(size)
-    medians = [
-        statistics.median(minutes[minute]) for minute in sorted(minutes) if minute >= SETTLED
-    ]
+    minutes = sorted(group_resident(log, 1).items())
+    medians = [statistics.median(sizes) for minute, sizes in minutes if minute >= SETTLED]
     if len(medians) < 2:
         return None
     return max(abs(median / medians[0] - 1) for median in medians)
@@ -387,19 +345,23 @@ def compute_drift(log: Log) -> float | None:
 
 def make_request_rows(log: Log) -> list[dict[str, Any]]:
     rows = []
-    for name, number in sorted(log.statuses.items()):
-        kind, _, status = name.rpartition(": ")
+    for (kind, status), number in sorted(log.statuses.items()):
         times = log.seconds[kind] if status == "200" else []
-        percentiles = statistics.quantiles(times, n=20) if len(times) > 1 else []
+        percentiles = statistics.quantiles(times, n=20) if len(times) > 1 else [None] * 19
         row = {"requests": kind, "status": status, "count": number}
-        rows.append(
-            row
-            | {
-                "median_s": percentiles[9] if percentiles else None,
-                "p95_s": percentiles[18] if percentiles else None,
-            }
-        )
+        rows.append(row | {"median_s": percentiles[9], "p95_s": percentiles[18]})
     return rows
+
+
+def find_failures(log: Log, drift: float | None, limit: int) -> list[str]:
+    idle = [k for k, status in EXPECTED_STATUS.items() if not log.statuses[k, str(status)]]
+    return [
+        *(["requests were lost"] if log.lost else []),
+        *(["greedy replies differ from those alone"] if log.wrong else []),
+        *(["the pools exceeded --max-bytes"] if log.pooled > limit else []),
+        *(["resident memory changed by more than 5%"] if (drift or 0) > MAX_DRIFT else []),
+        *([f"no request of {', '.join(idle)} was answered"] if idle else []),
+    ]
 
 
 def main(
@@ -417,7 +379,7 @@ def main(
             f"--disk {disk}: an empty disk of at most {MAX_DISK >> 30} GiB is needed, which this "
             "tool fills and empties: mount -t tmpfs -o size=1500m none PATH"
         )
-    log, stop = Log(), threading.Event()
+    log, stop = Log(), Event()
     with ExitStack() as ends:
         folder = Path(ends.enter_context(TemporaryDirectory(prefix="soak")))
         faults = Faults(disk, folder, find_free_port(), log)
@@ -428,10 +390,10 @@ def main(
         operator = Client(port, KEYS["operator"])
         expected = compute_expected_replies(operator, prompts)
         begin = time.monotonic()
-        threads = [threading.Thread(target=observe, args=(operator, pid, log, begin, stop))]
+        threads = [Thread(target=observe, args=(operator, pid, log, begin, stop))]
         for number in range(clients):
             client = Client(port, KEYS[TENANTS[number % len(TENANTS)]])
-            threads.append(threading.Thread(target=Load(client, expected, log, stop, number).run))
+            threads.append(Thread(target=Load(client, expected, log, stop, number).run))
         for thread in threads:
             thread.start()
         try:
@@ -440,8 +402,8 @@ def main(
             stop.set()
             for thread in threads:
                 thread.join()
-        stats = operator.get("/v1/stats")
-    limit = parse_size(max_bytes)
+        stats = operator.read_stats()
+    limit, drift = parse_size(max_bytes), compute_drift(log)
     rows, memory = make_request_rows(log), make_memory_rows(log)
     print_table("Requests", rows)
     print_table("Resident memory of the server", memory)
@@ -449,7 +411,7 @@ def main(
         "minutes": minutes,
         "lost": log.lost[:20],
         "wrong": log.wrong[:20],
-        "drift": compute_drift(log),
+        "drift": drift,
         "max_bytes": limit,
         "pooled": log.pooled,
         "running": log.running,
@@ -457,18 +419,9 @@ def main(
         "store": stats["prefixes"].get("store"),
     }
     print_json("soak", {**facts, "requests": rows, "memory": memory}, quiet=True)
-    drift = compute_drift(log)
     if drift is None:
         print(f"resident memory is not checked in less than {SETTLED + 2} minutes", file=sys.stderr)
-    idle = [kind for kind in KINDS if not log.statuses[f"{kind}: {400 if kind == BIG else 200}"]]
-    failures = [
-        *(["requests were lost"] if log.lost else []),
-        *(["greedy replies differ from those alone"] if log.wrong else []),
-        *(["the pools exceeded --max-bytes"] if log.pooled > limit else []),
-        *(["resident memory changed by more than 5%"] if (drift or 0) > MAX_DRIFT else []),
-        *([f"no request of {', '.join(idle)} was answered"] if idle else []),
-    ]
-    if failures:
+    if failures := find_failures(log, drift, limit):
         raise OSError("; ".join(failures))
 
 

@@ -138,11 +138,12 @@ class TrainingLog:
         self.tokens += tokens
         self.recent.append(losses)
 
-    def write_entry(self, seconds: float, length: int, **extra: float) -> None:
+    def write_entry(self, seconds: float, length: int, held_out: float | None = None) -> None:
         """Append the mean of the recent losses to the log."""
         text, copied = np.nanmean(np.array(self.recent), axis=0)
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(seconds, 1)}
-        entry |= {"length": length, "text": round(text, 4), "copied": round(copied, 4), **extra}
+        entry |= {"length": length, "text": round(text, 4), "copied": round(copied, 4)}
+        entry |= {} if held_out is None else {"held_out": round(held_out, 4)}
         with self.path.open("a", encoding="utf-8") as log:
             print(json.dumps(entry), file=log)
         self.recent.clear()
@@ -166,19 +167,15 @@ def train(out: Path, minutes: float) -> None:
             rows * length, train_step(compiled, optimizers, batch, compute_rate_factor(share))
         )
         if progress.step % LOG_EVERY == 0:
-            with_held_out = progress.step % (4 * LOG_EVERY) == 0
-            extra = (
-                {"held_out": round(compute_held_out_loss(model, corpus, length), 4)}
-                if with_held_out
-                else {}
-            )
-            progress.write_entry(time.monotonic() - start, length, **extra)
+            is_fourth = progress.step % (4 * LOG_EVERY) == 0
+            held_out = compute_held_out_loss(model, corpus, length) if is_fourth else None
+            progress.write_entry(time.monotonic() - start, length, held_out)
         if time.monotonic() - last_save > SAVE_SECONDS:
             model.save_pretrained(out)
             last_save = time.monotonic()
     if progress.recent:
-        held_out_loss = round(compute_held_out_loss(model, corpus, length), 4)
-        progress.write_entry(time.monotonic() - start, length, held_out=held_out_loss)
+        held_out = compute_held_out_loss(model, corpus, length)
+        progress.write_entry(time.monotonic() - start, length, held_out)
     model.save_pretrained(out)
 
 

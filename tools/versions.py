@@ -18,44 +18,32 @@ from pathlib import Path
 from typing import Any
 
 from kvant.bench.report import print_report, show_progress
+from pages import ROOT
 
-THIS_CHECKOUT = Path(__file__).resolve().parent.parent
-
-
-def find_python(checkout: Path) -> Path:
-    """Return the Python of a checkout's environment, which imports that checkout's kvant."""
-    python = checkout / ".venv" / "bin" / "python"
-    if not python.exists():
-        raise SystemExit(f"error: {python} is missing: run `make env` in {checkout}")
-    return python
+KEY_COLUMNS = ("rows", "length", "sequences", "beams", "cache", "way", "growth", "backend")
 
 
 def run_bench(
     checkout: Path, bench: str, options: list[str], column: str, base_way: str | None
 ) -> dict[str, float]:
-    """Run a benchmark; return the figure of each row by its key columns."""
-    command = [str(find_python(checkout)), "-m", f"kvant.bench.{bench}", *options, "--json"]
+    """Run a benchmark in a checkout's environment; return the figure of each row by its keys."""
+    python = checkout / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"error: {python} is missing: run `make env` in {checkout}")
+    command = [str(python), "-m", f"kvant.bench.{bench}", *options, "--json"]
     process = subprocess.run(command, capture_output=True, text=True, cwd=checkout, check=False)
     if process.returncode:
         raise SystemExit(f"error: {' '.join(command[1:])} in {checkout}:\n{process.stderr}")
     rows: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])["rows"]
+    base = {row.get("rows"): row[column] for row in rows if base_way and row["way"] == base_way}
     figures: dict[str, float] = {}
-    base = {
-        row.get("rows"): row[column]
-        for row in rows
-        if base_way is not None and row["way"] == base_way
-    }
     for row in rows:
-        key = [str(row[name]) for name in row if name in KEY_COLUMNS]
-        name = " ".join(key)
+        name = " ".join(str(row[key]) for key in row if key in KEY_COLUMNS)
         while name in figures:  # a baseline has a row for each format
             name += " again"
         if row[column] is not None:
             figures[name] = row[column] / base.get(row.get("rows"), 1.0)
     return figures
-
-
-KEY_COLUMNS = ("rows", "length", "sequences", "beams", "cache", "way", "growth", "backend")
 
 
 def main() -> None:
@@ -66,29 +54,31 @@ def main() -> None:
     parser.add_argument("--figure", default="median_ms")
     parser.add_argument("--over", metavar="WAY")
     arguments, options = parser.parse_known_args()
-    old = arguments.old.resolve()
-    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
+    checkouts = {"old": arguments.old.resolve(), "new": ROOT}
+    rounds: list[dict[str, dict[str, float]]] = []
     for turn in range(arguments.rounds):
         show_progress(f"round {turn + 1} of {arguments.rounds}")
-        # Neither checkout always runs second.
-        order = (old, THIS_CHECKOUT) if turn % 2 == 0 else (THIS_CHECKOUT, old)
-        figures = {
-            checkout: run_bench(
-                checkout, arguments.bench, options, arguments.figure, arguments.over
-            )
-            for checkout in order
-        }
-        rounds.append((figures[old], figures[THIS_CHECKOUT]))
+        names = ("old", "new") if turn % 2 == 0 else ("new", "old")  # neither always runs second
+        rounds.append(
+            {
+                name: run_bench(
+                    checkouts[name], arguments.bench, options, arguments.figure, arguments.over
+                )
+                for name in names
+            }
+        )
     show_progress("")
     rows = [
         {
             "row": name,
-            "old": statistics.median(old[name] for old, _ in rounds),
-            "new": statistics.median(new[name] for _, new in rounds),
-            "new / old": statistics.median(new[name] / old[name] for old, new in rounds),
+            "old": statistics.median(pair["old"][name] for pair in rounds),
+            "new": statistics.median(pair["new"][name] for pair in rounds),
+            "new / old": statistics.median(
+                pair["new"][name] / pair["old"][name] for pair in rounds
+            ),
         }
-        for name in rounds[0][0]
-        if all(name in side for pair in rounds for side in pair)
+        for name in rounds[0]["old"]
+        if all(name in figures for pair in rounds for figures in pair.values())
     ]
     facts = {"figure": arguments.figure, "over": arguments.over, "rounds": arguments.rounds}
     facts["options"] = options

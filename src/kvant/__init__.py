@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvant.cache import Cache, merge
     from kvant.cache.files import save
     from kvant.cache.sequences import Sequences
-    from kvant.contracts import Mask, Tiles
+    from kvant.contracts import Mask
     from kvant.engine import Engine, Result, Stream, Usage, generate_many
     from kvant.errors import (
         CacheError,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvant.probing import Probe, attach, probe
     from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
     from kvant.spec import parse
-    from kvant.weights import Packing, pack, unpack
+    from kvant.weights.packing import Packing, pack, unpack
 
 __version__ = "0.1.0"
 
@@ -123,15 +123,13 @@ _NAMES = {  # the public names of each module
     "kvant.probing": "Probe attach probe",
     "kvant.recipes": "CacheSpec EmptySpec GroupSpec LayerSpec RecurrentSpec SharedSpec",
     "kvant.spec": "parse",
-    "kvant.weights": "Packing pack unpack",
+    "kvant.weights.packing": "Packing pack unpack",
 }
 MODULES_BY_NAME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 @overload
-def load(
-    path: str | PathLike[str], *, device: str | Device = "cpu", tiles: Tiles | None = None
-) -> Cache: ...
+def load(path: str | PathLike[str], *, device: str | Device = "cpu") -> Cache: ...
 @overload
 def load(
     path: str | PathLike[str], model: Module, *, device: str | Device | None = None
@@ -141,7 +139,6 @@ def load(
     model: Any = None,
     *,
     device: str | Device | None = None,
-    tiles: Tiles | None = None,
 ) -> Any:
     """Load a cache from a file; with a model, as the cache that `cache_for` returns.
 
@@ -155,11 +152,7 @@ def load(
     if model is None:
         from kvant.cache import files
 
-        return files.load(path, device=device or "cpu", tiles=tiles)
-    if tiles is not None:
-        raise ValueError(
-            "tiles with a model: the backends of the model choose the tiles; leave tiles out"
-        )
+        return files.load(path, device=device or "cpu")
     from kvant.hf import load_cache
 
     return load_cache(path, model, device)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from kvant import demo
-from kvant.devices import AUTO_DTYPE, parse_device, parse_dtype
+from kvant.platform.devices import AUTO_DTYPE, parse_device, parse_dtype
 
 CONFIG_NAME, INDEX_NAME = "config.json", "model.safetensors.index.json"
 WEIGHTS_PATTERN = "*.safetensors"

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from kvant.derived import Derived
+
 if TYPE_CHECKING:  # parsing a spec and --help work without importing torch
     import torch
     from torch import Tensor
@@ -126,21 +128,6 @@ class Codec(Protocol):
         """Decode a page to rows [..., P, dim] in float32; raw rows stay as stored."""
 
 
-class Retention(Protocol):
-    """The rule, on integers alone, that decides which rows are retained."""
-
-    @property
-    def window(self) -> int | None:
-        """The newest rows that a query sees; None: all."""
-
-    @property
-    def sinks(self) -> int:
-        """The first rows of a sequence that are always retained, dense."""
-
-    def find_first_retained(self, length: int) -> int:
-        """Return the first row, sinks aside, to retain in a sequence of `length` tokens."""
-
-
 @dataclass(frozen=True)
 class Mask:
     """The keys that a query may attend to, as a rule on positions.
@@ -187,64 +174,6 @@ class PageSelection:
         share = np.ceil(num_pages * self.percent / 100).astype(np.int64)
         count: Ints = np.minimum(num_pages, np.maximum(share, self.pages))
         return count
-
-
-class ScoreInput(NamedTuple):
-    """The rows that a prune scores, of N key heads; the heads of a sequence are adjacent.
-
-    Rows are aligned at the newest token, without a frame, in float32.
-    """
-
-    keys: Tensor  # [N, n, D]
-    values: Tensor  # [N, n, Dv]
-    valid: Tensor  # [N, n], boolean: heads may have different numbers of rows
-    queries: Tensor | None  # [N, group, m, D]: the newest, if the score needs any
-    query_rows: Tensor | None  # [N, m]: the row of each query; below zero: padding
-    scale: float  # of attention scores
-    heads_per_sequence: int
-
-
-class Score(Protocol):
-    """A frozen dataclass that ranks the rows of a key head by their value for later tokens."""
-
-    @property
-    def name(self) -> str:
-        """The name in specs and files."""
-
-    @property
-    def num_queries(self) -> int:
-        """The number of newest queries that it needs."""
-        return 0
-
-    @property
-    def prunes_during_decode(self) -> bool:
-        """Whether it prunes during decoding as well, not only after a prompt."""
-        return False
-
-    def score_rows(self, rows: ScoreInput) -> Tensor:
-        """Return scores [N, n]; rows with the largest are retained."""
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """The number of rows that a key head retains after a prompt, and their score."""
-
-    score: Score
-    rows: int = 0  # a number of rows,
-    percent: float = 0.0  # or a share of the tokens
-    adaptive: bool = False  # the heads of a layer share one budget
-
-    def __post_init__(self) -> None:
-        single_budget = (self.rows > 0) != (self.percent > 0)
-        if not (single_budget and self.rows >= 0 and 0 <= self.percent <= 100):
-            raise ValueError(
-                f"a prune that keeps {self.rows} rows and {self.percent}%: one row or more, "
-                "or a share up to 100% is needed"
-            )
-
-    def compute_budget(self, length: int) -> int:
-        """Return the rows that a head retains of `length` tokens."""
-        return self.rows or math.ceil(length * self.percent / 100)
 
 
 class Tiles(Protocol):
@@ -324,7 +253,7 @@ class PagedTensors:
     sealed: Fields  # {field: [slots, H, P or 1, width]}
     tiles: Tiles | None
     summary: PageSummary | None = None  # of keys, if queries select pages
-    derived: dict[Any, Any] = field(default_factory=dict)  # values that backends cache
+    derived: Derived = field(default_factory=Derived)  # values that backends cache
 
     @cached_property
     def heads(self) -> int:

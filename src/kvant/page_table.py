@@ -25,13 +25,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvant.derived import Derived, Memo
+
 if TYPE_CHECKING:
-    from kvant.contracts import Pruning
+    from kvant.retention import Pruning
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -147,9 +149,9 @@ class PageTable:
     steady_tokens: int = 0  # the next tokens, one at a time, that change only lengths
     leading_rows_masked: bool = False  # rows before `first_visible` exist, but are masked
     last_writes: Ints | None = None  # `writes` of the newest token, if it was a steady one
-    derived: dict[Any, Any] = field(default_factory=dict)  # values that readers cache
+    derived: Derived = field(default_factory=Derived)  # values that readers cache
     # Values that depend on the tables and not on lengths: steady tokens share them.
-    derived_from_tables: dict[Any, Any] = field(default_factory=dict)
+    derived_from_tables: Derived = field(default_factory=Derived)
 
     @classmethod
     def make_empty(
@@ -250,7 +252,7 @@ class PageTable:
     @cached_property
     def num_columns(self) -> int:
         """Tokens of the longest sequence, padding included."""
-        return int((self.lengths + self.padding).max(initial=0))
+        return int((self.numbers[:, LENGTH] + self.numbers[:, PADDING]).max(initial=0))
 
     @cached_property
     def has_padding(self) -> bool:
@@ -267,8 +269,8 @@ class PageTable:
 
     def mask_leading_rows(self, first: Sequence[int]) -> PageTable:
         """Return the same table with the rows of each sequence before `first` masked."""
-        key = ("leading_rows_masked", *first)
-        masked: PageTable | None = self.derived.get(key)
+        masked_tables = self.derived.setdefault(MASKED_TABLES, {})
+        masked = masked_tables.get(key := tuple(first))
         if masked is None:
             numbers = self.numbers.copy()
             numbers[:, FIRST_VISIBLE] = np.maximum(
@@ -282,7 +284,7 @@ class PageTable:
                 self.tables_per_sequence,
                 leading_rows_masked=True,
             )
-            self.derived[key] = masked
+            masked_tables[key] = masked
         return masked
 
     def list_open_pages(self) -> tuple[Ints, Ints]:
@@ -308,6 +310,10 @@ class PageTable:
     def list_sealed_slots(self) -> Ints:
         """Return the slots of sealed pages, in the order of `list_sealed_pages`."""
         return self.sealed_table[self.list_sealed_pages()]
+
+
+# The results of `mask_leading_rows`, by first rows.
+MASKED_TABLES: Memo[dict[tuple[int, ...], PageTable]] = Memo("masked tables")
 
 
 def expand_ranges(first: Ints, stop: Ints) -> tuple[Ints, Ints]:
@@ -343,7 +349,7 @@ class AppendPlan:
     freed_slots: tuple[Ints, Ints] = NO_SLOTS
     reads_new_rows: bool = False  # attention reads new rows as appended, not from their pages
     pool_sizes: tuple[int, int] | None = None  # slots after the append; None: unchanged
-    derived: dict[Any, Any] = field(default_factory=dict)  # values that writers cache
+    derived: Derived = field(default_factory=Derived)  # values that writers cache
 
     @property
     def is_steady(self) -> bool:

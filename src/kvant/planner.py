@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from kvant.cache.layer import has_per_head_tables, make_layer_group, pages_nbytes
+from kvant.cache.layout import has_per_head_tables, make_layer_group
 from kvant.cache.pruning import count_retained_nbytes
-from kvant.cache.storage import Geometry
 from kvant.checkpoints import read_config
 from kvant.errors import CapacityError, SpecError
 from kvant.models import layer_shapes
 from kvant.models.shapes import LayerShape, Shape, fit_spec
 from kvant.page_table import LayerGroup
+from kvant.pages.storage import Geometry, pages_nbytes
+from kvant.platform.sizes import as_bytes, format_size
 from kvant.recipes import (
     AnySpec,
     CacheSpec,
@@ -33,7 +34,6 @@ from kvant.recipes import (
     RecurrentSpec,
     iterate_attention,
 )
-from kvant.sizes import as_bytes, format_size
 from kvant.spec import as_spec
 
 UNLIMITED_CONTEXT = 1 << 40  # tokens: more than any memory holds

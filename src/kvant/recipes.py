@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kvant.contracts import Codec, Mask, PageSelection, Pruning, Retention
+from kvant.contracts import Codec, Mask, PageSelection
 from kvant.lazy import LazyModule
+from kvant.retention import Pruning, Retention
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,14 @@ from offline import Compiled, Driver, use_gpu_page_layout
 from kvant import Cache
 from kvant.attention.triton import TritonBackend, kernel_launch, store_pages
 from kvant.attention.triton.arguments import StaticTritonPageTable
-from kvant.attention.triton.decode_step import TritonDecodeStep
 from kvant.attention.triton.kernel_launch import KernelView
 from kvant.attention.triton.kernels import attend, store
-from kvant.cache.advance import advance
+from kvant.cache.token import plan_token
 from kvant.codecs.frames import hadamard
 from kvant.codecs.frames import rotation_kernel as turning
 from kvant.contracts import AttentionRequest
+from kvant.pages.advance import advance
+from kvant.replay.triton_step import TritonDecodeStep
 
 kernels: dict[str, dict[str, int]] = {}
 
@@ -87,7 +88,7 @@ for text in ("raw,window=99,sinks=0", "affine4/turbo3"):
     cache = Cache(1, f"{text},tail=0,capacity=640")
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
     cache[0].append(keys[:, :, :300], values[:, :, :300])
-    (change,) = cache.plan_token()
+    (change,) = plan_token(cache)
     place = StaticTritonPageTable(change, torch.device("cpu"))
     step = TritonDecodeStep.from_view(cache[0].make_view(change), place)
     step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])
@@ -112,7 +113,7 @@ for text, dim in (
     cache[0].append(keys[:, :, :4], values[:, :, :4])
     layer, rows = cache[0], {"keys": keys[:, :, 4:], "values": values[:, :, 4:]}
     store_pages.launch_store(
-        advance(layer.page_table, 64, cache._tracker.pools[0].copy()), rows, layer.storage.sides
+        advance(layer.page_table, 64, cache.state.pools[0].copy()), rows, layer.storage.sides
     )
 for last in (False, True):
     label = f"last={last}"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvant.attention.native.structs import NativeTiles
-from kvant.cache.advance import Pools, advance, concat_tables, select_sequences
 from kvant.contracts import Codec, Fields, LayerStats, Mask, PagedTensors, View
 from kvant.page_table import AppendPlan, LayerGroup, PageTable
+from kvant.pages.advance import Pools, advance, concat_tables, select_sequences
 from laws.oracle import visible_positions
 
 SLOTS = 160  # of each page type

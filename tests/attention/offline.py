@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from kvant.attention.triton import arguments
-from kvant.cache import storage
+from kvant.cache import layout
 
 
 class Driver:
@@ -46,6 +46,6 @@ class Compiled:
 def use_gpu_page_layout(capable: Driver) -> None:
     """Give CPU pages the layout they have on a GPU."""
     driver.set_active(capable)
-    storage.select_tiles = lambda device: None  # type: ignore[attr-defined, assignment]
+    layout.select_tiles = lambda device: None  # type: ignore[attr-defined, assignment]
     on_a_gpu = arguments.get_dot_dtype  # the interpreter treats bfloat16 differently
     arguments.get_dot_dtype = lambda dtype, interpreted: on_a_gpu(dtype, False)

@@ -11,8 +11,8 @@ import torch
 
 from cache.tagged import LayerCache, make_layer, make_rows
 from kvant import Mask
+from kvant.attention.length_groups import KeyBlock, LengthGroup, group_by_length
 from kvant.attention.mask import evaluate_mask
-from kvant.attention.reference import KeyBlock, LengthGroup, group_by_length
 
 MASKS = [
     Mask(causal, window, sinks, chunk)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cache.tagged import assert_same
 from kvant import Cache, UnsupportedView, attend
-from kvant.attention.native.decode_step import NativeDecodeStep, StaticNativePageTable
 from kvant.cache import merge
+from kvant.cache.token import commit_token, plan_token, record_sealed_pages
 from kvant.native import capture_requests, get_library
+from kvant.replay.native_step import NativeDecodeStep, StaticNativePageTable
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
@@ -56,7 +57,7 @@ class SteppingPair:
         batch = self.cache.batch
         new, q = make_rows(1, batch), make_queries(batch)
         expected = attend(q, self.other[0].append(*new), backend="native")
-        (change,) = self.cache.plan_token(seals=True)
+        (change,) = plan_token(self.cache, seals=True)
         pages = self.cache[0].make_view(change)
         if self.step is None:
             self.step = NativeDecodeStep.from_view(
@@ -67,8 +68,8 @@ class SteppingPair:
         else:
             assert self.step.rebind(pages) and self.step.page_table.update(change)
         assert torch.equal(self.step(q, *new), expected)
-        self.cache[0].record_sealed_pages(change, self.step.backend)
-        self.cache.commit_token(self.step.backend)
+        record_sealed_pages(self.cache, [change], self.step.backend)
+        commit_token(self.cache, self.step.backend)
 
     def check(self) -> None:
         assert_same(self.cache.snapshot(), self.other.snapshot())
@@ -117,16 +118,16 @@ def test_changed_sequences_or_rows_are_not_followed() -> None:
     pair.token()
     assert pair.step is not None
     single = make_filled_cache("affine8", 30).extract(0)
-    (change,) = single.plan_token()
+    (change,) = plan_token(single)
     assert not pair.step.page_table.update(change)
     other = make_filled_cache("affine4,tail=0", 30)
-    (change,) = other.plan_token()
+    (change,) = plan_token(other)
     assert not pair.step.rebind(other[0].make_view(change))
 
 
 def test_unsupported_layers_give_a_reason() -> None:
     cache = make_filled_cache("affine8,select=1:0,tail=1", 200)
-    (change,) = cache.plan_token(seals=True)
+    (change,) = plan_token(cache, seals=True)
     with pytest.raises(UnsupportedView, match="selects pages"):
         NativeDecodeStep.from_view(
             cache[0].make_view(change), StaticNativePageTable(change, torch.device("cpu"))
@@ -147,11 +148,11 @@ def test_clamped_values_are_counted_where_a_step_seals_them() -> None:
 def test_step_is_the_same_under_python_O() -> None:
     """All keys are equal, so a query gives the mean of all values."""
     code = (
-        "import torch; from kvant import Cache;"
-        "from kvant.attention.native import decode_step as steps;"
+        "import torch; from kvant import Cache; from kvant.cache.token import plan_token;"
+        "from kvant.replay import native_step as steps;"
         "keys, values = torch.ones(1, 1, 71, 32), torch.arange(71.0)[:, None].expand(1, 1, 71, 32);"
         "cache = Cache(1, 'raw'); cache[0].append(keys[:, :, :70], values[:, :, :70]);"
-        "(change,) = cache.expect(seals=True); place = steps.StaticNativePageTable(change, "
+        "(change,) = plan_token(cache, seals=True); place = steps.StaticNativePageTable(change, "
         "torch.device('cpu'));"
         "step = steps.NativeDecodeStep.from_view(cache[0].make_view(change), place); last = "
         "keys[:, :, 70:];"

@@ -13,10 +13,11 @@ from torch import Tensor
 from attention.kernels import DEVICE, GPU, needed
 from cache.tagged import assert_same
 from kvant import Cache, UnsupportedView, attend
-from kvant.attention.triton import decode_step as operators
+from kvant.attention.triton import token_operators as operators
 from kvant.attention.triton.arguments import StaticTritonPageTable
-from kvant.attention.triton.decode_step import TritonDecodeStep
 from kvant.cache import merge
+from kvant.cache.token import commit_token, plan_token
+from kvant.replay.triton_step import TritonDecodeStep
 
 pytestmark = [
     needed,
@@ -46,7 +47,7 @@ def make_rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 def make_step(cache: Cache) -> TritonDecodeStep:
     """Return a layer that expects a token; later memory is zeroed, since NaN equals nothing."""
-    (change,) = cache.plan_token()
+    (change,) = plan_token(cache)
     pages = cache[0].make_view(change)
     for side in (pages.keys, pages.values):
         side.open.nan_to_num_()
@@ -62,7 +63,7 @@ def fill_memory(step: TritonDecodeStep) -> TritonDecodeStep:
 
 def advance(step: TritonDecodeStep, cache: Cache) -> TritonDecodeStep:
     """Advance to the next token."""
-    (change,) = cache.plan_token()
+    (change,) = plan_token(cache)
     if change.is_steady:
         step.page_table.advance()
     else:
@@ -85,7 +86,7 @@ def test_steps_equal_append_plus_attention(text: str) -> None:
         expected = attend(q, view, backend="reference")
         step = advance(step, cache) if t else step
         assert (step(q, *new) - expected).abs().max() < 1e-5
-        cache.commit_token(step.backend)
+        commit_token(cache, step.backend)
     assert_same(cache.snapshot(), other.snapshot())
     assert cache.stats()["attended"] == {step.backend: 6}
     cache.check()
@@ -106,7 +107,7 @@ def test_sequences_of_different_lengths_step_together(text: str) -> None:
         expected = attend(q, view, backend="reference")
         step = advance(step, cache) if t else step
         assert (step(q, *new) - expected).abs().max() < 1e-5
-        cache.arrive(step.backend)
+        commit_token(cache, step.backend)
     assert_same(cache.snapshot(), second.snapshot())
 
 
@@ -125,7 +126,7 @@ def test_rows_and_queries_may_have_any_strides(text: str) -> None:
         q, (keys, values) = make_queries(), make_rows(1)
         expected = attend(q, other[0].append(keys, values), backend="reference")
         assert (step(layout(q), layout(keys), layout(values)) - expected).abs().max() < 1e-5
-        cache.commit_token(step.backend)
+        commit_token(cache, step.backend)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # its cached values never change
@@ -199,23 +200,23 @@ def test_step_is_invalid_after_the_pool_reallocates() -> None:
     cache = make_filled_cache("affine8,tail=3")
     step = make_step(cache)
     other = make_filled_cache("affine8,tail=3")
-    assert not step.rebind(other[0].make_view(*other.plan_token()))
+    assert not step.rebind(other[0].make_view(*plan_token(other)))
     cache.clear()
     cache[0].append(*make_rows(150))
-    assert not step.rebind(cache[0].make_view(*cache.plan_token()))
+    assert not step.rebind(cache[0].make_view(*plan_token(cache)))
 
 
 def test_decode_step_is_invalid_without_reserved_slots() -> None:
     """More sequences, sequences of another group, or pages beyond the tables."""
     cache = Cache(1, "raw")
     cache[0].append(*make_rows(20))
-    (change,) = cache.plan_token()
+    (change,) = plan_token(cache)
     place = StaticTritonPageTable(change, DEVICE)
     before = place.integers.clone()
     for text, batch, count in (("raw", 3, 20), ("affine8", 2, 20), ("raw", 2, 500)):
         other = Cache(1, text)
         other[0].append(*make_rows(count, batch))
-        assert not place.update(other.plan_token()[0])
+        assert not place.update(plan_token(other)[0])
         assert torch.equal(place.integers, before)
     assert place.update(change)
 
@@ -248,9 +249,10 @@ def test_rows_of_wrong_shape_or_dtype_are_refused() -> None:
 
 def test_step_positions_are_right_under_python_O() -> None:
     code = (
-        "import torch; from kvant import Cache; from kvant.attention.triton import arguments;"
+        "import torch; from kvant import Cache; from kvant.cache.token import plan_token;"
+        "from kvant.attention.triton import arguments;"
         "cache = Cache(1, 'raw'); cache[0].append(*[torch.ones(1, 1, 70, 32)] * 2);"
-        "place = arguments.StaticTritonPageTable(*cache.expect(), torch.device('cpu'));"
+        "place = arguments.StaticTritonPageTable(*plan_token(cache), torch.device('cpu'));"
         "print(place.lengths.tolist())"
     )
     ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
@@ -272,6 +274,6 @@ def test_captured_step_is_replayed(text: str) -> None:
             static_input.copy_(fresh)
         step = advance(step, cache) if t else step
         graph.replay()
-        cache.commit_token(step.backend)
+        commit_token(cache, step.backend)
         expected = attend(new_q, other[0].append(*new), backend="reference")
         assert (out - expected).abs().max() < 1e-5

@@ -23,12 +23,13 @@ from attention.kernels import DEVICE, GPU, NAME, needed
 from kvant import Cache, CacheSpec, Mask, UnsupportedView, attend, parse
 from kvant.attention import store_rows, triton
 from kvant.attention.triton import TritonBackend, kernel_launch, store_pages
-from kvant.attention.triton import decode_step as operators
+from kvant.attention.triton import token_operators as operators
 from kvant.attention.triton.arguments import StaticTritonPageTable, TritonPageTable
-from kvant.attention.triton.decode_step import TritonDecodeStep
 from kvant.attention.triton.kernel_launch import KernelView, LaunchPlan
 from kvant.cache import merge
+from kvant.cache.token import plan_token
 from kvant.contracts import AttentionRequest, View
+from kvant.replay.triton_step import TritonDecodeStep
 from thin import thin_rows
 
 pytestmark = [
@@ -328,8 +329,8 @@ def test_codec_fields_are_found_by_name() -> None:
     other = view._replace(keys=keys, values=values)
     q, place = make_queries(view, 2, 1), TritonPageTable.from_page_table(view.page_table, DEVICE)
     assert torch.equal(attend(q, view, backend=NAME), attend(q, other, backend=NAME))
-    rest = view.mask, place, q, 1.0, None, None
-    ours, theirs = (operators.attend_token(v, *rest) for v in (view, other))
+    request = AttentionRequest(q, 1.0, view.mask)
+    ours, theirs = (operators.attend_token(v, place, request) for v in (view, other))
     assert torch.equal(ours, theirs)
 
 
@@ -384,7 +385,7 @@ def test_kernels_launch_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyP
 
 
 def make_step(cache: Cache) -> TritonDecodeStep:
-    changes = cache.plan_token()
+    changes = plan_token(cache)
     return TritonDecodeStep.from_view(
         cache[0].make_view(changes[0]), StaticTritonPageTable(changes[0], DEVICE)
     )
@@ -493,8 +494,8 @@ import triton.language
 os.environ["TRITON_INTERPRET"] = "{after}"
 import torch
 from kvant import Cache, attend
-from kvant.cache import storage
-storage.select_tiles = lambda device: None
+from kvant.cache import layout
+layout.select_tiles = lambda device: None
 view = Cache(1, "affine8,tail=0,prefill=stored")[0].append(*torch.randn(2, 1, 2, 99, 32))
 attend(torch.randn(1, 2, 1, 32), view, backend="interpreted")
 """

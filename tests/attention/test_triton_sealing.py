@@ -18,11 +18,11 @@ from kvant.attention.reference import ReferenceBackend
 from kvant.attention.triton import TritonBackend, store_pages
 from kvant.attention.triton.arguments import next_power_of_2
 from kvant.cache import merge
-from kvant.cache.advance import advance
 from kvant.codecs import Affine, Codebook
 from kvant.codecs.packing import tree_sum
 from kvant.contracts import Codec, PagedTensors
 from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
+from kvant.pages.advance import advance
 from thin import thin_rows
 
 pytestmark = [
@@ -146,7 +146,7 @@ def test_unsupported_layers_are_left_to_other_backends() -> None:
     rows = {name: torch.randn(2, 2, 64, 32, device=DEVICE) for name in storage.sides}
     part_of_rows = {name: tensor[:, :, :44] for name, tensor in rows.items()}
     for count, sides, written in ((44, part_of_rows, False), (43, part_of_rows, True)):
-        change = advance(cache[0].page_table, count, cache._tracker.pools[0].copy())
+        change = advance(cache[0].page_table, count, cache.state.pools[0].copy())
         assert backend.store(change, sides, storage.sides) == written
     float32_result = {name: tensor.double() for name, tensor in part_of_rows.items()}
     assert not backend.store(change, float32_result, storage.sides)

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import kvant
 from kvant.bench import cache_race, clock, decode
-from kvant.bench.device import DEVICES
+from kvant.bench.clock import DEVICES
 
 TINY = {
     "hidden_size": 64,
@@ -110,7 +110,7 @@ def test_invalid_arguments_are_refused(
 
 def test_packed_weights_need_a_cpu() -> None:
     with pytest.raises(ValueError, match="--pack: weights are packed for a CPU, not for cuda"):
-        cache_race.RaceTask(device=DEVICES["cuda"], packed=True)
+        cache_race.RaceTask(device=DEVICES["cuda"], pack=True)
 
 
 def test_static_baseline_holds_the_same_rows_and_recompiles_per_length(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvant import demo
-from kvant.bench import candidates, decode, report, speed
-from kvant.bench.candidates import SequenceCacheCandidate, make_candidates
-from kvant.bench.speed import measure_generations
+from kvant.bench import candidates, decode, report
+from kvant.bench.candidates import Candidate, make_candidates
+from kvant.bench.decode import measure_generations
 from kvant.checkpoints import load
 from kvant.spec import split_specs
 
@@ -20,9 +21,7 @@ SMALL: dict[str, Any] = {"lengths": "8,16", "prompt": 6, "tokens": 3, "runs": 1,
 FORMATS = "none,raw,step=1,affine8"
 
 
-def decode_greedily(
-    candidate: SequenceCacheCandidate, prompt: Sequence[int], count: int
-) -> list[int]:
+def decode_greedily(candidate: Candidate, prompt: Sequence[int], count: int) -> list[int]:
     tokens = [candidate.feed(prompt)]
     while len(tokens) < count:
         tokens.append(candidate.feed(tokens[-1:]))
@@ -49,10 +48,10 @@ def test_last_line_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_bytes_are_those_of_the_cached_tokens() -> None:
     model, tokenizer = load(None)
-    text = decode.read_text_tokens(model, tokenizer, 6)
+    text = candidates.read_text_tokens(model, tokenizer, 6)
     factories = (
         make_candidates(model, split_specs(FORMATS))
-        | candidates.find_peers(["transformers"], model, "")[0]
+        | candidates.make_peers(["transformers"], model, "")[0]
     )
     cached_tokens = {
         row["cache"]: row["cache_kib"]
@@ -70,27 +69,26 @@ def test_bytes_are_those_of_the_cached_tokens() -> None:
 def test_all_candidates_continue_the_same_text() -> None:
     model, tokenizer = load(None)
     model = model.float()
-    text = decode.read_text_tokens(model, tokenizer, 70)
+    text = candidates.read_text_tokens(model, tokenizer, 70)
     factories = (
         make_candidates(model, ["none", "raw"])
-        | candidates.find_peers(["transformers"], model, "")[0]
+        | candidates.make_peers(["transformers"], model, "")[0]
     )
     replies = {name: decode_greedily(make(), text, 8) for name, make in factories.items()}
     assert replies["none"] == replies["raw"] == replies["transformers"]
 
 
 def test_candidate_prefills_to_a_length_then_decodes_token_by_token() -> None:
-    class Scribe:
-        nbytes = 0
-
-        def feed(self, tokens: Sequence[int]) -> int:
-            inputs.append(list(tokens))
-            return 0
+    def feed(tokens: Sequence[int]) -> int:
+        inputs.append(list(tokens))
+        return 0
 
     inputs: list[list[int]] = []
 
-    rows = speed.measure_latencies({"scribe": Scribe}, range(100), [10, 20], repeats=3)
-    begin = speed.WARMUP_TOKENS + 3  # tokens decoded one at a time before a length
+    rows = decode.measure_latencies(
+        {"scribe": lambda: Candidate(feed, int)}, range(100), [10, 20], repeats=3
+    )
+    begin = decode.WARMUP_TOKENS + 3  # tokens decoded one at a time before a length
     assert inputs[: begin + 1] == [list(range(10 - begin)), *([n] for n in range(10 - begin, 10))]
     assert inputs[begin + 1 :] == [
         list(range(10, 20 - begin)),
@@ -99,32 +97,17 @@ def test_candidate_prefills_to_a_length_then_decodes_token_by_token() -> None:
     assert [row["length"] for row in rows] == [10, 20]
 
 
-def test_curve_is_scaled_to_the_slowest() -> None:
-    rows = [
-        {"length": length, "cache": name, "median_ms": ms}
-        for length, name, ms in [
-            (1, "none", 1.0),
-            (2, "none", 8.0),
-            (1, "raw", 0.5),
-            (2, "raw", 4.0),
-        ]
-    ]
-    latencies = speed.make_latency_rows(rows)
-    assert latencies[0] == {"cache": "none", "1": 1.0, "2": 8.0, "curve": "\u2582\u2588"}
-    assert latencies[1]["curve"] == "\u2581\u2585"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"formats": "raww"}, "raww"),
-        ({"against": "vllm"}, "known are transformers, llama-cpp, mlx-lm"),
+        ({"against": "vllm"}, "known are transformers, mlx-lm"),
         ({"lengths": "8,9"}, "9 after 8"),
         ({"lengths": "8,x"}, "whole numbers"),
         ({"lengths": "128,4096"}, "the context of the model has 2048"),
         ({"layers": 2}, "--layers is for a run with --contexts"),
         ({"contexts": "8", "model": "somewhere"}, "--model is for a run without --contexts"),
-        ({"plot": Path("nowhere/a.png")}, "there is no folder nowhere"),
+        ({"plot": Path("nowhere/a.png")}, "a file in an existing folder"),
     ],
     ids=str,
 )
@@ -136,24 +119,25 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
 def test_missing_peer_is_reported_and_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load(None)
     monkeypatch.setattr(candidates, "find_spec", lambda name: None)
-    factories, skipped = candidates.find_peers(["transformers", "llama-cpp", "mlx-lm"], model, "")
-    assert list(factories) == ["transformers"]
-    assert skipped == ["llama-cpp-python is not installed", "mlx-lm is not installed"]
+    factories, skipped = candidates.make_peers(["transformers", "mlx-lm"], model, "")
+    assert (list(factories), skipped) == (["transformers"], ["mlx-lm is not installed"])
 
 
-def test_peer_with_other_file_formats_is_reported_and_skipped(
+def test_peer_that_cannot_load_the_model_is_reported_and_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _ = load(None)
     monkeypatch.setattr(candidates, "find_spec", lambda name: object())
-    assert "GGUF" in candidates.find_peers(["llama-cpp"], model, "")[1][0]
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)  # its import fails
+    factories, skipped = candidates.make_peers(["mlx-lm"], model, "")
+    assert factories == {} and skipped[0].startswith("mlx-lm cannot run this model here: ")
 
 
 def test_mlx_continues_the_same_text() -> None:
     pytest.importorskip("mlx_lm", reason="an optional peer")
     model, tokenizer = load(None)
-    text = decode.read_text_tokens(model, tokenizer, 70)
-    factories, skipped = candidates.find_peers(["mlx-lm"], model, str(demo.PATH))
+    text = candidates.read_text_tokens(model, tokenizer, 70)
+    factories, skipped = candidates.make_peers(["mlx-lm"], model, str(demo.PATH))
     if skipped:
         pytest.skip(skipped[0])
     assert decode_greedily(factories["mlx-lm"](), text, 8) == decode_greedily(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.bench import attend, cache_race, device
-from kvant.bench.device import CudaDevice, make_gpu_attention
+from kvant.bench import attend, cache_race
+from kvant.bench.attend import make_gpu_attention
+from kvant.bench.clock import CudaDevice
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 32}
 TASK = attend.AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)
@@ -19,7 +20,6 @@ class FakeGpu(CudaDevice):
     """A GPU without memory: its tensors do not mix with those of the CPU."""
 
     name = "meta"
-    cache_nbytes = 200_000
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, stream_log: list[str]) -> None:
 
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setitem(device.DEVICES, "meta", FakeGpu())
+    properties = SimpleNamespace(L2_cache_size=200_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: properties)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -45,7 +46,7 @@ def test_attention_runs_on_the_gpu(
     monkeypatch.setattr(attend, "attend", read)
     monkeypatch.setattr(attend, "explain", lambda view: SimpleNamespace(backend="triton"))
     monkeypatch.setattr(
-        device,
+        attend,
         "make_gpu_attention",
         lambda *a: make_gpu_attention(*a, lambda flex, **options: flex),
     )
@@ -54,7 +55,7 @@ def test_attention_runs_on_the_gpu(
     backends = ["torch gqa", "torch folded", "torch by hand", "torch flash"]
     assert [row["way"] for row in rows] == [*backends, "stream", "raw", "affine8"]
     # of the fake device
-    assert [line.split(",")[0] for line in skipped] == ["torch flex: ValueError"]
+    assert [line.split(",")[:2] for line in skipped] == [["640 rows", " torch flex: ValueError"]]
     assert all(row["median_ms"] == 250.0 and "host_ms" in row for row in rows)
     assert stream_log.count("hold") == TASK.repeats + 1
 
@@ -72,7 +73,7 @@ def test_decode_runs_on_the_gpu(stream_log: list[str], baseline: str) -> None:
     task = cache_race.RaceTask(repeats=2, device=FakeGpu(), baseline=baseline)
     pair = cache_race.measure_pair(model, "affine8", 40, task)
     assert calls == ["meta"] * len(calls) and len(calls) == 2 * (task.warmup_tokens + 2)
-    assert [tensor.seconds for tensor in pair] == [[0.25, 0.25]] * 2
+    assert [contestant.laps.seconds for contestant in pair] == [[0.25, 0.25]] * 2
     assert [lap for lap in stream_log if lap == "settle"] == ["settle"] * 2 * (
         task.warmup_tokens + 2
     )

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from kvant.bench.prefill import BASELINE, measure_prefill
+from collections.abc import Sequence
+
+from kvant.bench.candidates import Candidate
+from kvant.bench.prefill import TRANSFORMERS, measure_prefill
 
 
-class RecordingCandidate:
-    """A candidate that records its input."""
-
-    nbytes = 7
-
-    def __init__(self, inputs: list[list[int]]) -> None:
-        self.fed = inputs
-
-    def feed(self, tokens: list[int]) -> int:
-        self.fed.append(list(tokens))
+def make_recording_candidate(inputs: list[list[int]]) -> Candidate:
+    def feed(tokens: Sequence[int]) -> int:
+        inputs.append(list(tokens))
         return 0
+
+    return Candidate(feed, lambda: 7)
 
 
 def test_all_candidates_prefill_the_same_text_in_the_same_chunks() -> None:
-    inputs: dict[str, list[list[int]]] = {BASELINE: [], "affine8,prefill=dense": []}
-    factories = {name: lambda name=name: RecordingCandidate(inputs[name]) for name in inputs}
+    inputs: dict[str, list[list[int]]] = {TRANSFORMERS: [], "affine8,prefill=dense": []}
+    factories = {name: lambda name=name: make_recording_candidate(inputs[name]) for name in inputs}
     rows = measure_prefill(factories, list(range(10)), chunk=4, repeats=2)
     for pieces in inputs.values():
         assert pieces == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 3

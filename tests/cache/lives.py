@@ -7,20 +7,23 @@ decoded. The expected rows of a query follow from the rule in architecture.md al
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvant.cache.advance import (
-    Pools,
+from kvant.cache.holder import StateHolder
+from kvant.cache.layout import CacheLayout
+from kvant.cache.state import CacheState
+from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
+from kvant.pages.advance import (
     concat_tables,
     is_exact_rewind,
     mask_reachable,
     rewind_table,
     select_sequences,
 )
-from kvant.cache.tracker import StateTracker
-from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
+from kvant.pages.pool import CachePools, GroupSlots
 
 Row = tuple[int, bool]  # token, and whether it was decoded
 
@@ -61,10 +64,33 @@ class Sequence:
     pending_padding: int = 0  # padding columns not yet appended
 
 
-class TrackedState(StateTracker):
-    """A cache state, and its distance from the maximum length."""
+class IntegerCache(StateHolder):
+    """A cache of page tables alone, and its distance from the maximum length."""
 
     back = 0
+
+    def __init__(self, pools: CachePools) -> None:
+        groups = pools.layer_groups
+        super().__init__(CacheState(CacheLayout(groups, tuple(range(len(groups)))), pools))
+
+    @property
+    def page_tables(self) -> tuple[PageTable, ...]:
+        return self.state.page_tables
+
+    def append(self, batch: int, count: int, *, new_rows_dense: bool) -> None:
+        """Append to all layers."""
+        forward = self.begin_append(0, count)
+        groups = range(len(self.state.pools))
+        for group in groups:
+            forward.plan_append(group, batch, count, new_rows_dense=new_rows_dense)
+        for group in groups:
+            self.commit_layer(forward, group)
+
+    def replace_tables(
+        self, page_tables: SequenceOf[PageTable], allocated_slots: SequenceOf[GroupSlots] = ()
+    ) -> None:
+        with self.state.pools.guard_counts():
+            self.adopt(replace(self.state, page_tables=tuple(page_tables)), allocated_slots)
 
 
 class Life:
@@ -73,10 +99,10 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.group = self.draw_group()
-        self.pools = Pools.make(self.group)
+        self.pools = CachePools([self.group])
         self.rows = Rows(self.group.page)
-        self.idle = self.make_tracker()  # a second holder, so that pages are not moved
-        self.caches: list[tuple[TrackedState, list[Sequence]]] = [(self.make_tracker(), [])]
+        self.idle = self.make_cache()  # a second holder, so that pages are not moved
+        self.caches: list[tuple[IntegerCache, list[Sequence]]] = [(self.make_cache(), [])]
         self.token = 0
         self.history = [str(self.group)]
 
@@ -91,8 +117,8 @@ class Life:
             step=pick([0, 8]),
         )
 
-    def make_tracker(self) -> TrackedState:
-        return TrackedState([self.group], [self.pools], [0])
+    def make_cache(self) -> IntegerCache:
+        return IntegerCache(self.pools)
 
     def run(self, steps: int) -> None:
         verbs = [self.append] * 4 + [
@@ -108,40 +134,43 @@ class Life:
             self.history.append(verb.__name__)
             try:
                 verb()
-                for tracker, sequences in self.caches:
-                    check_newest_token(self.group, self.rows, tracker, sequences)
-                self.caches[0][0].check()
+                for cache, sequences in self.caches:
+                    check_newest_token(self.group, self.rows, cache, sequences)
+                self.pools.check()
             except Exception as error:
                 raise AssertionError("; ".join(self.history)) from error
 
-    def pick_cache(self) -> tuple[TrackedState, list[Sequence]]:
+    def pick_cache(self) -> tuple[IntegerCache, list[Sequence]]:
         return self.random.choice(self.caches)
 
     def append(self) -> None:
-        tracker, sequences = self.pick_cache()
-        plan, new_rows = self.start_forward(tracker, sequences)
+        cache, sequences = self.pick_cache()
+        plan, new_rows = self.start_forward(cache, sequences)
         check_forward(self.group, self.rows, plan, new_rows, sequences)
-        tracker.commit_layer(0)
-        tracker.back = max(0, tracker.back - plan.num_new)
+        assert cache.forward is not None
+        cache.commit_layer(cache.forward, 0)
+        cache.back = max(0, cache.back - plan.num_new)
 
     def abandon_forward(self) -> None:
         """Start a forward, with or without writes, and abandon it."""
-        tracker, sequences = self.pick_cache()
+        cache, sequences = self.pick_cache()
         before = [Sequence(list(s.tokens), s.pending_padding) for s in sequences]
-        self.start_forward(tracker, sequences)
+        self.start_forward(cache, sequences)
         sequences[:] = before
-        tracker.rollback()
+        cache.rollback()
 
     def start_forward(
-        self, tracker: TrackedState, sequences: list[Sequence]
+        self, cache: IntegerCache, sequences: list[Sequence]
     ) -> tuple[AppendPlan, list[list[Row]]]:
         count = self.random.choice([1, 1, 1, 2, 3, 7, 20])
         if not sequences:
             batch = self.random.randint(1, 3)
             sequences += [Sequence([], self.random.choice([0, 0, 2, 9])) for _ in range(batch)]
         dense = count > 1 and self.random.random() < 0.5
-        start = [s.pending_padding for s in sequences] if tracker.is_empty else None
-        plan = tracker.plan_append(0, len(sequences), count, start, new_rows_dense=dense)
+        start = [s.pending_padding for s in sequences] if cache.state.is_empty else None
+        plan = cache.begin_append(0, count).plan_append(
+            0, len(sequences), count, start, new_rows_dense=dense
+        )
         self.history[-1] += f"({count}, {dense})"
         new_rows: list[list[Row]] = []
         for sequence in sequences:
@@ -155,52 +184,45 @@ class Life:
         return plan, new_rows
 
     def rewind(self) -> None:
-        tracker, sequences = self.pick_cache()
-        if not tracker.batch:
+        cache, sequences = self.pick_cache()
+        if not cache.state.batch:
             return
-        page_table = tracker.state.page_tables[0]
+        page_table = cache.state.page_tables[0]
         num_rewound = self.random.choice([0, 1, 2, 5, 11])
         new_length = np.maximum(page_table.lengths - num_rewound, -page_table.padding)
         if not mask_reachable(page_table, new_length).all():
-            assert num_rewound > self.group.slack or tracker.back, f"{num_rewound} tokens back"
+            assert num_rewound > self.group.slack or cache.back, f"{num_rewound} tokens back"
             return
         self.history[-1] += f"({num_rewound})"
-        plan = rewind_table(page_table, new_length, self.pools)
+        plan = rewind_table(page_table, new_length, self.pools[0])
         assert is_exact_rewind(page_table, new_length) == (len(plan.reopens) == 0)
-        if tracker.back + num_rewound <= self.group.slack:
+        if cache.back + num_rewound <= self.group.slack:
             assert is_exact_rewind(page_table, new_length), f"{num_rewound} tokens back"
-        tracker.back += num_rewound
+        cache.back += num_rewound
         self.rows.apply(plan, [])
-        with tracker.guard_counts():
-            tracker.replace_tables([plan.new_table], (), [(0, plan.allocated_slots)])
+        cache.replace_tables([plan.new_table], [(0, plan.allocated_slots)])
         for sequence, length in zip(sequences, new_length.tolist(), strict=True):
             sequence.tokens = sequence.tokens[: max(length, 0)]
             sequence.pending_padding = max(-length, 0)
 
     def select(self) -> None:
-        tracker, sequences = self.pick_cache()
+        cache, sequences = self.pick_cache()
         if not sequences:
             return
         index = [self.random.randrange(len(sequences)) for _ in range(self.random.randint(1, 3))]
-        with tracker.guard_counts():
-            tracker.replace_tables(
-                [select_sequences(tracker.state.page_tables[0], np.array(index))], ()
-            )
+        cache.replace_tables([select_sequences(cache.state.page_tables[0], np.array(index))])
         sequences[:] = [
             Sequence(list(sequences[i].tokens), sequences[i].pending_padding) for i in index
         ]
 
     def fork(self) -> None:
         """Fork a cache, and drop one if there are too many."""
-        tracker, sequences = self.pick_cache()
-        clone = self.make_tracker()
-        clone.back = tracker.back
-        if tracker.batch:
-            page_table = tracker.state.page_tables[0]
-            with clone.guard_counts():
-                clone.replace_tables(
-                    [select_sequences(page_table, np.arange(page_table.batch))], ()
-                )
+        cache, sequences = self.pick_cache()
+        clone = self.make_cache()
+        clone.back = cache.back
+        if cache.state.batch:
+            page_table = cache.state.page_tables[0]
+            clone.replace_tables([select_sequences(page_table, np.arange(page_table.batch))])
         self.caches.append(
             (clone, [Sequence(list(s.tokens), s.pending_padding) for s in sequences])
         )
@@ -210,39 +232,33 @@ class Life:
     def merge(self) -> None:
         """Merge all sequences that are past their padding."""
         filled = [
-            (tracker, s)
-            for tracker, s in self.caches
-            if s and all(not x.pending_padding for x in s)
+            (cache, s) for cache, s in self.caches if s and all(not x.pending_padding for x in s)
         ]
         if not filled or sum(len(s) for _, s in filled) > 4:
             return
-        merged = self.make_tracker()
-        merged.back = max(tracker.back for tracker, _ in filled)
-        with merged.guard_counts():
-            merged.replace_tables(
-                [concat_tables([tracker.state.page_tables[0] for tracker, _ in filled])], ()
-            )
+        merged = self.make_cache()
+        merged.back = max(cache.back for cache, _ in filled)
+        merged.replace_tables([concat_tables([cache.state.page_tables[0] for cache, _ in filled])])
         copies = [Sequence(list(x.tokens)) for _, s in filled for x in s]
         self.caches.append((merged, copies))
         if len(self.caches) > 3:
             del self.caches[self.random.randrange(3)]
 
     def drop_cache(self) -> None:
-        tracker, sequences = self.pick_cache()
-        with tracker.guard_counts():
-            tracker.replace_tables([], ())
-        tracker.back = 0
+        cache, sequences = self.pick_cache()
+        cache.replace_tables([])
+        cache.back = 0
         sequences.clear()
 
 
 def check_newest_token(
-    group: LayerGroup, rows: Rows, tracker: TrackedState, sequences: list[Sequence]
+    group: LayerGroup, rows: Rows, cache: IntegerCache, sequences: list[Sequence]
 ) -> None:
     """Compare the rows that the newest token of each sequence sees, sealed or dense."""
-    if not tracker.state.page_tables:
+    if not cache.state.page_tables:
         assert not sequences
         return
-    page_table = tracker.state.page_tables[0]
+    page_table = cache.state.page_tables[0]
     assert page_table.lengths.tolist() == [len(s.tokens) - s.pending_padding for s in sequences]
     for index, sequence in enumerate(sequences):
         if sequence.tokens:

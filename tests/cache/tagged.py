@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache.tiled import make_tiled_cache
 from kvant import Cache, CacheSpec, LayerSpec, parse
 from kvant.cache import PagedLayer
-from kvant.contracts import Codec, Retention, Snapshot, Tiles, View
+from kvant.contracts import Codec, Snapshot, Tiles, View
 from kvant.recipes import Recipe
+from kvant.retention import Retention
 
 
 class LayerCache:
@@ -23,14 +25,15 @@ class LayerCache:
     def __init__(
         self, spec: Recipe, tiles: Tiles | None = None, cache: Cache | None = None
     ) -> None:
-        self.cache = Cache(spec=CacheSpec((spec,)), tiles=tiles) if cache is None else cache
+        self.tiles = tiles
+        self.cache = cache or make_tiled_cache(None, CacheSpec((spec,)), tiles)
 
     def __getattr__(self, name: str) -> Any:
         layer = self.cache[0]
         return getattr(layer if hasattr(layer, name) else self.cache, name)
 
     def fork(self) -> LayerCache:
-        return LayerCache(self.spec, cache=self.cache.fork())
+        return LayerCache(self.spec, self.tiles, self.cache.fork())
 
     def recode(self, spec: LayerSpec) -> None:
         self.cache.recode(CacheSpec((spec,)))

@@ -49,8 +49,8 @@ def test_extended_cache_equals_its_source_and_shares_whole_pages(
     extended = base.import_sequence(other)
     assert_same(extended, other)
     base.check()
-    for group, page_table in enumerate(extended._tracker.state.page_tables):
-        base_table = base._tracker.state.page_tables[group]
+    for group, page_table in enumerate(extended.state.page_tables):
+        base_table = base.state.page_tables[group]
         if page_table.layer_group.seals:
             shared_slots, pages = (
                 range(base_table.first_sealed[0], base_table.stop_sealed[0]),

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import kvant.cache.files
 from cache.tagged import assert_same, forward, make_layer, read_tags
-from cache.tiled import Tiled
+from cache.tiled import Tiled, make_tiled_cache
 from kvant import (
     Cache,
     CacheFileError,
@@ -127,7 +127,7 @@ def test_recurrent_grouped_and_shared_layers_round_trip(tmp_path: Path) -> None:
 
 
 def test_tiled_pages_round_trip(tmp_path: Path) -> None:
-    plain, tiled = Cache(1, "affine8"), Cache(1, "affine8", tiles=Tiled())
+    plain, tiled = Cache(1, "affine8"), make_tiled_cache(1, "affine8", Tiled())
     rows = torch.randn(1, 2, 200, 32)
     for cache in (plain, tiled):
         cache[0].append(rows, rows)

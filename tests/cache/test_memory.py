@@ -57,7 +57,7 @@ def test_pages_shared_by_caches_are_counted_once() -> None:
     forks = [cache.fork() for _ in range(3)]
     forward(forks[0], 1)
     assert [copy_.nbytes // PAGE for copy_ in (cache, *forks)] == [10, 11, 10, 10]
-    assert cache._tracker.pools[0].open.size == 11
+    assert cache.state.pools[0].open.size == 11
 
 
 def test_prefill_chunks_move_no_sealed_page() -> None:

@@ -10,12 +10,13 @@ import torch
 
 from attention.kernels import needed
 from cache.tagged import assert_same, forward, make_layer, make_rows
-from cache.tiled import Tiled
+from cache.tiled import Tiled, make_selecting_cache
 from kvant import Cache, CacheSpec, RecurrentSpec, attend, explain
 from kvant.attention.native import NATIVE_TILES
-from kvant.cache import storage
+from kvant.cache import layout
 from kvant.contracts import Tiles
 from kvant.native import get_library
+from kvant.pages import storage
 
 TEXTS = (
     "raw",
@@ -28,12 +29,21 @@ TEXTS = (
 )
 
 
+DEVICE_TILES: list[Tiles | None] = []  # the last one is in force
+
+
+def get_device_tiles(device: torch.device) -> Tiles | None:
+    return DEVICE_TILES[-1] if DEVICE_TILES else layout.select_tiles(device)
+
+
 @contextmanager
 def set_device_layout(tiles: Tiles | None) -> Iterator[None]:
     """Set the page layout of every device: `None` is the layout of a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "select_tiles", lambda device: tiles)
+    DEVICE_TILES.append(tiles)
+    try:
         yield
+    finally:
+        DEVICE_TILES.pop()
 
 
 def make_cache(
@@ -41,7 +51,7 @@ def make_cache(
 ) -> Cache:
     """Return a cache with fixed rows on a device that stores pages in `tiles`."""
     torch.manual_seed(1)
-    cache = Cache(1, text, tiles=initial_tiles)
+    cache = make_selecting_cache(1, text, lambda device: initial_tiles or get_device_tiles(device))
     with set_device_layout(tiles):
         append_rows(cache, 150)
         append_rows(cache, count - 150)
@@ -134,7 +144,8 @@ def test_round_trip_restores_everything() -> None:
 
 
 def test_moved_forward_can_be_rolled_back() -> None:
-    cache, rows = Cache(2, "affine8,prefill=stored"), torch.randn(2, 1, 2, 100, 32)
+    cache = make_selecting_cache(2, "affine8,prefill=stored", get_device_tiles)
+    rows = torch.randn(2, 1, 2, 100, 32)
     with set_device_layout(NATIVE_TILES):
         for state in cache:
             state.append(*rows)
@@ -184,8 +195,9 @@ def test_device_may_be_named_by_its_type() -> None:
 
 def test_other_devices_choose_their_own_page_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     like = {"cpu": NATIVE_TILES, "meta": None}
-    monkeypatch.setattr(storage, "select_tiles", lambda device: like[device.type])
-    cache = make_cache("affine8", NATIVE_TILES)
+    monkeypatch.setattr(layout, "select_tiles", lambda device: like[device.type])
+    cache = make_selecting_cache(1, "affine8", layout.select_tiles)
+    append_rows(cache, 300)
     nbytes = cache.nbytes
     cache.move("meta")
     view = cache[0].view()
@@ -218,8 +230,8 @@ def test_move_keeps_the_counters() -> None:
     new = make_rows(0, 3)
     cache[0].append(new, new)
     cache[1].append(3, {"x": torch.zeros(1, 2)})
-    changes, stats = cache.num_changes, cache.stats()
+    changes, stats = cache.holder.num_changes, cache.stats()
     assert stats["abandoned"] == 1 and stats["appends"] == 3
     cache.move("cpu")
     assert cache.stats() == stats
-    assert cache.num_changes >= changes
+    assert cache.holder.num_changes >= changes

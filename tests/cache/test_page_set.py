@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import kvant
-from kvant.cache import storage
 from kvant.cache.page_set import (
     PageSet,
     check_tail_shapes,
@@ -21,6 +20,7 @@ from kvant.cache.restore_buffer import RestoreBuffer
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.page_table import PADDING
+from kvant.pages import storage
 from kvant.recipes import CacheSpec, RecurrentSpec
 
 SPECS = (
@@ -111,8 +111,8 @@ def test_restored_cache_shares_pages_with_the_other_cache(spec: str, other_lengt
     assert_same(restored, cache)
     for group, missing in arrival.missing_slots.items():
         other_table, now = (
-            other._tracker.state.page_tables[group],
-            restored._tracker.state.page_tables[group],
+            other.state.page_tables[group],
+            restored.state.page_tables[group],
         )
         sealed = now.layer_group.seals
         other_slots = set(
@@ -136,14 +136,14 @@ def test_other_cache_may_reallocate_while_pages_arrive(spec: str) -> None:
     empty, pieces = second.fork(), PageSet(cache)
     empty.reset()
     arrival = RestoreBuffer(empty, 300, pieces.snapshot_tail_state())
-    old_sides = [storage.sides for storage in second._tracker.state.storages.values()]
+    old_sides = [storage.sides for storage in second.state.storages.values()]
     copies = [second.fork() for _ in range(30)]
     store_missing_pages(arrival, pieces, 1)
     for copy in copies:  # each allocates pages, so memory is reallocated
         chunk = torch.ones(1, 2, 300, 64)
         for layer in range(3):
             copy[layer].append(chunk, chunk)
-    now = [storage.sides for storage in second._tracker.state.storages.values()]
+    now = [storage.sides for storage in second.state.storages.values()]
     assert all(first is not two for first, two in zip(old_sides, now, strict=True))
     assert_same(arrival.finish(300), cache)
     second.check()
@@ -172,10 +172,10 @@ def test_dropped_restore_frees_its_slots() -> None:
     pieces = PageSet(cache)
     arrival = RestoreBuffer(empty, 300, pieces.snapshot_tail_state())
     arrival.write_pages(0, range(2), read_pages(pieces, 0, range(2)))
-    assert sum(pool.size - pool.num_free for pool in empty._tracker.pools[0]) > 4
+    assert sum(pool.size - pool.num_free for pool in empty.state.pools[0]) > 4
     del arrival
     empty.check()
-    for pool in empty._tracker.pools[0]:
+    for pool in empty.state.pools[0]:
         pool.collect_orphans()
         assert pool.num_free == pool.size
 
@@ -262,9 +262,9 @@ def test_finished_restore_ignores_further_pages() -> None:
     empty.reset()
     with RestoreBuffer(empty, 300, pieces.snapshot_tail_state()) as arrival:
         slots = arrival.missing_slots[0]
-    for pool in empty._tracker.pools[0]:
+    for pool in empty.state.pools[0]:
         pool.collect_orphans()
-    assert not other._tracker.pools[0].sealed.ref_counts[list(slots.values())].any()
+    assert not other.state.pools[0].sealed.ref_counts[list(slots.values())].any()
     fork = other.fork()  # holds these slots
     for layer in range(3):
         fork[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))

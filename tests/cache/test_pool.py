@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 
-from kvant.cache.pool import Pool
+from kvant.pages.pool import Pool
 
 
 def test_freed_slots_are_reused_before_fresh_ones() -> None:

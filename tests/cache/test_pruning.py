@@ -15,10 +15,13 @@ import kvant
 from attention.kernels import NAME, needed
 from cache.tagged import LayerCache
 from kvant import CacheError, RewindError, SpecError, attend, parse
+from kvant.cache import pruning
 from kvant.cache.files import read_header
 from kvant.cache.pruning import MAX_DECODE_EXCESS, NUM_PROTECTED_ROWS
-from kvant.contracts import Mask, ScoreInput, Snapshot
+from kvant.cache.usage import measure_pools
+from kvant.contracts import Mask, Snapshot
 from kvant.recipes import LayerSpec
+from kvant.retention import ScoreInput
 from kvant.scores import SCORES
 from laws import oracle
 from laws.cases import COARSE, FORMATS, list_readers
@@ -359,7 +362,7 @@ def test_fork_of_a_pruned_cache_shares_its_pages() -> None:
     state.prune()
     assert other.length == 300 and len(surviving_rows(other)[0][0]) == 300
     fork = state.fork()
-    pooled = state.measure_pools()
+    pooled = measure_pools(state)
     assert pooled["nbytes_shared"] > 0
     assert torch.equal(attend_next_token(fork, 100), attend_next_token(state, 100))
     for state_ in (other, fork, state):
@@ -504,7 +507,7 @@ def test_failed_prune_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache[1]), "write_retained_rows", broken)
+        patch.setattr(pruning, "write_retained_rows", broken)
         with pytest.raises(MemoryError):
             cache.prune()
     cache.check()

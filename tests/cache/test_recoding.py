@@ -9,7 +9,7 @@ import torch
 
 from cache.tagged import LayerCache, append_rows, assert_same, make_layer, make_rows, read_tags
 from kvant import Cache, CapacityError, LayerSpec, SpecError, attend, load, save
-from kvant.attention.reference import has_visible_rows
+from kvant.attention.length_groups import has_visible_rows
 from kvant.contracts import Mask
 from kvant.retention import Window
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvant.cache.storage import MIN_MAPPING_BYTES, MMAP_FLAGS, reserve_tensor
+from kvant.pages.storage import MIN_MAPPING_BYTES, MMAP_FLAGS, reserve_tensor
 
 CPU = torch.device("cpu")
 SCRIPT = """
 import torch
-from kvant.cache.storage import reserve_tensor
+from kvant.pages.storage import reserve_tensor
 from kvant.bench.clock import read_resident_nbytes
 
 used = torch.empty(1 << 24, dtype=torch.uint8).fill_(1)

@@ -29,6 +29,7 @@ from kvant import (
     parse,
     plan,
 )
+from kvant.cache.snapshot import parse_snapshot, restore_state
 
 LAYERS = 2
 FORMATS = (
@@ -380,7 +381,8 @@ def test_size_measured_during_an_operation_is_measured_again(
     with sequences.writing("a") as cache:
         cache.rollback()  # first step of every operation;
         run_in_thread(sequences.get_or_create, "b")  # another thread measures all sequences,
-        cache._adopt_snapshot(cache.spec, whole.snapshot())  # then the operation continues
+        parsed = parse_snapshot(cache.state.layout, {}, whole.snapshot())
+        cache._adopt(restore_state(cache.state.layout, parsed))  # then the operation continues
     forward(sequences, "c", 60)
     assert list(sequences) == ["b", "c"]
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cache.tiled import Tiled
 from kvant import Cache, CacheSpec, RecurrentSpec, merge, parse
 from kvant.recipes import Recipe
 
@@ -35,7 +34,7 @@ def test_layer_groups_merged_by_a_recode_keep_the_union_of_rows(order: tuple[int
     for entry in cache:
         entry.append(make_counted_rows(512), make_counted_rows(512))
     cache.recode("affine8,tail=0,window=128,sinks=0,slack=100")
-    assert len(cache._tracker.layer_groups) == 1
+    assert len(cache.state.layout.layer_groups) == 1
     length = cache.reachable(512 - 10)
     cache.rewind(length)
     for entry in cache:
@@ -100,14 +99,6 @@ def test_sequence_within_its_padding_is_neither_merged_nor_extracted() -> None:
         with pytest.raises(ValueError, match="lacks 2 columns of its padding"):
             verb()
     assert cache.extract(1).lengths == [3]
-
-
-def test_bytes_in_different_tiles_are_not_merged() -> None:
-    caches = [Cache(1, "affine8,tail=0", tiles=tiles) for tiles in (Tiled(), Tiled(8, 4))]
-    for cache in caches:
-        cache[0].append(*torch.randn(2, 1, 1, 200, 32))
-    with pytest.raises(ValueError, match="bytes in Tiled"):
-        merge(caches)
 
 
 def test_layers_of_one_forward_have_the_same_sequences() -> None:

@@ -14,15 +14,15 @@ import torch
 
 from cache.tagged import assert_same, forward, make_rows, read_tags
 from kvant import Cache, merge
-from kvant.cache.storage import Storage
-from kvant.cache.tracker import StateTracker
+from kvant.cache.holder import StateHolder
+from kvant.pages.storage import Storage
 
 SPECS = ("raw", "affine8", "affine4", "affine8,window=200,sinks=3")
 
 
 def count_slots(cache: Cache) -> list[int]:
     """Return the number of slots of each page type, free or not."""
-    return [pool.size for pools in cache._tracker.pools for pool in (pools.open, pools.sealed)]
+    return [pool.size for pools in cache.state.pools for pool in (pools.open, pools.sealed)]
 
 
 def make_cache(text: str, count: int, num_layers: int = 2, **shape: int) -> Cache:
@@ -217,13 +217,13 @@ def test_fork_may_be_freed_while_stats_are_read(
     forks = [cache.fork() for _ in range(9)]
     dropped: list[Cache] = []
 
-    def count_with_action(tracker: StateTracker) -> int:
+    def count_with_action(holder: StateHolder) -> int:
         dropped.clear()
-        number: int = tracker.__dict__["serial"]
+        number: int = holder.__dict__["serial"]
         return number
 
     dropped.append(forks.pop(4))
-    monkeypatch.setattr(StateTracker, "serial", property(count_with_action), raising=False)
+    monkeypatch.setattr(StateHolder, "serial", property(count_with_action), raising=False)
     forward(forks[0], 1)
     assert not dropped
     monkeypatch.undo()
@@ -248,7 +248,7 @@ def test_fork_collected_during_stats_is_counted_once() -> None:
     ring: list[Any] = [cache.fork()]
     ring.append(ring)
     del ring
-    for pools in cache._tracker.pools:
+    for pools in cache.state.pools:
         for pool in (pools.open, pools.sealed):
             pool.orphaned_slots = CollectedSlots()
     cache.check()
@@ -282,13 +282,13 @@ def test_threads_wait_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -
     cache = make_cache("raw", 130)
     fork = cache.fork()
     other = ConcurrentAction(lambda: forward(fork, 300))
-    slots_of = StateTracker.list_slots
+    slots_of = StateHolder.list_slots
 
-    def check_with_action(tracker: StateTracker, pool: Any) -> Any:
+    def check_with_action(holder: StateHolder, pool: Any) -> Any:
         other()
-        return slots_of(tracker, pool)
+        return slots_of(holder, pool)
 
-    monkeypatch.setattr(StateTracker, "list_slots", check_with_action)
+    monkeypatch.setattr(StateHolder, "list_slots", check_with_action)
     cache.check()
     other.end()
     cache.check()
@@ -311,13 +311,13 @@ def test_threads_wait_while_a_cache_registers_its_new_pages() -> None:
     cache = make_cache("raw", 100)
     fork = cache.fork()
     other = ConcurrentAction(lambda: forward(cache, 70))
-    pool = cache._tracker.pools[0].open
+    pool = cache.state.pools[0].open
     pool.counted_holders = CountsWithAction(pool.counted_holders, other)
-    fork.move("cpu")
+    second = fork.fork()
     other.end()
     cache.check()
     assert (read_tags(cache[0]), read_tags(fork[0])) == (list(range(170)), list(range(100)))
-    del fork
+    del fork, second
     cache.check()
 
 
@@ -361,7 +361,7 @@ def test_threads_wait_while_growth_is_forecast(monkeypatch: pytest.MonkeyPatch) 
         forked.reset()
 
     expected = fork[0].nbytes_after_append(more, more)
-    pool = cache._tracker.pools[0].open
+    pool = cache.state.pools[0].open
     pool._free_slots = FreeSlotsWithAction(pool._free_slots, ConcurrentAction(grow))
     other = pool._free_slots.other
     assert fork[0].nbytes_after_append(more, more) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.tiled import Tiled
+from cache.tiled import Tiled, make_tiled_cache
 from kvant import Cache, attend, load, save
 
 
@@ -41,7 +41,7 @@ def test_every_page_is_tiled_the_same_way() -> None:
 
 @pytest.mark.parametrize("text", ["affine8", "affine4", "turbo3", "affine8,window=70,sinks=4"])
 def test_snapshots_and_files_hold_canonical_rows(text: str, tmp_path) -> None:
-    plain, tiled = Cache(1, text), Cache(1, text, tiles=Tiled())
+    plain, tiled = Cache(1, text), make_tiled_cache(1, text, Tiled())
     keys, values = torch.randn(2, 2, 2, 300, 32)
     for cache in (plain, tiled):
         cache[0].append(keys[:, :, :200], values[:, :, :200])
@@ -59,7 +59,7 @@ def test_snapshots_and_files_hold_canonical_rows(text: str, tmp_path) -> None:
 
 def test_pool_memory_is_tiled() -> None:
     """Otherwise the test above could not fail."""
-    plain, tiled = (Cache(1, "affine8", tiles=tiles) for tiles in (Tiled(1, 1), Tiled()))
+    plain, tiled = (make_tiled_cache(1, "affine8", tiles) for tiles in (Tiled(1, 1), Tiled()))
     rows = torch.randn(1, 1, 64, 32)
     views = [cache[0].append(rows, rows, prefill="stored") for cache in (plain, tiled)]
     codes = [view.keys.sealed["codes"][:1] for view in views]
@@ -68,7 +68,7 @@ def test_pool_memory_is_tiled() -> None:
 
 
 def test_a_snapshot_of_plain_pages_restores_into_tiles() -> None:
-    plain, tiled = Cache(1, "affine4"), Cache(1, "affine4", tiles=Tiled())
+    plain, tiled = Cache(1, "affine4"), make_tiled_cache(1, "affine4", Tiled())
     rows = torch.randn(1, 2, 300, 32)
     plain[0].append(rows, rows)
     tiled.restore(plain.snapshot())

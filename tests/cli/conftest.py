@@ -16,7 +16,7 @@ Call = Callable[..., tuple[int, str, str]]
 @pytest.fixture(autouse=True)
 def fast_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make no dtype slow, so that standard error is equal on every processor."""
-    monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: False)
+    monkeypatch.setattr("kvant.platform.devices.is_slow", lambda dtype, device: False)
 
 
 @pytest.fixture

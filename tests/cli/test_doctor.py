@@ -54,7 +54,7 @@ def test_missing_kernels_are_reported(call: Any, monkeypatch: pytest.MonkeyPatch
     no_library = NativeLibrary(
         None, reason="the native library was not built (is there a C++ compiler?)"
     )
-    for place in ("kvant.native", "kvant.attention.native", "kvant.packed_matrix"):
+    for place in ("kvant.native", "kvant.attention.native", "kvant.weights.packed_matrix"):
         monkeypatch.setattr(f"{place}.get_library", lambda: no_library, raising=False)
     code, out, _ = call("doctor")
     assert code == 0 and no_library.reason in out

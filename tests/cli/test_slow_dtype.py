@@ -30,7 +30,9 @@ def words(
 
 @pytest.fixture
 def slow_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setattr(
+        "kvant.platform.devices.is_slow", lambda dtype, device: dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.usefixtures("slow_dtype")

@@ -2,12 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from codebook_error import compute_corrected_mse, compute_mse
 from kvant.codecs import Affine, Codebook
 from kvant.codecs.codebook import (
     compute_boundaries,
-    compute_corrected_mse,
     compute_levels,
-    compute_mse,
 )
 from kvant.codecs.frames import Identity, Rotation
 from kvant.codecs.packing import unpack_codes

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from codebook_error import compute_corrected_mse, compute_mse
 from kvant.codecs.codebook import (
     compute_boundaries,
-    compute_corrected_mse,
     compute_levels,
-    compute_mse,
 )
 
 BITS = (2, 3, 4)

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvant.cache.advance import (
-    Pools,
+from cache.lives import IntegerCache
+from kvant.engine.memory import MemoryModel
+from kvant.page_table import Bools, Ints
+from kvant.pages.advance import (
     concat_tables,
     is_exact_rewind,
     mask_reachable,
     rewind_table,
     select_sequences,
 )
-from kvant.cache.pool import Pool
-from kvant.cache.tracker import StateTracker
-from kvant.engine.memory import MemoryModel
-from kvant.page_table import Bools, Ints
+from kvant.pages.pool import CachePools, Pool
 
 Slots = list[Ints]  # by pool: open and sealed pages of each layer group
 
@@ -27,7 +26,7 @@ Slots = list[Ints]  # by pool: open and sealed pages of each layer group
 class SimulatedSequence:
     """A sequence; its cache is None while it is in the batch."""
 
-    cache: StateTracker | None = None
+    cache: IntegerCache | None = None
 
 
 class SimulatedBatch:
@@ -40,14 +39,14 @@ class SimulatedBatch:
 
     def clear(self) -> None:
         """Free all memory: replace the pools."""
-        self.group_pools = [Pools.make(group) for group in self.layer_groups]
+        self.group_pools = CachePools(self.layer_groups)
         # As in an engine, a second cache uses the pools, so that they never move their pages.
         self.empty_cache = self.make_cache()
-        self.batch_cache: StateTracker | None = None
+        self.batch_cache: IntegerCache | None = None
         self.sequences: list[SimulatedSequence] = []
 
-    def make_cache(self) -> StateTracker:
-        return StateTracker(self.layer_groups, self.group_pools, range(len(self.layer_groups)))
+    def make_cache(self) -> IntegerCache:
+        return IntegerCache(self.group_pools)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +67,7 @@ class SimulatedBatch:
 
     def count_tokens(self, sequence: SimulatedSequence) -> int:
         cache, index = self._locate(sequence)
-        if cache is None or not cache.batch:
+        if cache is None or not cache.state.batch:
             return 0
         return int(cache.state.page_tables[0].seq_lens[index])
 
@@ -90,9 +89,8 @@ class SimulatedBatch:
             rewind_table(page_table, np.array([length]), pools)
             for page_table, pools in zip(cache.state.page_tables, self.group_pools, strict=True)
         ]
-        with cache.guard_counts():
-            allocated = [(group, plan.allocated_slots) for group, plan in enumerate(plans)]
-            cache.replace_tables([plan.new_table for plan in plans], (), allocated)
+        allocated = [(group, plan.allocated_slots) for group, plan in enumerate(plans)]
+        cache.replace_tables([plan.new_table for plan in plans], allocated)
 
     def find_resumable_length(self, sequence: SimulatedSequence, max_length: int) -> int:
         """Return the longest length to rewind to without decoding a page; 0 if there is none."""
@@ -142,7 +140,7 @@ class SimulatedBatch:
         """Count the whole pages of the first tokens that are in `masks`, by pool."""
         cache, index = self._locate(sequence)
         counts = np.zeros(len(self._pools) + 1, np.int64)
-        if cache is None or not cache.batch:
+        if cache is None or not cache.state.batch:
             return counts
         for number, (group, page_table) in enumerate(
             zip(self.layer_groups, cache.state.page_tables, strict=True)
@@ -159,7 +157,7 @@ class SimulatedBatch:
     def _pools(self) -> list[Pool]:
         return [pool for pools in self.group_pools for pool in pools]
 
-    def _locate(self, sequence: SimulatedSequence) -> tuple[StateTracker | None, int]:
+    def _locate(self, sequence: SimulatedSequence) -> tuple[IntegerCache | None, int]:
         if sequence in self.sequences:
             return self.batch_cache, self.sequences.index(sequence)
         return sequence.cache, 0
@@ -173,23 +171,18 @@ class SimulatedBatch:
             for page_table in sequence.cache.state.page_tables
         )
 
-    def _extract(self, cache: StateTracker, indices: Sequence[int]) -> StateTracker:
+    def _extract(self, cache: IntegerCache, indices: Sequence[int]) -> IntegerCache:
         copy = self.make_cache()
-        if cache.batch:
-            with copy.guard_counts():
-                copy.replace_tables(
-                    [select_sequences(t, np.array(indices)) for t in cache.state.page_tables], ()
-                )
+        if cache.state.batch:
+            copy.replace_tables([select_sequences(t, np.array(indices)) for t in cache.page_tables])
         return copy
 
-    def _merge(self, caches: Sequence[StateTracker]) -> StateTracker:
+    def _merge(self, caches: Sequence[IntegerCache]) -> IntegerCache:
         merged = self.make_cache()
         groups = range(len(self.layer_groups))
-        with merged.guard_counts():
-            merged.replace_tables(
-                [concat_tables([c.state.page_tables[group] for c in caches]) for group in groups],
-                (),
-            )
+        merged.replace_tables(
+            [concat_tables([cache.page_tables[group] for cache in caches]) for group in groups]
+        )
         return merged
 
     def _merge_batch(self, sequences: Sequence[SimulatedSequence]) -> None:
@@ -211,19 +204,14 @@ class SimulatedBatch:
         if sequences:
             assert self.batch_cache is not None
             indices = np.array([self.sequences.index(sequence) for sequence in sequences])
-            with self.batch_cache.guard_counts():
-                self.batch_cache.replace_tables(
-                    [select_sequences(t, indices) for t in self.batch_cache.state.page_tables], ()
-                )
+            self.batch_cache.replace_tables(
+                [select_sequences(t, indices) for t in self.batch_cache.page_tables]
+            )
         else:
             self.batch_cache = None
         self.sequences = sequences
 
 
-def _append(cache: StateTracker, count: int) -> None:
-    for group in range(len(cache.layer_groups)):
-        cache.plan_append(group, max(cache.batch, 1), count, new_rows_dense=count > 1)
-    for group in range(len(cache.layer_groups)):
-        cache.commit_layer(group)
-    with cache.guard_counts():
-        cache.free_retired_slots()
+def _append(cache: IntegerCache, count: int) -> None:
+    cache.append(max(cache.state.batch, 1), count, new_rows_dense=count > 1)
+    cache.free_retired_pages()

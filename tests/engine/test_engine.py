@@ -20,7 +20,7 @@ from kvant import Engine
 from kvant.engine import Stream
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache, get_attachments
-from kvant.weights import is_packed
+from kvant.weights.packing import is_packed
 
 VOCABULARY = 128
 DECODERS = [name for name, family in FAMILIES.items() if family.kind != "encoder-decoder"]
@@ -85,7 +85,9 @@ def wait_until_idle(engine: Engine) -> None:
 def test_slow_dtype_is_logged_once_per_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setattr(
+        "kvant.platform.devices.is_slow", lambda dtype, device: dtype == torch.bfloat16
+    )
     model = build("llama").bfloat16()
     for served in (model, model, build("llama")):
         make_engine(served).close()

@@ -17,7 +17,7 @@ from engine.test_engine import generate_alone, make_engine, make_prompts, no_lea
 from hf.zoo import build
 from kvant.engine import batch
 from kvant.generation import TransformersDecoder
-from kvant.prefixes import Prefixes, namespace
+from kvant.prefixes import Prefixes, keys
 from kvant.prefixes.keys import make_root_key
 from prefixes.test_prefixes import FOREIGN, assert_no_leaks, family_params, make_tokens
 
@@ -259,7 +259,7 @@ def test_weights_are_checked_once_while_requests_run(
 ) -> None:
     looked = list[Any]()
     monkeypatch.setattr(
-        namespace, "make_root_key", lambda *args: looked.append(args) or make_root_key(*args)
+        keys, "make_root_key", lambda *args: looked.append(args) or make_root_key(*args)
     )
     monkeypatch.setattr(batch, "WEIGHTS_CHECK_INTERVAL_S", 1e9)
     prompts = [make_tokens(70 + n, seed=n) for n in range(6)]

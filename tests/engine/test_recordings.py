@@ -12,8 +12,9 @@ from engine.test_engine import generate_alone, make_engine, make_prompts, no_lea
 from hf.zoo import build
 from kvant.engine.batch import Batch, EngineSequence
 from kvant.generation import TransformersDecoder
-from kvant.hf import NATIVE_REPLAY, TransformersCache
+from kvant.hf import TransformersCache
 from kvant.native import get_library
+from kvant.replay import NATIVE_REPLAY
 
 pytestmark = [
     pytest.mark.skipif(get_library().functions is None, reason="the native library is not here"),

@@ -15,9 +15,10 @@ import kvant
 import kvant.engine.prefix_reuse as reuse
 from engine.test_engine import generate_alone, make_engine, no_leaks
 from hf.zoo import build
-from kvant.cache.storage import Storage
 from kvant.generation import TransformersDecoder
+from kvant.pages.storage import Storage
 from kvant.prefixes import Prefixes
+from kvant.prefixes.memory import PrefixPools
 from kvant.stores import FolderStore, Tiers
 from prefixes.test_prefix_store import open_folder
 from prefixes.test_prefixes import FOREIGN, assert_no_leaks, family_params, make_tokens
@@ -30,7 +31,7 @@ def test_every_family_hits_the_store_after_a_restart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, shared = build(name), make_tokens(150, seed=0)
     asked = [shared + make_tokens(9 + 5 * n, seed=1 + n) for n in range(4)]
     expected = [generate_alone(model, prompt, max_new_tokens=5) for prompt in asked]
@@ -65,7 +66,7 @@ def test_evicted_prefixes_are_restored_within_the_byte_limit(
 ) -> None:
     """Conversations of 8 users in memory for 3: the store holds the others."""
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, spec = build("llama"), "affine8,prefill=stored"
     three = 3 * kvant.plan(model, spec, context=330).nbytes
     peak: list[int] = []
@@ -106,7 +107,7 @@ def test_many_requests_run_in_memory_for_two(
     hit.
     """
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, spec, begin = build("llama"), "affine8,prefill=stored", make_tokens(70, seed=99)
     two = 2 * kvant.plan(model, spec, context=420).nbytes
     peak: list[int] = []
@@ -170,7 +171,7 @@ def test_late_restore_leaves_memory_to_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with a slow store, or cancelled ones: memory for one suffices."""
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     monkeypatch.setattr(reuse, "MAX_STORE_WAIT_S", 0.5)
     model, spec, prompts = build("llama"), "raw", [make_tokens(450, seed=n) for n in range(4)]
     store_prompts(model, spec, prompts, tmp_path)
@@ -217,7 +218,7 @@ def test_lookup_in_a_silent_store_holds_no_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of a finished prompt are free, although its lookup still runs."""
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     monkeypatch.setattr(reuse, "MAX_STORE_WAIT_S", 0.3)
     model, prompt, silent = build("llama"), make_tokens(200, seed=0), SilentStore(tmp_path)
     prefixes = Prefixes(store=Tiers([silent]))
@@ -239,7 +240,7 @@ def test_lookup_in_a_silent_store_holds_no_pages(
 
 def test_restored_page_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several requests restore after a restart: the first one with pools shares its pages."""
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompts = build("llama"), [make_tokens(450, seed=n) for n in range(4)]
     store_prompts(model, "affine8", prompts, tmp_path)
     monkeypatch.setattr(Storage, "copy_pages_from", None)  # fails if called
@@ -256,13 +257,13 @@ def test_restored_page_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_closed_engine_drops_arriving_restores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompt, slow = build("llama"), make_tokens(450, seed=0), HaltingStore(tmp_path)
     store_prompts(model, "affine8", [prompt], tmp_path)
     with Prefixes(store=Tiers([slow])) as prefixes:
         with make_engine(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
             engine.submit(make_tokens(70, seed=1), max_new_tokens=2, ignore_end=True).result()
-            storages = [*engine._batch._empty_cache.states._tracker.state.storages.values()]
+            storages = [*engine._batch._empty_cache.states.state.storages.values()]
             storage_ref = weakref.ref(storages[0])
             del storages
             engine.submit(prompt, max_new_tokens=2, ignore_end=True)
@@ -406,7 +407,7 @@ def test_request_that_fails_to_sample_leaves_its_prefix(
 ) -> None:
     """Its bias makes its logits infinite: the rows in the store are right."""
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompt = build("llama"), make_tokens(330, seed=0)
     with make_engine(model, prefixes=Prefixes(store=open_folder(tmp_path))) as engine:
         engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()

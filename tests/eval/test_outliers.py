@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf.outliers import scale_key_channels, scale_value_channels
 from hf.zoo import build
-from kvant.eval.outliers import scale_key_channels, scale_value_channels
 from kvant.hf import cache_for
 
 

@@ -27,7 +27,7 @@ from generation.speakers import (
     start_generation,
     tokenizer_of,
 )
-from kvant.generation import Step, generate
+from kvant.generation import Sampling, Step, generate
 
 
 @pytest.mark.parametrize("name", [DEMO, *FAMILIES])
@@ -78,6 +78,24 @@ def test_same_seed_gives_the_same_tokens() -> None:
     hot = {"temperature": 1.5, "max_new_tokens": 8}
     assert generate_tokens("llama", seed=3, **hot) == generate_tokens("llama", seed=3, **hot)
     assert generate_tokens("llama", seed=3, **hot) != generate_tokens("llama", seed=4, **hot)
+
+
+def test_options_replace_the_fields_of_sampling() -> None:
+    hot, count = Sampling(temperature=1.5, seed=3), {"max_new_tokens": 8}
+    expected = [generate_tokens("llama", temperature=1.5, seed=seed, **count) for seed in (3, 4)]
+    assert generate_tokens("llama", sampling=hot, **count) == expected[0]
+    assert generate_tokens("llama", sampling=hot, seed=4, **count) == expected[1]
+
+
+def test_biased_token_is_sampled() -> None:
+    assert generate_tokens("llama", logit_bias={9: 1e4}, max_new_tokens=3) == [9] * 3
+    with pytest.raises(ValueError, match="token 128: the vocabulary has 128"):
+        generate_wrongly(logit_bias={128: 1.0})
+
+
+def test_unknown_option_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        generate_wrongly(temprature=1.0)
 
 
 def test_max_new_tokens_ends_generation() -> None:

@@ -19,7 +19,7 @@ from generation.speakers import DEMO, Numbers, model_of, prompt_of, tokenizer_of
 from hf.zoo import valid_spec
 from kvant import demo
 from kvant.generation import Session
-from kvant.generation.prefill import count_shared_prefix
+from kvant.generation.decoder import count_shared_prefix
 
 TURN = {"message": "", "reply": "", "shared": 0, "tokens": [5] * 9, "begin": 3}
 TEMPLATE = (
@@ -513,3 +513,10 @@ def test_layers_with_transformers_state_continue_and_reset() -> None:
     assert session.tokens == tokens
     session.reset()
     assert send_and_collect(session, [5, 6, 7]) == first
+
+
+def test_session_has_default_sampling_for_its_replies() -> None:
+    hot, prompt = {"temperature": 1.5, "seed": 3}, list(prompt_of("llama"))
+    session, other = session_of("llama", **hot), session_of("llama")
+    assert send_and_collect(session, prompt) == send_and_collect(other, prompt, **hot)
+    assert send_and_collect(session, prompt, temperature=0.0) == send_and_collect(other, prompt)

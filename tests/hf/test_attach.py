@@ -18,7 +18,6 @@ import kvant
 from hf.zoo import NO_ROWS, build
 from kvant import SpecError
 from kvant.hf import TransformersCache
-from kvant.hf import build as building
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "falcon", "bloom", "falcon_h1")
 
@@ -193,6 +192,7 @@ def test_a_window_on_an_encoder_decoder_is_refused(name: str) -> None:
 def test_an_unknown_version_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    building = sys.modules["kvant.hf.attach"]
     monkeypatch.setattr(building, "version", lambda _: "6.0.0")
     building.check_transformers_version.cache_clear()
     try:

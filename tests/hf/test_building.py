@@ -54,8 +54,6 @@ def test_a_file_for_another_model_is_refused(model: Any, tmp_path: Path) -> None
         kvant.load(path, model)
     with pytest.raises(TypeError, match="the name of a model"):
         kvant.load(path, "gpt2")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="tiles with a model"):
-        kvant.load(path, model, tiles=object())  # type: ignore[call-overload]
 
 
 def test_model_cache_cannot_be_pickled(model: Any) -> None:

@@ -22,7 +22,7 @@ from hf.expected import expect_reading
 from hf.parity import TOLERANCE, Cell, Way, model_of, prepare_model, with_small_pages
 from hf.zoo import build, family_names
 from kvant import UnsupportedView
-from kvant.hf.model_layers import supports_chunked_prefill
+from kvant.hf.model import supports_chunked_prefill
 from thin import thin_rows
 
 PROMPT, CHUNKS = 18, (2, 4, 3, 2)  # groups of the zoo have 2 heads, or 4 with one KV head

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 import kvant
 from hf.parity import text_of
 from hf.zoo import FAMILIES, NAMES, build, valid_spec
-from kvant import weights
 from kvant.checkpoints import load
 from kvant.hf import compute_model_fingerprint
+from kvant.weights import packing as weights
 from packing import find_unpacked_reasons
 
 DEFAULT = ("llama", "gpt2", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba", "bart")

@@ -12,8 +12,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 import test_models
 from hf.zoo import FAMILIES, build, family_names, valid_spec
 from kvant import cache_for, plan
-from kvant.cache.layer import PagedLayer, make_layer_group, pages_nbytes
+from kvant.cache.layers import PagedLayer
+from kvant.cache.layout import make_layer_group
 from kvant.models import layer_shapes
+from kvant.pages.storage import pages_nbytes
 
 HUB = {  # config.json as on the hub: many values are defaults of its class
     name: value

@@ -11,11 +11,11 @@ from torch import nn
 
 import kvant
 from hf.zoo import FAMILIES, build, family_names, valid_spec
-from kvant import weights
-from kvant.cache import storage
 from kvant.generation.decoder import TransformersDecoder
-from kvant.hf import Replayer
 from kvant.native import get_library
+from kvant.pages import storage
+from kvant.replay import Replayer
+from kvant.weights import packing as weights
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
+from hf.outliers import scale_key_channels, scale_value_channels
 from hf.zoo import FAMILIES, build, family_names, valid_spec
 from kvant import SpecError, demo
-from kvant.eval.outliers import scale_key_channels, scale_value_channels
 from kvant.recipes import iterate_attention
 
 TEXT = "def outliers(model, factor):\n    return [layer.scaled(factor) for layer in model]\n" * 9

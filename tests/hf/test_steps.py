@@ -277,7 +277,7 @@ def test_failed_forward_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.read(*text[:PROMPT])
     pair.read(text[PROMPT])
     monkeypatch.setattr(
-        type(pair.stepped.states), "arrive", lambda *_: (_ for _ in ()).throw(KeyError("lost"))
+        "kvant.replay.replayer.commit_token", lambda *_: (_ for _ in ()).throw(KeyError("lost"))
     )
     pair.read(text[PROMPT + 1])
     assert pair.stepped.context.replay_stats.refusal == "KeyError: 'lost'"
@@ -349,7 +349,7 @@ def test_replay_keeps_no_cache_alive() -> None:
 @pytest.fixture
 def traced_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
-        "kvant.generation.session.make_decoder",
+        "kvant.generation.loop.make_decoder",
         lambda model: TransformersDecoder(model, capture=trace_forward),
     )
     return

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from cache.tagged import LayerCache
+from cache.tiled import make_tiled_cache
 from kvant import Cache, CacheSpec, RewindError, Shape, attend, load, plan, save
-from kvant.cache.layer import make_layer_group, pages_nbytes
+from kvant.cache.layout import make_layer_group
 from kvant.contracts import Snapshot
+from kvant.pages.storage import pages_nbytes
 from kvant.recipes import LayerSpec
 from laws import oracle
 from laws.cases import (
@@ -119,7 +121,7 @@ def count_complete_pages(spec: LayerSpec, length: int) -> int:
 
 def copies_are_identical_and_apart(case: Case) -> None:
     """restore(snapshot()), load(save()) and fork give equal, independent copies."""
-    cache = Cache(None, CacheSpec((case.spec,)), tiles=case.state().tiles)
+    cache = make_tiled_cache(None, CacheSpec((case.spec,)), case.state().tiles)
     keys, values = case.rows(0, 200)
     cache[0].append(keys, values, start=case.start)
     before = cache.snapshot()

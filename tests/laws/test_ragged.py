@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cache.tagged import assert_same
+from cache.tiled import make_tiled_cache
 from kvant import Cache, CacheSpec, attend, merge
 from laws.cases import DTYPES, FORMATS, RETENTIONS, Case, list_readers, pairwise
 from thin import thin_rows
@@ -20,7 +21,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 def make_single(case: Case, sequence: int, length: int) -> Cache:
     """Return one sequence with its own rows."""
-    cache = Cache(spec=CacheSpec((case.spec,)), tiles=case.state().tiles)
+    cache = make_tiled_cache(None, CacheSpec((case.spec,)), case.state().tiles)
     keys, values = (rows[:1] for rows in case.rows(10 + sequence, length))
     cache[0].append(keys, values, prefill="stored")
     return cache

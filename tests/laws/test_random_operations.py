@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvant import Cache, CapacityError, RewindError, attend, load, merge, save
 from kvant.cache import PagedLayer
-from kvant.contracts import Retention, View
+from kvant.contracts import View
+from kvant.retention import Retention
 
 SPECS = (
     "raw",

@@ -23,6 +23,7 @@ from kvant.native import (
     MULTIPLY_STRUCT,
     NORM_STRUCT,
     ROTATE_STRUCT,
+    RUN_STRUCT,
     STEP_STRUCT,
     get_library,
     rotate_rows,
@@ -47,6 +48,7 @@ RECORDS = {
     "kvant_multiply_request": MULTIPLY_STRUCT,
     "kvant_map_request": MAP_STRUCT,
     "kvant_step": STEP_STRUCT,
+    "kvant_run_request": RUN_STRUCT,
 }
 
 

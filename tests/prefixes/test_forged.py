@@ -15,6 +15,7 @@ from engine.test_engine import generate_alone, make_engine
 from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.prefixes import Prefixes
+from kvant.prefixes.memory import PrefixPools
 from kvant.stores import Blob, BlobPayload, FolderStore, Tiers, pack_blob, parse_blob
 from prefixes.test_prefix_store import open_folder, read_stats
 from prefixes.test_prefixes import generate_tokens, make_tokens
@@ -161,7 +162,7 @@ def test_engine_treats_unsuitable_blobs_as_misses(
     name: str, spec: str, forgery: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompt = build(name), make_tokens(330, seed=0)
     expected = generate_alone(model, prompt, spec, max_new_tokens=4)
     restored = []
@@ -207,7 +208,7 @@ def test_engine_fails_once_on_a_bad_prefix(
     name: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompt = build(name), make_tokens(330, seed=0)
     expected = generate_alone(model, prompt, spec, max_new_tokens=4)
     options = {"max_new_tokens": 4, "ignore_end": True}

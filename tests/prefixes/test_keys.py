@@ -19,7 +19,7 @@ from kvant.prefixes import Prefixes, fingerprint
 from kvant.prefixes.keys import digest, make_page_key, make_root_key, salt_key
 from kvant.recipes import CacheSpec
 from kvant.spec import to_json
-from kvant.weights import is_packed
+from kvant.weights.packing import is_packed
 from prefixes.test_prefixes import generate_tokens, make_tokens
 
 PROMPT = make_tokens(200, seed=0)

@@ -15,6 +15,7 @@ from cache.test_page_set import make_filled_cache, store_missing_pages
 from hf.zoo import build
 from kvant.cache.page_set import PageSet
 from kvant.cache.restore_buffer import RestoreBuffer
+from kvant.cache.usage import measure_pools
 from kvant.prefixes import LookupDeadline, Prefixes
 from kvant.prefixes import namespace as shelves
 from kvant.prefixes.threads import DaemonExecutor
@@ -27,7 +28,7 @@ from prefixes.test_prefixes import generate_tokens, make_tokens
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine8,sinks=4"])
 def test_closed_waiter_holds_nothing(spec: str, moment: str) -> None:
     cache, other = make_filled_cache(spec, 300), make_filled_cache(spec, 128)
-    nbytes, waiting = other.measure_pools()["nbytes_held"], LookupDeadline()
+    nbytes, waiting = measure_pools(other)["nbytes_held"], LookupDeadline()
     pieces, shares = PageSet(cache), other.fork()
     waiting.allocate(lambda: shares)
     if moment == "before":
@@ -51,10 +52,10 @@ def test_closed_waiter_holds_nothing(spec: str, moment: str) -> None:
         assert not waiting.compute_seconds_left()
         assert waiting.allocate(lambda: kvant.Cache(3, spec)) is None
     else:
-        assert waiting.compute_seconds_left() and other.measure_pools()["nbytes_held"] > nbytes
+        assert waiting.compute_seconds_left() and measure_pools(other)["nbytes_held"] > nbytes
         waiting.cancel()
     other.check()
-    assert other.measure_pools()["nbytes_held"] == nbytes
+    assert measure_pools(other)["nbytes_held"] == nbytes
 
 
 def test_failing_cleanup_blocks_no_thread(caplog: pytest.LogCaptureFixture) -> None:

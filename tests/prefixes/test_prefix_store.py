@@ -15,8 +15,10 @@ import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.cache.page_set import PageSet
+from kvant.cache.usage import measure_pools
 from kvant.generation import TransformersDecoder
 from kvant.prefixes import Prefixes
+from kvant.prefixes.memory import PrefixPools
 from kvant.stores import FolderStore, Tiers
 from prefixes.test_prefixes import (
     FOREIGN,
@@ -157,7 +159,7 @@ def test_foreign_pages_are_not_read(tmp_path: Path) -> None:
 def test_evicted_prefix_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     # prefilling is never faster
-    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *args: None)
+    monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     page = kvant.plan(model, "raw", context=64).nbytes
     prompts = [make_tokens(250, seed=seed) for seed in range(6)]
     with Prefixes(6 * page, store=open_folder(tmp_path)) as prefixes:
@@ -228,12 +230,13 @@ def test_releasing_a_prefix_frees_its_memory(
     holder_counts: list[int] = []
     with Prefixes(store=open_folder(tmp_path)) as prefixes:
         generate_tokens(model, make_tokens(200, seed=0), prefixes=prefixes)
-        (home,) = prefixes._pool_caches.values()
+        (home,) = (pools.cache for pools in prefixes.memory)
+        assert home is not None
         assert copies.wait(10)
 
         def let_go() -> None:
             assert prefixes.evict(prefixes.nbytes)
-            holder_counts.append(home.states.measure_pools()["nbytes_held"])
+            holder_counts.append(measure_pools(home.states)["nbytes_held"])
 
         evicting = Thread(target=let_go)
         evicting.start()

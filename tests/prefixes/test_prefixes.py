@@ -13,8 +13,9 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import FAMILIES, build
+from kvant.cache.usage import measure_pools
 from kvant.generation import TransformersDecoder
-from kvant.generation.prefill import Prefiller
+from kvant.generation.decoder import Prefiller
 from kvant.hf import TransformersCache
 from kvant.prefixes import Prefixes
 from kvant.prefixes.keys import make_page_key
@@ -45,14 +46,14 @@ def family_params() -> list[Any]:
 
 def assert_no_leaks(prefixes: Prefixes) -> None:
     """Assert that no page has a holder after all prefixes are released."""
-    homes = list(prefixes._pool_caches.values())
+    homes = [pools.cache for pools in prefixes.memory if pools.cache is not None]
     for home in homes:
         home.states.check()
     prefixes.clear()
     gc.collect()
     for home in homes:
         home.states.check()
-        assert home.states.measure_pools()["nbytes_held"] == 0
+        assert measure_pools(home.states)["nbytes_held"] == 0
 
 
 @pytest.mark.parametrize("name", family_params())
@@ -150,7 +151,7 @@ def test_shared_pages_never_change() -> None:
         del steps  # ends it here
         if chance.random() < 0.3:
             prefixes.evict(chance.randrange(1, 100_000))
-        for node in (node for tree in prefixes._trees.values() for node in tree):
+        for node in (entry for pools in prefixes.memory for entry in pools):
             rows = [layer.read()[0].clone() for layer in node.cache.states]
             before = calls.setdefault(id(node), (node.cache, rows))
             if before[0] is node.cache:

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
+from hf.outliers import scale_key_channels
 from kvant import demo, hf
-from kvant.eval.outliers import scale_key_channels
 from kvant.probing import assessment, guard
 from kvant.probing import verdicts as verdicts_module
 from kvant.probing.evaluator import make_trial

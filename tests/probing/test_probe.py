@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
+from hf.outliers import scale_key_channels
 from hf.zoo import build
 from kvant import SpecError, demo
-from kvant.eval.outliers import scale_key_channels
 from kvant.probing import explain_harm, make_trial, resolve_auto
 from kvant.probing.evaluator import RANDOM_TOKENS_KL_SCALE
 from kvant.probing.recommendation import CANDIDATE_SPECS, find_smallest_spec, list_promotions

@@ -9,12 +9,10 @@ from kvant.attention.dispatch import (
     has_fast_prefill,
 )
 from kvant.attention.native import select_tiles
-from kvant.attention.triton.decode_step import TritonDecodeStep
 
 __all__ = [
     "BACKENDS",
     "BackendExplanation",
-    "TritonDecodeStep",
     "attend",
     "check_backend",
     "explain",

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvant.attention.length_groups import has_visible_rows
 from kvant.attention.native import NativeBackend
-from kvant.attention.reference import ReferenceBackend, has_visible_rows
+from kvant.attention.reference import ReferenceBackend
 from kvant.attention.triton import TritonBackend
 from kvant.contracts import AttentionRequest, Backend, Mask, View
+from kvant.derived import Memo
 from kvant.errors import UnsupportedView
+from kvant.platform.torch_modes import refuse_transforms
 from kvant.renamed import RenamedAttribute
-from kvant.torch_modes import refuse_transforms
 
 # In order of preference. The reference backend supports every view, so the backends after it run
 # only when requested by name.
@@ -32,6 +34,9 @@ BACKENDS: list[Backend] = [
     ReferenceBackend("dequantize", max_opened_values=sys.maxsize),
     TritonBackend("interpreted", device="cpu"),
 ]
+# The backends that read a layer's pages, by the properties of a request that they depend on.
+ReaderKey = tuple[str | None, type, torch.dtype, torch.dtype, int, int, type]
+READERS: Memo[dict[ReaderKey, Backend]] = Memo("readers")
 
 
 def attend(
@@ -75,11 +80,12 @@ def attend(
         # Without new rows the choice is the same for every token of a layer: cache it.
         cacheable, name = view.new_rows is None, backend or view.backend
         key = (name, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
-        reader = keys.derived.get(key) if cacheable else None
+        readers = keys.derived.setdefault(READERS, {})
+        reader = readers.get(key) if cacheable else None
         if reader is None:
             reader = _select_backend(view, request, name)[0]
             if cacheable:
-                keys.derived[key] = reader
+                readers[key] = reader
         if view.selection is not None and isinstance(rule, Mask):
             request = request._replace(selected_pages=reader.select_pages(request, view))
         out, lse = reader.attend(request, view)

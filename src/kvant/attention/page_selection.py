@@ -19,13 +19,17 @@ import torch
 from torch import Tensor
 
 from kvant.attention.write_rows import MAX_PAGES_PER_SEAL, decode_pages
-from kvant.contracts import AttentionRequest, Mask, PagedTensors, PageSummary, View
+from kvant.contracts import AttentionRequest, Mask, PagedTensors, PageSelection, PageSummary, View
+from kvant.derived import Memo
 from kvant.page_table import FIRST_SEALED, FIRST_VISIBLE, STOP_SEALED, Ints
 
 BOUNDS_MARGIN = 0.5  # widening of a page's bounds on either side, as a fraction of their range
 MAX_QUERIES_AT_ONCE = 256  # bounds the scratch
 NUM_ALWAYS_READ_ROWS = 256  # newest sealed rows: the next tokens depend on them most
 LOW_PAGE, FIRST_CANDIDATE, STOP_CANDIDATE, HIGH_PAGE, NUM_SELECTED = range(5)  # of page_ranges
+PAGE_RANGES: Memo[dict[tuple[PageSelection, Mask, int], Ints | None]] = Memo("page ranges")
+# The summaries whose bounds are up to date, by their id and the sealed pages of the view.
+FRESH_SUMMARIES: Memo[dict[tuple[int, bytes], PageSummary]] = Memo("fresh summaries")
 
 
 def compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints | None:
@@ -36,14 +40,14 @@ def compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints | None
     assert view.selection is not None
     if rule.window is not None and rule.sinks > view.page_table.layer_group.sinks:
         return None  # sinks of the rule are in sealed pages
-    key = ("ranges", view.selection.rule, rule, num_queries)
-    if key not in view.page_table.derived:
+    known = view.page_table.derived.setdefault(PAGE_RANGES, {})
+    key = view.selection.rule, rule, num_queries
+    if key not in known:
         ranges = _compute_page_ranges(view, rule, num_queries)
         num_candidates = ranges[..., STOP_CANDIDATE] - ranges[..., FIRST_CANDIDATE]
         selects = bool((ranges[..., NUM_SELECTED] < num_candidates).any())
-        view.page_table.derived[key] = ranges if selects else None
-    page_ranges: Ints | None = view.page_table.derived[key]
-    return page_ranges
+        known[key] = ranges if selects else None
+    return known[key]
 
 
 def _compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints:
@@ -142,15 +146,15 @@ def refresh_summary(view: View) -> PageSummary:
     assert selection is not None
     # Another page table may share these slot tables and use other pages of them.
     pages = view.page_table.numbers[:, [FIRST_SEALED, STOP_SEALED]].tobytes()
-    key = "summarized", id(summary), pages
-    if key not in view.page_table.derived_from_tables:
+    fresh = view.page_table.derived_from_tables.setdefault(FRESH_SUMMARIES, {})
+    if (key := (id(summary), pages)) not in fresh:
         slots = np.unique(view.page_table.list_sealed_slots())
         stale = slots[summary.slot_versions[slots] != selection.slot_versions[slots]]
         for first in range(0, len(stale), MAX_PAGES_PER_SEAL):
             part = stale[first : first + MAX_PAGES_PER_SEAL]
             summary.bounds[torch.from_numpy(part)] = compute_key_bounds(view.keys, part)
             summary.slot_versions[part] = selection.slot_versions[part]
-        view.page_table.derived_from_tables[key] = summary  # a reference, so its id stays unique
+        fresh[key] = summary  # a reference, so its id stays unique
     return summary
 
 

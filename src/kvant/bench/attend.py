@@ -1,43 +1,31 @@
 """Time attention of the newest tokens over N stored rows, against torch and a plain memory pass.
 
-All methods of a length run in turn, so that other load on the machine affects all of them. `torch`
-methods attend over the same bf16 rows (device.py). `stream` moves as many bytes as the raw rows
-have: on a CPU it sums them, on a GPU it copies half of them. `share` is the time of such a pass
-over a format's bytes, relative to the time measured. Each of several `--backend`s reads all
-formats.
+All methods of a length run in turn. `torch` methods attend over the same bf16 rows. `stream` moves
+as many bytes as the raw rows have: on a CPU it sums them, on a GPU it copies half of them. `share`
+is the time of such a pass over a format's bytes, relative to the time measured. Each of several
+`--backend`s reads all formats.
 
-On a GPU there are several copies of each input, so that a call finds none in the GPU's cache. A
-figure is the GPU's time; `host_ms` is the time that Python takes to launch.
+On a GPU a call finds no input in the GPU's cache, since other memory was read before it. A figure
+is the GPU's time; `host_ms` is the time that Python takes to launch.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvant.attention import attend, explain
-from kvant.bench.clock import Clock, Lap, TimedCall
-from kvant.bench.device import BenchDevice, choose_device
-from kvant.bench.report import (
-    Json,
-    check_files,
-    check_plot,
-    draw_curves,
-    parse_numbers,
-    print_report,
-    run,
-    show_progress,
-)
+from kvant.bench import report
+from kvant.bench.clock import BenchDevice, CudaDevice, Laps, TimedCall, choose_device, time_in_turn
 from kvant.cache import Cache
 from kvant.contracts import View
 from kvant.native import get_library
@@ -45,6 +33,70 @@ from kvant.spec import split_specs
 
 APPEND_CHUNK = 4096  # rows appended at once
 ResultKey = tuple[str, str]  # a spec or another method, and the backend that reads it
+AttentionFunction = Callable[[Tensor, Tensor], Any]
+
+
+def make_torch_attention(q: Tensor, heads: int, length: int) -> dict[str, AttentionFunction]:
+    """Return torch's methods for queries [B, heads * group, T, D], the newest of `length` rows."""
+    batch, all_heads, queries, dim = q.shape
+    folded = q.view(batch, heads, -1, dim)
+    mask = folded_mask = None
+    if queries > 1:
+        mask = torch.ones(queries, length, dtype=torch.bool, device=q.device)
+        mask = mask.tril(length - queries)
+        folded_mask = mask.repeat(all_heads // heads, 1)
+
+    def by_hand(keys: Tensor, values: Tensor) -> Any:
+        scores = folded @ keys.transpose(2, 3) * dim**-0.5
+        if folded_mask is not None:
+            scores = scores.masked_fill(~folded_mask, -torch.inf)
+        return scores.softmax(-1) @ values
+
+    return {
+        "torch gqa": lambda k, v: sdpa(q, k, v, attn_mask=mask, enable_gqa=True),
+        "torch folded": lambda k, v: sdpa(folded, k, v, attn_mask=folded_mask),
+        "torch by hand": by_hand,
+    }
+
+
+def make_gpu_attention(
+    q: Tensor, heads: int, length: int, compiler: Callable[..., Any] = torch.compile
+) -> dict[str, AttentionFunction]:
+    """Return torch's methods for GPUs; some may not run on this GPU."""
+    methods = make_torch_attention(q, heads, length)
+    gqa, flex = methods["torch gqa"], compiler(flex_attention, dynamic=False)
+    queries, block_mask = q.shape[2], None
+    if queries > 1:
+        block_mask = create_block_mask(
+            lambda b, h, row, column: column <= row + length - queries,
+            *(None, None, queries, length),
+            device=str(q.device),
+        )
+
+    def flash(keys: Tensor, values: Tensor) -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return gqa(keys, values)
+
+    gpu_methods = {
+        "torch flash": flash,
+        "torch flex": lambda k, v: flex(q, k, v, block_mask=block_mask, enable_gqa=True),
+    }
+    return methods | gpu_methods
+
+
+def filter_runnable(
+    functions: Mapping[str, AttentionFunction], keys: Tensor, values: Tensor
+) -> tuple[dict[str, AttentionFunction], list[str]]:
+    """Run each method once; return those that run, and a line for each that does not."""
+    runnable, skipped = {}, []
+    for name, function in functions.items():
+        try:
+            function(keys, values)
+            runnable[name] = function
+        except Exception as error:  # compilers raise errors of any class
+            reason = next(iter(str(error).strip().splitlines()), "no reason is given")
+            skipped.append(f"{name}: {type(error).__name__}, {reason}")
+    return runnable, skipped
 
 
 def store_rows(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
@@ -56,39 +108,6 @@ def store_rows(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[V
         part = slice(start, min(start + APPEND_CHUNK, num_old))
         state.append(keys[:, :, part], values[:, :, part], prefill="stored")
     return state.append(keys[:, :, num_old:], values[:, :, num_old:]), cache.nbytes_used
-
-
-def store_copies(
-    name: str, keys: Tensor, values: Tensor, queries: int, device: BenchDevice
-) -> list[tuple[View, int]]:
-    """Store as many copies of the rows as the device needs; return views and bytes."""
-    first = store_rows(name, keys, values, queries)
-    num_more = count_copies(first[1], device.cache_nbytes) - 1
-    return [first, *(store_rows(name, keys, values, queries) for _ in range(num_more))]
-
-
-def count_copies(nbytes: int, cache_nbytes: int) -> int:
-    """Return how many copies of an input make a turn of all others fill the cache."""
-    return 1 + -(-cache_nbytes // nbytes)
-
-
-def rotate_calls(calls: Sequence[TimedCall]) -> TimedCall:
-    """Return a call that runs the calls one after the other, over and over."""
-    rotation = cycle(calls)
-    return lambda: next(rotation)()
-
-
-def time_calls_in_turn(
-    calls: Mapping[ResultKey, TimedCall], repeats: int, clock: Clock
-) -> dict[ResultKey, list[Lap]]:
-    laps: dict[ResultKey, list[Lap]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        clock.start_turn()
-        for name, call in calls.items():
-            lap = clock.time_call(call)
-            if turn:  # the first turn is a warm-up
-                laps[name].append(lap)
-    return laps
 
 
 @dataclass(frozen=True)
@@ -116,55 +135,33 @@ def measure_attention(
     keys, values = torch.randn(2, *shape, device=device.name).bfloat16()
     query_shape = task.batch, task.heads * task.group, task.queries, task.dim
     q = torch.randn(query_shape, device=device.name).bfloat16()
-    copies_by_name = {
-        name: store_copies(name, keys, values, task.queries, device) for name in ["raw", *names]
-    }
-    nbytes_by_name = {name: copies[0][1] for name, copies in copies_by_name.items()}
-    raw_nbytes = nbytes_by_name["raw"]
+    stored = {name: store_rows(name, keys, values, task.queries) for name in ("raw", *names)}
+    raw_nbytes = stored["raw"][1]
     calls, skipped = make_torch_calls(q, keys, values, device)
-    num_passes = count_copies(raw_nbytes, device.cache_nbytes)
-    calls["stream", ""] = rotate_calls([device.make_stream(raw_nbytes) for _ in range(num_passes)])
-    calls |= make_kvant_calls(
-        q, {name: [view for view, _ in copies] for name, copies in copies_by_name.items()}, task
-    )
-    laps = time_calls_in_turn(calls, task.repeats, device.clock)
-    nbytes = {name: nbytes_by_name.get(name[0], raw_nbytes) for name in laps}
-    return [{"rows": length} | row for row in summarize_laps(laps, nbytes, device.clock)], skipped
+    calls["stream", ""] = device.make_stream(raw_nbytes)
+    for backend in task.backends:
+        for name, (view, _) in stored.items():
+            reader = backend or explain(view).backend
+            calls[name, reader] = partial(attend, q, view, backend=backend)
+    laps = time_in_turn(calls, task.repeats, f"{length} rows", device=device, queued=True)
+    nbytes = {key: stored[key[0]][1] if key[0] in stored else raw_nbytes for key in laps}
+    rows = [{"rows": length} | row for row in summarize_laps(laps, nbytes)]
+    return rows, [f"{length} rows, {line}" for line in skipped]
 
 
 def make_torch_calls(
     q: Tensor, keys: Tensor, values: Tensor, device: BenchDevice
 ) -> tuple[dict[ResultKey, TimedCall], list[str]]:
-    """Return calls of torch's attention methods, which share rotating inputs."""
-    methods, skipped = device.list_torch_attention(q, keys, values)
-    num_more = count_copies(keys.nbytes + values.nbytes, device.cache_nbytes) - 1
-    inputs = cycle([(keys, values), *((keys.clone(), values.clone()) for _ in range(num_more))])
-
-    def make_call(name: str) -> TimedCall:
-        method = methods[name]
-        return lambda: method(*next(inputs))
-
-    return {(name, ""): make_call(name) for name in methods}, skipped
-
-
-def make_kvant_calls(
-    q: Tensor, views: Mapping[str, list[View]], task: AttendTask
-) -> dict[ResultKey, TimedCall]:
-    calls = {}
-    for backend in task.backends:
-        for name, copies in views.items():
-            reader = backend or explain(copies[0]).backend
-            calls[name, reader] = rotate_calls(
-                [partial(attend, q, view, backend=backend) for view in copies]
-            )
-    return calls
+    """Return calls of torch's methods that run on this device, and a line for each other."""
+    make = make_gpu_attention if isinstance(device, CudaDevice) else make_torch_attention
+    methods, skipped = filter_runnable(make(q, *keys.shape[1:3]), keys, values)
+    return {(name, ""): partial(method, keys, values) for name, method in methods.items()}, skipped
 
 
 def summarize_laps(
-    laps: Mapping[ResultKey, Sequence[Lap]], nbytes: Mapping[ResultKey, int], clock: Clock
+    laps: Mapping[ResultKey, Laps], nbytes: Mapping[ResultKey, int]
 ) -> list[dict[str, Any]]:
-    seconds = {name: [lap.seconds for lap in method_laps] for name, method_laps in laps.items()}
-    medians = {name: statistics.median(laps_s) for name, laps_s in seconds.items()}
+    medians = {name: method_laps.median for name, method_laps in laps.items()}
     best = min(median for (method, _), median in medians.items() if method.startswith("torch"))
     raw = next(median for (method, _), median in medians.items() if method == "raw")
     stream = medians["stream", ""] / nbytes["stream", ""]  # seconds a byte
@@ -172,13 +169,11 @@ def summarize_laps(
         {
             "way": name[0],
             "backend": name[1],
-            "median_ms": median * 1e3,
-            "best_ms": min(seconds[name]) * 1e3,
+            **laps[name].summarize(),
             "gb_s": nbytes[name] / median / 1e9,
             "share": stream * nbytes[name] / median,
             "against_torch": best / median,
             "against_raw": raw / median,
-            **clock.describe_laps(laps[name]),
         }
         for name, median in medians.items()
     ]
@@ -189,7 +184,7 @@ def main(
     formats: Annotated[
         str, typer.Option(help="Specs to measure, besides raw")
     ] = "affine8,fp8,affine8v4,affine6,affine4,turbo4v4,turbo3v3,turbo4v2",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
+    threads: report.Threads = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences")] = 1,
     heads: int = 8,
     group: Annotated[int, typer.Option(min=1, help="Query heads per key head")] = 4,
@@ -199,56 +194,41 @@ def main(
         str | None, typer.Option(help="Backends to measure; default: the preferred one")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per figure")] = 25,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the medians to F.png")] = None,
-    json: Json = False,
+    device: report.Device = None,
+    plot: report.Plot = None,
+    json: report.Json = False,
 ) -> None:
     """Time attention of the newest tokens: one layer, bf16."""
     bench_device = choose_device(device)
-    check_files(plot=plot)
-    check_plot(plot)
-    row_counts = parse_numbers("lengths", lengths)
+    report.check_plot(plot)
+    row_counts = report.parse_numbers("lengths", lengths)
     if min(row_counts) < queries:
         raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    report.set_threads(threads)
     task = AttendTask(batch, heads, group, dim, queries, repeats, backend)
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
     for length in row_counts:
-        show_progress(f"{length} rows")
-        length_rows, length_skipped = measure_attention(
-            length, split_specs(formats), task, bench_device
-        )
-        rows += length_rows
-        skipped += [f"{length} rows, {line}" for line in length_skipped]
-    show_progress("")
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
+        measured = measure_attention(length, split_specs(formats), task, bench_device)
+        rows += measured[0]
+        skipped += measured[1]
     facts = asdict(task) | {"dtype": "bfloat16", "isa": get_library().isa, "skipped": skipped}
     if plot is not None:
-        draw_curves(
-            make_attention_curves(rows),
-            f"attention of {queries} over N rows",
-            plot,
-            "milliseconds (median)",
-        )
-    print_report("attend", rows, facts, quiet=json, device=bench_device)
+        title = f"attention of {queries} over N rows"
+        report.draw_curves(make_attention_curves(rows), title, plot, "milliseconds (median)")
+    report.print_report("attend", rows, facts, quiet=json, gpu=bench_device.describe())
 
 
 def make_attention_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """Return the median milliseconds by method and rows."""
-    curves: dict[str, dict[int, float]] = {}
     preferred = next(row["backend"] for row in rows if row["way"] == "raw")
-    for row in rows:
-        label, backend = row["way"], row["backend"]
-        if backend not in ("", preferred):
-            label = f"{label}, {backend}"
-        curves.setdefault(label, {})[row["rows"]] = row["median_ms"]
-    return curves
+
+    def label(row: Mapping[str, Any]) -> str:
+        way, backend = row["way"], row["backend"]
+        return way if backend in ("", preferred) else f"{way}, {backend}"
+
+    return report.group_curves(rows, label, "rows")
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

@@ -13,9 +13,8 @@ each format in turn; `tokens_s` counts the tokens of the result.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -23,19 +22,20 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvant.bench import report
 from kvant.bench.cache_race import (
-    SHAPE_HELP,
     Contestant,
-    RaceTask,
-    build_model,
+    Shape,
+    decode_in_turn,
     draw_random_rows,
     make_contestant,
+    open_model,
 )
-from kvant.bench.device import CPU, DYNAMIC
-from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
+from kvant.bench.clock import DYNAMIC, time_in_turn
 from kvant.cache import merge
 from kvant.generation import TransformersDecoder
-from kvant.hf import NATIVE_REPLAY, cache_for, get_cache_argument
+from kvant.hf import cache_for, get_cache_argument
+from kvant.replay import NATIVE_REPLAY
 from kvant.spec import split_specs
 
 WARMUP_TOKENS = NATIVE_REPLAY.num_warmup_forwards + 2  # per cache, before the timed tokens
@@ -56,26 +56,18 @@ def make_merged_batch(
     decoder = TransformersDecoder(model)
     replayer = decoder.make_replayer()
 
-    def forward(token: Tensor, cache: Any) -> Any:
+    def decode() -> None:
         decoder.compute_batch_logits([1] * len(lengths), cache.states.lengths, cache, replayer)
 
-    return Contestant(name, cache, cache.states.nbytes, forward)
+    return Contestant(name, cache, cache.states.nbytes, decode)
 
 
 def make_uniform_batch(
     model: Any, rows: tuple[Tensor, Tensor], context: int, sequences: int
 ) -> Contestant:
     """Make a DynamicCache with several sequences of one length."""
-    cache = DynamicCache(config=model.config)
-    for layer in cache.layers:
-        layer.update(*(x[:, :, :context].expand(sequences, -1, -1, -1) for x in rows))
-    cache_nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    cache_argument = get_cache_argument(model)
-
-    def forward(token: Tensor, cache: Any) -> Any:
-        model(token.expand(sequences, 1), **{cache_argument: cache})
-
-    return Contestant(DYNAMIC, cache, cache_nbytes, forward)
+    keys, values = (x[:, :, :context].expand(sequences, -1, -1, -1) for x in rows)
+    return make_contestant(model, DYNAMIC, keys, values)
 
 
 @torch.no_grad()
@@ -91,34 +83,24 @@ def measure_batches(
         )
         for count in counts
     }
-    for turn in range(WARMUP_TOKENS + repeats):
-        show_progress(f"{name}: token {turn + 1} of {WARMUP_TOKENS + repeats}")
-        for pair in pairs.values():
-            for contestant in pair:
-                contestant.decode()
-    figures: list[dict[str, Any]] = []
-    speeds: dict[tuple[int, str], float] = {}
-    for count, pair in pairs.items():
-        for contestant in pair:
-            seconds = contestant.seconds[WARMUP_TOKENS:]
-            median = statistics.median(seconds)
-            speeds[count, contestant.name] = count / median
-            figures.append(
-                {
-                    "sequences": count,
-                    "cache": contestant.name,
-                    "tokens": len(seconds),
-                    "median_ms": median * 1e3,
-                    "best_ms": min(seconds) * 1e3,
-                    "tokens_s": count / median,
-                    "times_one": speeds[count, contestant.name]
-                    / speeds[counts[0], contestant.name],
-                    "ratio": speeds[count, contestant.name] / speeds[count, DYNAMIC],
-                    "cache_mib": contestant.cache_nbytes / 2**20,
-                    "replayed": contestant.num_replayed,
-                }
-            )
-    return figures
+    contestants = [contestant for pair in pairs.values() for contestant in pair]
+    decode_in_turn(contestants, repeats, name, warmup=WARMUP_TOKENS)
+    singles = {contestant.name: contestant.laps.median for contestant in pairs[1]}
+    return [
+        {
+            "sequences": count,
+            "cache": contestant.name,
+            "tokens": repeats,
+            **contestant.laps.summarize(),
+            "tokens_s": count / contestant.laps.median,
+            "times_one": count * singles[contestant.name] / contestant.laps.median,
+            "ratio": pair[0].laps.median / contestant.laps.median,
+            "cache_mib": contestant.cache_nbytes / 2**20,
+            "replayed": contestant.num_replayed,
+        }
+        for count, pair in pairs.items()
+        for contestant in pair
+    ]
 
 
 @torch.no_grad()
@@ -129,31 +111,32 @@ def measure_beams(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, prompt), generator=generator)
     options = {"num_beams": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    seconds: dict[str, list[float]] = {name: [] for name in (DYNAMIC, *names)}
-    for turn in range(runs):
-        for name, cache_seconds in seconds.items():
-            show_progress(f"beams with {name}: {turn + 1} of {runs}")
-            laps = []
-            for new in (1, tokens):  # the prefill time is subtracted
-                cache = DynamicCache(config=model.config)
-                if name != DYNAMIC:
-                    cache = cache_for(model, name)
-                begin = time.perf_counter()
-                limits = {"max_new_tokens": new, "min_new_tokens": new}
-                model.generate(ids, **options | limits | {get_cache_argument(model): cache})
-                laps.append(time.perf_counter() - begin)
-            cache_seconds.append(laps[1] - laps[0])
-    speeds = {name: (tokens - 1) / statistics.median(laps) for name, laps in seconds.items()}
+
+    def search(name: str, new: int) -> None:
+        cache = DynamicCache(config=model.config) if name == DYNAMIC else cache_for(model, name)
+        limits = {"max_new_tokens": new, "min_new_tokens": new}
+        model.generate(ids, **options | limits | {get_cache_argument(model): cache})
+
+    searches = [(name, new) for name in (DYNAMIC, *names) for new in (1, tokens)]
+    calls = {key: partial(search, *key) for key in searches}
+    laps = time_in_turn(calls, runs, f"{count} beams", warmup=0)
+
+    def measure_decoding(name: str) -> float:
+        """Return the median seconds of a run, without its prefill."""
+        pairs = zip(laps[name, tokens].seconds, laps[name, 1].seconds, strict=True)
+        return statistics.median(whole - prefill for whole, prefill in pairs)
+
+    seconds = {name: measure_decoding(name) for name in (DYNAMIC, *names)}
     return [
         {
             "beams": count,
             "cache": name,
             "runs": runs,
-            "seconds": statistics.median(seconds[name]),
-            "tokens_s": speed,
-            "ratio": speed / speeds[DYNAMIC],
+            "seconds": median,
+            "tokens_s": (tokens - 1) / median,
+            "ratio": seconds[DYNAMIC] / median,
         }
-        for name, speed in speeds.items()
+        for name, median in seconds.items()
     ]
 
 
@@ -162,32 +145,22 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="Mean rows in the cache")] = 512,
     formats: Annotated[str, typer.Option(help="Specs to measure")] = "raw,affine8",
     repeats: Annotated[int, typer.Option(min=1, help="Tokens per figure")] = 9,
-    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
+    shape: Shape = "0.6b",
+    layers: report.Layers = None,
     beam: Annotated[
         int | None, typer.Option("--beams", min=2, help="Measure beam search with this many beams")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="With --beams: tokens to generate")] = 128,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    json: Json = False,
+    threads: report.Threads = None,
+    json: report.Json = False,
 ) -> None:
     """Time sequences of different lengths in one forward, or beam search."""
-    counts = parse_numbers("sequences", sequences)
+    counts = report.parse_numbers("sequences", sequences)
     if counts[0] != 1 or sorted(set(counts)) != counts:
         raise ValueError(f"--sequences {sequences}: 1 first, then rising numbers are needed")
     if context <= counts[-1] // 2:
         raise ValueError(f"--context {context}: more than {counts[-1] // 2} rows are needed")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    task = RaceTask(layers, repeats, shape)
-    show_progress("building the model")
-    model = build_model(task.model_sizes)
-    facts: Mapping[str, Any] = {
-        "model": f"{shape}, random",
-        "layers": task.model_sizes["num_hidden_layers"],
-        "context": context,
-        "transformers": version("transformers"),
-    }
+    model, facts = open_model(shape, layers, threads)
     names = split_specs(formats)
     if beam is not None:
         title, rows = "beams", measure_beams(model, names, beam, context, tokens, repeats)
@@ -196,9 +169,8 @@ def main(
         rows = [
             row for name in names for row in measure_batches(model, name, context, counts, repeats)
         ]
-    show_progress("")
-    print_report(title, rows, facts, quiet=json, device=CPU)
+    report.print_report(title, rows, facts | {"context": context}, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

@@ -21,21 +21,30 @@ tens of MiB. On a GPU it is the peak of torch's allocated memory.
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from kvant.bench.clock import Lap, run_in_process
-from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, BenchDevice
-from kvant.bench.report import show_progress
+from kvant.bench import report
+from kvant.bench.clock import (
+    CPU,
+    DYNAMIC,
+    STATIC,
+    BenchDevice,
+    Laps,
+    run_in_process,
+    time_in_turn,
+)
 from kvant.generation import TransformersDecoder
 from kvant.hf import cache_for, get_cache_argument
-from kvant.weights import pack
+from kvant.spec import split_specs
+from kvant.weights.packing import pack
 
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {  # Qwen3-0.6B
@@ -61,8 +70,7 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     },
 }
-DEFAULT_FORMATS = "raw,affine8,affine4"
-SHAPE_HELP = f"Shape of the model: {', '.join(MODEL_SHAPES)}"
+Shape = Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(MODEL_SHAPES)}")]
 APPEND_CHUNK = 2048  # rows appended at once
 PACKED_SUFFIX = " packed"  # in the name of a format with packed weights
 WARMUP_TOKENS = {  # tokens per cache before the timed tokens
@@ -78,10 +86,13 @@ class RaceTask:
     layers: int | None = None  # default: those of the shape
     repeats: int = 9
     shape: str = "0.6b"
+    formats: str = "raw,affine8,affine4"
     device: BenchDevice = CPU
     baseline: str = CPU.baseline
     compiled: bool = False  # kvant's forward, too
-    packed: bool = False  # also with packed weights
+    pack: bool = False  # also with packed weights
+    peaks: bool = True  # also the memory
+    apart: bool = False  # kernels run on kvant's own threads
 
     def __post_init__(self) -> None:
         for option, value, choices in (
@@ -92,7 +103,7 @@ class RaceTask:
                 raise ValueError(f"--{option} {value}: known are {', '.join(choices)}")
         if self.compiled and self.device.name == CPU.name:
             raise ValueError("--compile: only the CUDA graph of a GPU can be compiled")
-        if self.packed and self.device.name != CPU.name:
+        if self.pack and self.device.name != CPU.name:
             raise ValueError(f"--pack: weights are packed for a CPU, not for {self.device.name}")
 
     @property
@@ -104,6 +115,14 @@ class RaceTask:
         overrides = {} if self.layers is None else {"num_hidden_layers": self.layers}
         return MODEL_SHAPES[self.shape] | overrides
 
+    @property
+    def model_facts(self) -> dict[str, Any]:
+        return {
+            "model": f"{self.shape}, random",
+            "layers": self.model_sizes["num_hidden_layers"],
+            "transformers": version("transformers"),
+        }
+
 
 @dataclass
 class Contestant:
@@ -112,51 +131,47 @@ class Contestant:
     name: str
     cache: Any
     cache_nbytes: int
-    forward: Callable[..., Any]
-    device: BenchDevice = CPU
-    laps: list[Lap] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> list[float]:
-        return [lap.seconds for lap in self.laps]
+    decode: Callable[[], Any]  # one token
+    laps: Laps = field(default_factory=Laps)
 
     @property
     def num_replayed(self) -> int | None:
         """Number of tokens replayed from a graph or natively; None for transformers' caches."""
         return None if self.name in WARMUP_TOKENS else self.cache.stats()["replayed"]
 
-    def decode(self) -> None:
-        """Decode one token after all previous ones are done, as a loop does."""
-        token = torch.ones(1, 1, dtype=torch.int64, device=self.device.name)
-        clock = self.device.clock
-        clock.synchronize()
-        self.laps.append(clock.time_call(lambda: self.forward(token, self.cache)))
-
     def summarize(self, baseline: Contestant, peak: int | None) -> dict[str, Any]:
-        seconds = self.seconds
-        median = statistics.median(seconds)
         return {
             "cache": self.name,
-            "tokens": len(seconds),
-            "median_ms": median * 1e3,
-            "best_ms": min(seconds) * 1e3,
-            "ratio": statistics.median(baseline.seconds) / median,
+            "tokens": len(self.laps),
+            **self.laps.summarize(),
+            "ratio": baseline.laps.median / self.laps.median,
             "rest_mib": self.cache_nbytes / 2**20,
             "peak_mib": None if peak is None else peak / 2**20,
             "replayed": self.num_replayed,
-            **self.device.clock.describe_laps(self.laps),
         }
 
 
-def open_model(
-    shape: str, layers: int | None, threads: int | None
-) -> tuple[Any, Mapping[str, Any]]:
-    """Build a benchmark's model on the CPU and set torch's threads; return model and sizes."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    sizes = RaceTask(layers, shape=shape).model_sizes
-    show_progress("building the model")
-    return build_model(sizes), sizes
+@torch.no_grad()
+def decode_in_turn(
+    contestants: Sequence[Contestant],
+    tokens: int,
+    label: str,
+    *,
+    warmup: int,
+    device: BenchDevice = CPU,
+) -> None:
+    """Decode `tokens` tokens with each contestant in turn, after those of the warm-up."""
+    calls = {number: contestant.decode for number, contestant in enumerate(contestants)}
+    for number, laps in time_in_turn(calls, tokens, label, warmup=warmup, device=device).items():
+        contestants[number].laps = laps
+
+
+def open_model(shape: str, layers: int | None, threads: int | None) -> tuple[Any, dict[str, Any]]:
+    """Build a benchmark's model on the CPU and set torch's threads; return it and its facts."""
+    report.set_threads(threads)
+    task = RaceTask(layers, shape=shape)
+    report.show_progress("building the model")
+    return build_model(task.model_sizes), task.model_facts
 
 
 def build_model(sizes: Mapping[str, Any], device: BenchDevice = CPU, compiled: bool = False) -> Any:
@@ -181,13 +196,6 @@ def build_model(sizes: Mapping[str, Any], device: BenchDevice = CPU, compiled: b
     return model
 
 
-def _copy_packed(model: Any) -> Any:
-    """Copy the model and pack the weights of the copy."""
-    packed = copy.deepcopy(model)
-    pack(packed)
-    return packed
-
-
 def draw_random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
     """Return random keys and values, the same for all layers and caches."""
     config, generator = model.config, torch.Generator().manual_seed(context)
@@ -200,29 +208,21 @@ def make_contestant(
     model: Any, name: str, keys: Tensor, values: Tensor, tokens: int = 0
 ) -> Contestant:
     """Make a cache by name, filled with the rows; a StaticCache has room for `tokens` more."""
-    device = DEVICES[model.device.type]
     if name in WARMUP_TOKENS:
-        cache, call = make_transformers_cache(model, name, keys.shape[2] + tokens)
-        cache_argument = get_cache_argument(model)
-
-        def call_with_cache(token: Tensor, cache: Any) -> Any:
-            return call(token, **{cache_argument: cache})
-
+        cache, forward = make_transformers_cache(model, name, keys.shape[2] + tokens)
         for layer in cache.layers:
             layer.update(keys, values)
         cache_nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return Contestant(name, cache, cache_nbytes, call_with_cache, device)
+        token = torch.ones(len(keys), 1, dtype=torch.int64, device=model.device)
+        options = {get_cache_argument(model): cache}
+        return Contestant(name, cache, cache_nbytes, lambda: forward(token, **options))
     cache = cache_for(model, name)
     for begin in range(0, keys.shape[2], APPEND_CHUNK):
         part = slice(begin, begin + APPEND_CHUNK)
         for state in cache.states:
             state.append(keys[:, :, part], values[:, :, part])
     decoder = TransformersDecoder(model)
-
-    def forward(token: Tensor, cache: Any) -> Tensor:
-        return decoder.compute_logits([1], cache)  # the decoder makes its own tensor
-
-    return Contestant(name, cache, cache.states.nbytes, forward, device)
+    return Contestant(name, cache, cache.states.nbytes, lambda: decoder.compute_logits([1], cache))
 
 
 def make_transformers_cache(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]:
@@ -235,7 +235,6 @@ def make_transformers_cache(model: Any, name: str, length: int) -> tuple[Any, Ca
     return cache, model.get_compiled_call(None)
 
 
-@torch.no_grad()
 def measure_pair(
     model: Any, name: str, context: int, task: RaceTask, packed: Any = None
 ) -> list[Contestant]:
@@ -247,11 +246,8 @@ def measure_pair(
         contestants.append(make_contestant(packed, name, *rows, tokens))
         contestants[-1].name += PACKED_SUFFIX
     del rows
-    for _ in range(tokens):
-        for contestant in contestants:
-            contestant.decode()
-    for contestant in contestants:
-        del contestant.laps[: task.warmup_tokens]
+    label = f"{context} rows, {name}"
+    decode_in_turn(contestants, task.repeats, label, warmup=task.warmup_tokens, device=task.device)
     return contestants
 
 
@@ -274,34 +270,28 @@ def measure_peak(task: RaceTask, name: str, context: int, threads: int) -> int |
     return task.device.measure_peak(decode)
 
 
-def run_race(
-    lengths: Sequence[int], names: Sequence[str], task: RaceTask, *, peaks: bool
-) -> list[dict[str, Any]]:
+def run_race(lengths: Sequence[int], task: RaceTask) -> list[dict[str, Any]]:
     """Return a row for each length and cache, and one of the baseline for each format."""
-    if min(lengths) < 1:
-        raise ValueError(f"contexts {', '.join(map(str, lengths))}: each must be 1 or more")
-    show_progress("building the model")
+    names = split_specs(task.formats)
+    report.show_progress("building the model")
     model = build_model(task.model_sizes, task.device, task.compiled)
-    packed = _copy_packed(model) if task.packed else None
+    packed = None
+    if task.pack:
+        packed = copy.deepcopy(model)
+        pack(packed)
     for name in names:
         cache_for(model, name)  # raises for a spec that does not fit the model
     rows: list[dict[str, Any]] = []
     for length in lengths:
         peaks_by_name: dict[str, int | None] = dict.fromkeys((task.baseline, *names))
-        for name in peaks_by_name if peaks else ():
-            show_progress(f"{length} rows, {name}: the peak")
-            peaks_by_name[name] = run_in_process(
-                measure_peak, task, name, length, torch.get_num_threads()
-            )
+        for name in peaks_by_name if task.peaks else ():
+            report.show_progress(f"{length} rows, {name}: the peak")
+            threads = torch.get_num_threads()
+            peaks_by_name[name] = run_in_process(measure_peak, task, name, length, threads)
         for name in names:
-            show_progress(f"{length} rows, {name}: the time")
             contestants = measure_pair(model, name, length, task, packed)
             rows += [
-                {
-                    "rows": length,
-                    **contestant.summarize(contestants[0], peaks_by_name.get(contestant.name)),
-                }
-                for contestant in contestants
+                {"rows": length, **c.summarize(contestants[0], peaks_by_name.get(c.name))}
+                for c in contestants
             ]
-    show_progress("")
     return rows

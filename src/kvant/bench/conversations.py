@@ -11,73 +11,51 @@ all users. `hit` is the share of prompt tokens that were not prefilled again; `i
 from __future__ import annotations
 
 import random
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPE_HELP, draw_random_rows, make_contestant, open_model
-from kvant.bench.device import CPU
-from kvant.bench.engine import SilentTokenizer
-from kvant.bench.report import Json, print_report, run, show_progress
+from kvant.bench import report
+from kvant.bench.cache_race import Shape, draw_random_rows, make_contestant, open_model
+from kvant.bench.clock import Laps, TimedCall, time_in_turn
+from kvant.bench.engine import Prompts, SilentTokenizer, continue_prompts
 from kvant.engine import Engine
 
-Prompts = Sequence[list[int]]
+WITH_PREFIXES, WITHOUT_PREFIXES = "engine with prefixes", "engine"
 STOCK_GENERATE = "generate of transformers"
 
 
-class EngineTurns:
-    """An engine, and the token counts of its requests."""
-
-    def __init__(self, engine: Engine, num_reply_tokens: int) -> None:
-        self.engine, self.num_reply_tokens = engine, num_reply_tokens
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_restored_tokens = 0
-
-    def run_turn(self, prompts: Prompts) -> list[list[int]]:
-        """Generate the replies to all prompts."""
-        submit = partial(self.engine.submit, max_new_tokens=self.num_reply_tokens, ignore_end=True)
-        streams = [submit(prompt) for prompt in prompts]
-        replies = []
-        for stream in streams:
-            replies.append(list(stream.result().tokens))
-            usage = stream.usage
-            self.num_prompt_tokens += usage.prompt_tokens
-            self.num_cached_tokens += usage.cached_tokens
-            self.num_restored_tokens += usage.restored_tokens
-        return replies
-
-
 def summarize_turns(
-    seconds_by_method: Mapping[str, list[float]], num_users: int
+    laps: Mapping[str, Laps], served_users: Mapping[str, int], num_users: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each method; the seconds of a turn are for all users."""
-    totals = {name: sum(seconds) for name, seconds in seconds_by_method.items()}
+    """Return a row for each method; the seconds are for all users."""
+    totals = {
+        name: sum(method_laps.seconds) * num_users / served_users[name]
+        for name, method_laps in laps.items()
+    }
     return [
         {
             "way": name,
-            "seconds": totals[name],
-            "a_turn": statistics.median(seconds) / num_users,
-            "times": totals[STOCK_GENERATE] / totals[name],
+            "seconds": total,
+            "a_turn": laps[name].median / served_users[name],
+            "times": totals[STOCK_GENERATE] / total,
         }
-        for name, seconds in seconds_by_method.items()
+        for name, total in totals.items()
     ]
 
 
-def summarize_hits(turns: EngineTurns) -> dict[str, float]:
-    """Return the prompt tokens, and the shares of them that were reused."""
-    num_prompt, num_cached = turns.num_prompt_tokens, turns.num_cached_tokens
-    num_restored = turns.num_restored_tokens
+def summarize_hits(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the prompt tokens of an engine, and the shares of them that were reused."""
+    num_prompt, num_cached = stats["prompt_tokens"], stats["cached_tokens"]
     return {
         "prompt_tokens": num_prompt,
         "hit": num_cached / num_prompt,
-        "in_memory": (num_cached - num_restored) / num_prompt,
-        "in_store": num_restored / num_prompt,
+        "in_memory": (num_cached - stats["restored_tokens"]) / num_prompt,
+        "in_store": stats["restored_tokens"] / num_prompt,
     }
 
 
@@ -88,17 +66,17 @@ def main(
     shared: Annotated[int, typer.Option(min=1, help="Tokens at the start of all prompts")] = 256,
     message: Annotated[int, typer.Option(min=1, help="Tokens of each message")] = 32,
     reply: Annotated[int, typer.Option(min=1, help="Tokens of each reply")] = 16,
-    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
-    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    json: Json = False,
+    kv_cache: report.KVCache = "affine8",
+    shape: Shape = "0.6b",
+    layers: report.Layers = None,
+    threads: report.Threads = None,
+    json: report.Json = False,
 ) -> None:
     """Measure many users with memory for a few, with prefixes and without."""
     if memory > users:
         raise ValueError(f"--memory {memory}: at most the number of users, {users}")
-    model, sizes = open_model(shape, layers, threads)
-    rng, vocab_size = random.Random(0), sizes["vocab_size"]
+    model, facts = open_model(shape, layers, threads)
+    rng, vocab_size = random.Random(0), model.config.vocab_size
 
     def draw_tokens(count: int) -> list[int]:
         return [rng.randrange(vocab_size) for _ in range(count)]
@@ -108,60 +86,48 @@ def main(
             ids = torch.tensor([prompt])
             model.generate(ids, min_new_tokens=reply, max_new_tokens=reply, pad_token_id=0)
 
-    common = draw_tokens(shared)
-    conversations = [common.copy() for _ in range(users)]
+    conversations = [draw_tokens(shared)] * users
     longest = shared + turns * (message + reply)
-    limit = (
-        memory * make_contestant(model, kv_cache, *draw_random_rows(model, longest)).cache_nbytes
-    )
-    seconds_by_method: dict[str, list[float]] = {}
-
-    def time_system(
-        name: str, num_users: int, serve: Callable[[Prompts], Any], prompts: Prompts
-    ) -> Any:
-        show_progress(f"{name}: {len(prompts[0])} tokens")
-        start = time.perf_counter()
-        result = serve(prompts[:num_users])
-        seconds_by_method.setdefault(name, []).append(
-            (time.perf_counter() - start) * users / num_users
-        )
-        return result
-
+    full_cache = make_contestant(model, kv_cache, *draw_random_rows(model, longest))
+    limit = memory * full_cache.cache_nbytes
+    del full_cache
+    served_users = {WITH_PREFIXES: users, WITHOUT_PREFIXES: memory, STOCK_GENERATE: 1}
+    laps = {name: Laps() for name in served_users}
     options: Any = {"kv_cache": kv_cache, "max_sequences": memory, "pack": False}
     with (
         TemporaryDirectory(prefix="kvant-") as folder,
         Engine(model, SilentTokenizer(), max_bytes=limit, store=folder, **options) as prefix_engine,
         Engine(model, SilentTokenizer(), max_bytes=limit, **options) as plain_engine,
     ):
-        with_prefixes, without_prefixes = (
-            EngineTurns(prefix_engine, reply),
-            EngineTurns(plain_engine, reply),
-        )
+        replies: list[list[int]] = []
+
+        def run_with_prefixes(prompts: Prompts) -> None:
+            replies[:] = continue_prompts(prefix_engine, prompts, reply)
+
         for turn in range(turns):
             prompts = [conversation + draw_tokens(message) for conversation in conversations]
-            replies = time_system("engine with prefixes", users, with_prefixes.run_turn, prompts)
             rotated = prompts[turn % users :] + prompts
-            time_system("engine", memory, without_prefixes.run_turn, rotated)
-            time_system(STOCK_GENERATE, 1, run_generate, rotated)
-            conversations = [
-                prompt + reply_tokens for prompt, reply_tokens in zip(prompts, replies, strict=True)
-            ]
-    show_progress("")
-    facts = {
-        "model": f"{shape}, random",
-        "layers": sizes["num_hidden_layers"],
+            calls: dict[str, TimedCall] = {
+                WITH_PREFIXES: partial(run_with_prefixes, prompts),
+                WITHOUT_PREFIXES: partial(continue_prompts, plain_engine, rotated[:memory], reply),
+                STOCK_GENERATE: partial(run_generate, rotated[:1]),
+            }
+            label = f"{len(prompts[0])} tokens"
+            for name, lap in time_in_turn(calls, 1, label, warmup=0).items():
+                laps[name] += lap
+            conversations = [prompt + new for prompt, new in zip(prompts, replies, strict=True)]
+        stats = prefix_engine.stats()
+    facts |= {
         "users": users,
         "turns": turns,
         "tokens": longest,
         "cache": kv_cache,
         "max_mib": limit / 2**20,
-        **summarize_hits(with_prefixes),
-        "transformers": version("transformers"),
+        **summarize_hits(stats),
     }
-    print_report(
-        "conversations", summarize_turns(seconds_by_method, users), facts, quiet=json, device=CPU
-    )
+    rows = summarize_turns(laps, served_users, users)
+    report.print_report("conversations", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

@@ -2,55 +2,43 @@
 
 Without `--contexts` a model (default: the built-in one) continues a text with no cache, with
 kvant's caches and with peers: time to the first token, tokens per second, and the time of one more
-token against the length (speed.py). With `--contexts` a larger model with random rows decodes a few
+token against the length. With `--contexts` a larger model with random rows decodes a few
 tokens at each context (cache_race.py). On a GPU, generation is timed by the wall clock, since each
 token is waited for.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import import_module
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from kvant import demo
-from kvant.bench import cache_race
-from kvant.bench.candidates import NO_CACHE, check_peers, find_peers, make_candidates
-from kvant.bench.device import BenchDevice, choose_device
-from kvant.bench.report import (
-    Json,
-    check_files,
-    check_plot,
-    draw_curves,
-    parse_numbers,
-    print_json,
-    print_report,
-    print_table,
-    run,
-    show_progress,
+from kvant.bench import report
+from kvant.bench.cache_race import RaceTask, run_race
+from kvant.bench.candidates import (
+    NO_CACHE,
+    PEERS,
+    TRANSFORMERS,
+    Candidate,
+    MakeCandidate,
+    make_candidates,
+    make_peers,
+    open_checkpoint,
 )
-from kvant.bench.speed import (
-    check_lengths,
-    make_latency_curves,
-    make_latency_rows,
-    measure_generations,
-    measure_latencies,
-)
-from kvant.checkpoints import load
-from kvant.devices import AUTO_DTYPE, parse_dtype
+from kvant.bench.clock import BenchDevice, TimedCall, choose_device, time_in_turn
 from kvant.native import use_own_threads
+from kvant.platform.devices import AUTO_DTYPE, parse_dtype
 from kvant.spec import parse, split_specs
 
+BASELINES = (NO_CACHE, TRANSFORMERS)
+WARMUP_TOKENS = 2  # per candidate, or per candidate and length, before the timed tokens
 LATENCY_LABEL = "milliseconds for one more (median)"
-TEXT_MODULE = "argparse"  # a long module of the standard library, whose source is the text
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,9 @@ class DecodeSettings:
     dtype: str = AUTO_DTYPE
 
     def __post_init__(self) -> None:
-        check_peers(self.peers)
+        for name in self.peers:
+            if name not in PEERS:
+                raise ValueError(f"--against {name}: known are {', '.join(PEERS)}")
         parse_dtype(self.dtype)
         check_lengths(self.points, self.repeats)
         if self.tokens < 2:
@@ -79,25 +69,108 @@ class DecodeSettings:
 
     @property
     def points(self) -> list[int]:
-        return parse_numbers("lengths", self.lengths)
+        return report.parse_numbers("lengths", self.lengths)
 
     @property
     def max_length(self) -> int:
         return max(self.prompt + self.tokens, *self.points)
 
 
-def read_text_tokens(model: Any, tokenizer: Any, count: int) -> list[int]:
-    """Return the first `count` tokens of a text; raise if it or the context is shorter."""
-    max_positions = getattr(
-        model.config.get_text_config(decoder=True), "max_position_embeddings", None
-    )
-    tokens: list[int] = tokenizer.encode(inspect.getsource(import_module(TEXT_MODULE)))
-    for limit, source in ((max_positions, "the context of the model"), (len(tokens), "the text")):
-        if limit is not None and count > limit:
+class Generation:
+    """A candidate that continues its own tokens; the last one is not in the cache."""
+
+    def __init__(self, candidate: Candidate, prompt: Sequence[int]) -> None:
+        self.candidate = candidate
+        self._next = prompt
+
+    def step(self) -> None:
+        self._next = [self.candidate.feed(self._next)]
+
+
+def measure_generations(
+    makes: Mapping[str, MakeCandidate], prompt: Sequence[int], tokens: int, num_runs: int
+) -> list[dict[str, Any]]:
+    """Generate `tokens` tokens with each candidate in turn; return a row for each.
+
+    Figures are medians of the runs and count all tokens, also those that grow the cache or seal a
+    page. `vs_NAME` is the speed relative to NAME.
+    """
+    first: dict[str, list[float]] = {name: [] for name in makes}
+    others: dict[str, list[float]] = {name: [] for name in makes}
+    nbytes: dict[str, int] = {}
+    for run in range(num_runs + 1):
+        generations = {name: Generation(make(), prompt) for name, make in makes.items()}
+        steps = {name: generation.step for name, generation in generations.items()}
+        label = f"generation {run} of {num_runs}"
+        laps = time_in_turn(steps, tokens if run else WARMUP_TOKENS, label, warmup=0)
+        for name, generation in generations.items() if run else ():
+            first[name].append(laps[name].seconds[0])
+            others[name].append(sum(laps[name].seconds[1:]))
+            nbytes[name] = generation.candidate.measure_nbytes()
+    speeds = {name: (tokens - 1) / statistics.median(seconds) for name, seconds in others.items()}
+    return [
+        {
+            "cache": name,
+            "first_ms": statistics.median(first[name]) * 1e3,
+            "tokens_s": speed,
+            "cache_kib": nbytes[name] / 1024,
+            **{f"vs_{base}": speed / speeds[base] for base in BASELINES if base in speeds},
+        }
+        for name, speed in speeds.items()
+    ]
+
+
+def check_lengths(lengths: Sequence[int], repeats: int) -> None:
+    """Raise if two lengths are too close for the tokens that are fed one at a time."""
+    num_single = WARMUP_TOKENS + repeats
+    for previous, length in zip([0, *lengths], lengths, strict=False):
+        if length <= previous + num_single:
             raise ValueError(
-                f"{count} tokens, and {source} has {limit}: shorten --lengths, --prompt"
+                f"--lengths: {length} after {previous}, and {num_single} tokens are read one at a "
+                "time: give lengths that are further apart, or fewer --repeats"
             )
-    return tokens[:count]
+
+
+def measure_latencies(
+    makes: Mapping[str, MakeCandidate], text: Sequence[int], lengths: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
+    """Time one more token of the text at each length; return a row for each length and candidate.
+
+    Each candidate is filled to a length, and the next `repeats` tokens are fed one at a time.
+    Nothing is rewound in between: growth of the cache is part of the figure. One token in 64 also
+    seals a page, which a median does not show, but tokens per second do.
+    """
+    candidates = {name: make() for name, make in makes.items()}
+    rows: list[dict[str, Any]] = []
+    previous = 0
+    for length in lengths:
+        start = length - WARMUP_TOKENS - repeats
+        for candidate in candidates.values():
+            candidate.feed(text[previous:start])
+        calls = {name: _feed_one_by_one(c, text[start:length]) for name, c in candidates.items()}
+        label = f"latency at {length} tokens"
+        laps = time_in_turn(calls, repeats, label, warmup=WARMUP_TOKENS)
+        rows += [{"length": length, "cache": name} | laps[name].summarize() for name in laps]
+        previous = length
+    return rows
+
+
+def _feed_one_by_one(candidate: Candidate, tokens: Sequence[int]) -> TimedCall:
+    remaining = iter(tokens)
+    return lambda: candidate.feed([next(remaining)])
+
+
+def make_latency_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return the median milliseconds by candidate and length."""
+    return report.group_curves(rows, lambda row: row["cache"], "length")
+
+
+def make_latency_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a table with a column for each length."""
+    return [
+        {"cache": name, **{str(length): ms for length, ms in curve.items()}}
+        for name, curve in make_latency_curves(rows).items()
+    ]
 
 
 def run_generation(
@@ -109,45 +182,26 @@ def run_generation(
     quiet: bool,
 ) -> None:
     """Measure a model that generates: print two tables and a JSON line, and plot."""
-    show_progress("loading the model")
-    model, tokenizer = load(name, device=device.name, dtype=settings.dtype)
-    text = read_text_tokens(model, tokenizer, settings.max_length)
+    model, text, facts = open_checkpoint(name, device, settings.dtype, settings.max_length)
     makes = make_candidates(model, split_specs(settings.formats))
-    peers, skipped = find_peers(settings.peers, model, name or str(demo.PATH))
-    show_progress("")
-    for reason in skipped:
-        print(f"skipped: {reason}", file=sys.stderr)
+    peers, skipped = make_peers(settings.peers, model, name or str(demo.PATH))
+    report.print_skipped(skipped)
     makes |= peers
     prompt = text[: settings.prompt]
     generated = measure_generations(makes, prompt, settings.tokens, settings.runs)
     if not quiet:
-        print_table(f"{settings.tokens} tokens after {settings.prompt}", generated)
+        report.print_table(f"{settings.tokens} tokens after {settings.prompt}", generated)
     steps = measure_latencies(makes, text, settings.points, settings.repeats)
     if not quiet:
-        print_table("milliseconds for one more token, against the length", make_latency_rows(steps))
-    facts = describe_model(name, model, settings)
-    facts |= {"peers": {peer: version(peer) for peer in peers}, "skipped": skipped}
+        title = "milliseconds for one more token, against the length"
+        report.print_table(title, make_latency_rows(steps))
     if plot is not None:
-        draw_curves(
-            make_latency_curves(steps),
-            f"one more token: {facts['model']}, {facts['dtype']}",
-            plot,
-            LATENCY_LABEL,
-        )
-    print_json("decode", facts | {"rows": generated, "latency": steps}, device, quiet=quiet)
-
-
-def describe_model(name: str | None, model: Any, settings: DecodeSettings) -> dict[str, Any]:
-    return {
-        "model": name or "the model inside",
-        "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "prompt": settings.prompt,
-        "tokens": settings.tokens,
-        "runs": settings.runs,
-        "repeats": settings.repeats,
-        "transformers": version("transformers"),
-    }
+        title = f"one more token: {facts['model']}, {facts['dtype']}"
+        report.draw_curves(make_latency_curves(steps), title, plot, LATENCY_LABEL)
+    facts |= {key: asdict(settings)[key] for key in ("prompt", "tokens", "runs", "repeats")}
+    facts |= {"peers": {peer: version(peer) for peer in peers}, "skipped": skipped}
+    facts |= {"rows": generated, "latency": steps}
+    report.print_json("decode", facts, quiet=quiet, gpu=device.describe())
 
 
 def choose_options(
@@ -164,11 +218,11 @@ def main(
     contexts: Annotated[
         str | None, typer.Option(help="Rows in the caches of a model of a known shape")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder, or name on the hub")] = None,
+    model: report.Model = None,
     formats: Annotated[
         str | None, typer.Option(help="Specs to measure, or none for no cache")
     ] = None,
-    against: Annotated[str | None, typer.Option(help="transformers,llama-cpp,mlx-lm")] = None,
+    against: Annotated[str | None, typer.Option(help="transformers,mlx-lm")] = None,
     lengths: Annotated[str | None, typer.Option(help="Lengths to time one more token at")] = None,
     prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt: 512")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens to generate: 512")] = None,
@@ -200,23 +254,19 @@ def main(
         bool | None,
         typer.Option("--apart", help="With --contexts: run kernels on kvant's own threads"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    ] = None,
+    threads: report.Threads = None,
+    device: report.Device = None,
     dtype: Annotated[str | None, typer.Option(help="Of the model; auto: as saved")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the latency to F.png")] = None,
-    json: Json = False,
+    plot: report.Plot = None,
+    json: report.Json = False,
 ) -> None:
     """Measure decoding: no cache, kvant's caches and peers; or caches alone."""
     bench_device = choose_device(device)
     for spec in split_specs(formats) if formats is not None else ():
         if spec != NO_CACHE:
             parse(spec, 1)
-    check_files(plot=plot)
-    check_plot(plot)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    report.check_plot(plot)
+    report.set_threads(threads)
     shared = {"formats": formats, "repeats": repeats}
     generation = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generation |= {"runs": runs, "dtype": dtype}
@@ -229,43 +279,25 @@ def main(
         settings = choose_options(
             shared | race, generation | {"model": model, "plot": plot}, "without"
         )
-        run_bare_race(contexts, bench_device, quiet=json, **settings)
+        settings.setdefault("baseline", bench_device.baseline)
+        task = RaceTask(device=bench_device, **settings)
+        run_contexts(report.parse_numbers("contexts", contexts, 1), task, quiet=json)
 
 
-def run_bare_race(
-    contexts: str,
-    device: BenchDevice,
-    *,
-    quiet: bool,
-    formats: str = cache_race.DEFAULT_FORMATS,
-    repeats: int = 9,
-    shape: str = "0.6b",
-    layers: int | None = None,
-    baseline: str | None = None,
-    compiled: bool = False,
-    pack: bool = False,
-    peaks: bool = True,
-    apart: bool = False,
-) -> None:
-    """Run the race of caches; print one table and a JSON line."""
-    if apart:
+def run_contexts(contexts: list[int], task: RaceTask, *, quiet: bool) -> None:
+    """Run the race of caches: print one table and a JSON line."""
+    if task.apart:
         use_own_threads()
-    context_lengths = parse_numbers("contexts", contexts)
-    baseline_name = baseline or device.baseline
-    task = cache_race.RaceTask(layers, repeats, shape, device, baseline_name, compiled, pack)
-    rows = cache_race.run_race(context_lengths, split_specs(formats), task, peaks=peaks)
-    facts = {
-        "model": f"{task.shape}, random",
-        "layers": task.model_sizes["num_hidden_layers"],
+    rows = run_race(contexts, task)
+    facts = task.model_facts | {
         "sizes": task.model_sizes,
         "baseline": task.baseline,
         "compiled": task.compiled,
         "dtype": "bfloat16",
-        "transformers": version("transformers"),
-        "apart": apart,
+        "apart": task.apart,
     }
-    print_report("decode", rows, facts, quiet=quiet, device=device)
+    report.print_report("decode", rows, facts, quiet=quiet, gpu=task.device.describe())
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

@@ -18,9 +18,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from threading import Semaphore, Thread
 from typing import Annotated, Any
 
@@ -29,19 +27,14 @@ import typer
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvant import openmp
-from kvant.bench.cache_race import SHAPE_HELP, open_model
-from kvant.bench.device import CPU
-from kvant.bench.report import Json, print_report, run, show_progress
+from kvant.bench import report
+from kvant.bench.cache_race import Shape, open_model
 from kvant.engine import Engine
 from kvant.generation import generate
 from kvant.hf import get_support
+from kvant.platform import openmp
 
-STOCK_GENERATE, PADDED_BATCH, CONTINUOUS_BATCHING = (
-    "generate",
-    "padded batch",
-    "continuous batching",
-)
+Prompts = list[list[int]]
 UNLIMITED_SECONDS = 1e3  # for a chunk: all prompts are prefilled before the first request ends
 WARMUP_TURNS = 2  # before the counted turns
 CONTINUOUS_SEQUENCES = 8  # of continuous batching, and of the engine in comparison
@@ -56,29 +49,30 @@ class SilentTokenizer:
         return "." * len(tokens)
 
 
-@dataclass(frozen=True)
-class ServingMethod:
-    """A method to continue prompts."""
-
-    name: str
-    num_sequences: int
-    run: Callable[[Any, list[list[int]]], object]
-    needs_own_weights: bool = False  # whether it changes the weights
+def continue_prompts(engine: Engine, prompts: Prompts, tokens: int) -> list[list[int]]:
+    """Return the `tokens` tokens that an engine generates for each prompt."""
+    streams = [engine.submit(p, max_new_tokens=tokens, ignore_end=True) for p in prompts]
+    return [list(stream.result().tokens) for stream in streams]
 
 
 class SteppedMethod:
-    """A method that pauses before each decode forward until its next turn."""
+    """A method to continue prompts that pauses before each decode forward until its next turn."""
 
-    def __init__(self, method: ServingMethod, model: Any, prompts: list[list[int]]) -> None:
-        self.method = method
+    def __init__(
+        self, name: str, run: Callable[[Any, Prompts], object], model: Any, prompts: Prompts
+    ) -> None:
+        self.name, self.num_sequences = name, len(prompts)
         self.seconds: list[float] = []  # from one decode forward to the next
         self.error: BaseException | None = None
         self.is_done = False
         self._step_start: float | None = None
         self._may_step, self._has_stopped = Semaphore(0), Semaphore(0)
-        self._model = model
+        self._model, self._run_method = model, run
         self._hook = model.register_forward_pre_hook(self._pause, with_kwargs=True)
-        self._thread = Thread(target=self._run, args=[prompts[: method.num_sequences]], daemon=True)
+        self._thread = Thread(target=self._run, args=[prompts], daemon=True)
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.num_sequences}"
 
     def start(self) -> None:
         """Prefill the prompts, up to the first decode forward."""
@@ -92,9 +86,9 @@ class SteppedMethod:
         if self.error is not None:
             raise self.error
 
-    def _run(self, prompts: list[list[int]]) -> None:
+    def _run(self, prompts: Prompts) -> None:
         try:
-            self.method.run(self._model, prompts)
+            self._run_method(self._model, prompts)
         except BaseException as error:
             self.error = error
         self._hook.remove()
@@ -104,7 +98,7 @@ class SteppedMethod:
     def _pause(self, module: Any, args: Any, kwargs: Any) -> None:
         """Pause before a decode forward, on the thread that runs it."""
         ids: Tensor = kwargs["input_ids"]
-        if ids.numel() == self.method.num_sequences:
+        if ids.numel() == self.num_sequences:
             if self._step_start is not None:
                 self.seconds.append(time.perf_counter() - self._step_start)
             openmp.release_threads()  # idle threads would slow the other methods down
@@ -119,56 +113,72 @@ def copy_model(model: Any, *, own_weights: bool) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def list_methods(spec: str, tokens: int, sequences: int) -> list[ServingMethod]:
+def make_methods(model: Any, prompts: Prompts, spec: str, tokens: int) -> list[SteppedMethod]:
+    """Make every method for the numbers of prompts that it can continue."""
     options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     options |= {"eos_token_id": None}
 
-    def run_generate(model: Any, prompts: list[list[int]]) -> None:
+    def run_generate(model: Any, prompts: Prompts) -> None:
         model.generate(torch.tensor(prompts), **options)
 
-    def run_continuous(model: Any, prompts: list[list[int]]) -> None:
+    def run_continuous(model: Any, prompts: Prompts) -> None:
         config = GenerationConfig(**options | {"eos_token_id": -1})  # no end token
         model.generate_batch(prompts, generation_config=config, warmup=False)
 
-    def run_engine(model: Any, prompts: list[list[int]], pack: bool = False) -> None:
+    def run_engine(model: Any, prompts: Prompts, pack: bool = False) -> None:
         sizes: Any = {"max_sequences": len(prompts), "chunk_seconds": UNLIMITED_SECONDS}
         with Engine(model, SilentTokenizer(), spec, **sizes, pack=pack) as engine:
-            streams = [
-                engine.submit(prompt, max_new_tokens=tokens, ignore_end=True) for prompt in prompts
-            ]
-            for stream in streams:
-                stream.result()
+            continue_prompts(engine, prompts, tokens)
 
-    def run_single(model: Any, prompts: list[list[int]]) -> None:
+    def run_single(model: Any, prompts: Prompts) -> None:
         settings: Any = {"max_new_tokens": tokens, "ignore_end": True, "kv_cache": spec}
         for _ in generate(model, SilentTokenizer(), prompts[0], **settings):
             pass
 
-    num_continuous = min(CONTINUOUS_SEQUENCES, sequences)
-    methods = [
-        ServingMethod(STOCK_GENERATE, 1, run_generate),
-        ServingMethod(f"kvant.generate {spec}", 1, run_single),
-    ]
-    counts = sorted({num_continuous, sequences})
-    methods += [ServingMethod(f"engine {spec}", n, run_engine) for n in sorted({1, *counts})]
+    def make(
+        name: str, count: int, run: Callable[[Any, Prompts], object], *, packs: bool = False
+    ) -> SteppedMethod:
+        return SteppedMethod(name, run, copy_model(model, own_weights=packs), prompts[:count])
+
+    some = min(CONTINUOUS_SEQUENCES, len(prompts))
+    counts = sorted({some, len(prompts)})
     run_packed = partial(run_engine, pack=True)
-    methods += [ServingMethod(f"engine {spec} packed", n, run_packed, True) for n in counts]
     return [
-        *methods,
-        ServingMethod(CONTINUOUS_BATCHING, num_continuous, run_continuous),
-        ServingMethod(PADDED_BATCH, sequences, run_generate),
+        make("generate", 1, run_generate),  # the first: others are relative to it
+        make(f"kvant.generate {spec}", 1, run_single),
+        *(make(f"engine {spec}", n, run_engine) for n in sorted({1, *counts})),
+        *(make(f"engine {spec} packed", n, run_packed, packs=True) for n in counts),
+        make("continuous batching", some, run_continuous),
+        make("padded batch", len(prompts), run_generate),
     ]
+
+
+def run_in_turn(methods: list[SteppedMethod]) -> list[list[float]]:
+    """Run all methods a step each in turn; return the seconds of the counted steps of each."""
+    for method in methods:
+        report.show_progress(f"{method}: prefill")
+        method.start()
+    while not any(method.is_done for method in methods):
+        report.show_progress(f"step {len(methods[0].seconds)}")
+        for method in methods:
+            method.step()
+    num_steps = min(len(method.seconds) for method in methods)
+    for method in methods:
+        report.show_progress(f"{method}: finishing")
+        while not method.is_done:
+            method.step()
+    return [method.seconds[WARMUP_TURNS:num_steps] for method in methods]
 
 
 def main(
     sequences: Annotated[int, typer.Option(min=2, help="Requests at once")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens to generate per request")] = 40,
-    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
-    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    json: Json = False,
+    kv_cache: report.KVCache = "affine8",
+    shape: Shape = "0.6b",
+    layers: report.Layers = None,
+    threads: report.Threads = None,
+    json: report.Json = False,
 ) -> None:
     """Measure the throughput of many requests at once, against transformers."""
     if tokens < sequences + WARMUP_TURNS + 5:
@@ -177,52 +187,31 @@ def main(
             f"of {sequences} requests ends before the last one begins"
         )
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    model, sizes = open_model(shape, layers, threads)
+    model, facts = open_model(shape, layers, threads)
     get_support(model)  # before hooks are registered, which the check would run
     generator = torch.Generator().manual_seed(0)
-    vocab_size = sizes["vocab_size"]
+    vocab_size = model.config.vocab_size
     prompts = torch.randint(vocab_size, (sequences, context), generator=generator).tolist()
-    stepped_methods = [
-        SteppedMethod(m, copy_model(model, own_weights=m.needs_own_weights), prompts)
-        for m in list_methods(kv_cache, tokens, sequences)
-    ]
-    for stepped in stepped_methods:
-        show_progress(f"{stepped.method.name}, {stepped.method.num_sequences}: prefill")
-        stepped.start()
-    while not any(stepped.is_done for stepped in stepped_methods):
-        show_progress(f"step {len(stepped_methods[0].seconds)}")
-        for stepped in stepped_methods:
-            stepped.step()
-    num_steps = min(len(stepped.seconds) for stepped in stepped_methods)
-    for stepped in stepped_methods:
-        show_progress(f"{stepped.method.name}, {stepped.method.num_sequences}: finishing")
-        while not stepped.is_done:
-            stepped.step()
-    show_progress("")
-    steps = slice(WARMUP_TURNS, num_steps)
-    stock = next(m.seconds for m in stepped_methods if m.method.name == STOCK_GENERATE)[steps]
+    methods = make_methods(model, prompts, kv_cache, tokens)
+    seconds_by_method = run_in_turn(methods)
+    stock = seconds_by_method[0]
     rows = []
-    for stepped in stepped_methods:
-        n, seconds = stepped.method.num_sequences, stepped.seconds[steps]
+    for method, seconds in zip(methods, seconds_by_method, strict=True):
+        n, median = method.num_sequences, statistics.median(seconds)
         ratios = [n * stock_s / own_s for stock_s, own_s in zip(stock, seconds, strict=True)]
         rows.append(
             {
-                "way": stepped.method.name,
+                "way": method.name,
                 "sequences": n,
-                "median_ms": 1e3 * statistics.median(seconds),
-                "tokens_s": n / statistics.median(seconds),
+                "median_ms": 1e3 * median,
+                "tokens_s": n / median,
                 "times_generate": statistics.median(ratios),
             }
         )
-    facts = {
-        "model": f"{shape}, random",
-        "layers": sizes["num_hidden_layers"],
-        "context": context,
-        "steps": len(stock),
-        "transformers": version("transformers"),
-    }
-    print_report("engine", rows, facts, quiet=json, device=CPU)
+    report.print_report(
+        "engine", rows, facts | {"context": context, "steps": len(stock)}, quiet=json
+    )
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

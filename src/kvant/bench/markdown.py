@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvant.bench.decode import make_latency_rows
 from kvant.bench.report import format_figure, run
-from kvant.bench.speed import make_latency_curves
 
 
 def format_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -26,15 +26,10 @@ def _format_line(cells: Iterable[str]) -> str:
 
 def main(file: Annotated[Path, typer.Argument(help="Output of --json")]) -> None:
     """Print the tables of a benchmark in Markdown."""
-    report = json.loads(file.read_text(encoding="utf-8"))
-    print(format_markdown(report["rows"]))
-    if "latency" in report:
-        curves = make_latency_curves(report["latency"])
-        rows = [
-            {"cache": name, **{str(length): ms for length, ms in curve.items()}}
-            for name, curve in curves.items()
-        ]
-        print("\n" + format_markdown(rows))
+    results = json.loads(file.read_text(encoding="utf-8"))
+    print(format_markdown(results["rows"]))
+    if "latency" in results:
+        print("\n" + format_markdown(make_latency_rows(results["latency"])))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from itertools import pairwise
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -21,10 +20,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPE_HELP, open_model
-from kvant.bench.device import CPU
+from kvant.bench import report
+from kvant.bench.cache_race import Shape, open_model
 from kvant.bench.engine import SilentTokenizer
-from kvant.bench.report import Json, print_report, run, show_progress
 from kvant.engine import Engine
 from kvant.generation import generate
 from kvant.prefixes import Prefixes
@@ -57,7 +55,7 @@ def measure_prefixes(
         name: str, read: Callable[[list[int]], float], timed_prompts: list[list[int]]
     ) -> None:
         for prompt in timed_prompts:
-            show_progress(f"{name}: {len(prompt)} tokens")
+            report.show_progress(f"{name}: {len(prompt)} tokens")
             seconds.setdefault(name, []).append(read(prompt))
 
     measure("generate of transformers", time_stock, prompts[:1])
@@ -89,26 +87,23 @@ def measure_prefixes(
 def main(
     shared: Annotated[int, typer.Option(min=64, help="Tokens that all prompts share")] = 8192,
     own: Annotated[int, typer.Option(min=1, help="Further tokens of each prompt")] = 16,
-    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
+    kv_cache: report.KVCache = "affine8",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts that hit")] = 5,
-    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="Store URL; default: a temporary folder")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    json: Json = False,
+    shape: Shape = "0.6b",
+    layers: report.Layers = None,
+    store: report.Store = None,
+    threads: report.Threads = None,
+    json: report.Json = False,
 ) -> None:
     """Time the first token of prompts with and without a cached prefix."""
-    model, sizes = open_model(shape, layers, threads)
+    model, facts = open_model(shape, layers, threads)
     generator = torch.Generator().manual_seed(0)
-    vocab_size = sizes["vocab_size"]
+    vocab_size = model.config.vocab_size
     prefix = torch.randint(vocab_size, (shared,), generator=generator).tolist()
     suffixes = torch.randint(vocab_size, (2 * repeats + 2, own), generator=generator).tolist()
     with TemporaryDirectory(prefix="kvant-") as folder:
         prompts = [prefix + suffix for suffix in suffixes]
         seconds, steps, stats = measure_prefixes(model, prompts, kv_cache, store or folder)
-    show_progress("")
     step = statistics.median(steps)
     rows = [
         {
@@ -119,18 +114,15 @@ def main(
         }
         for name, times in seconds.items()
     ]
-    facts = {
-        "model": f"{shape}, random",
-        "layers": sizes["num_hidden_layers"],
+    facts |= {
         "shared": shared,
         "own": own,
         "cache": kv_cache,
         "step_ms": 1e3 * step,
         "tokens_hit": stats["tokens_hit"] // repeats,
-        "transformers": version("transformers"),
     }
-    print_report("prefixes", rows, facts, quiet=json, device=CPU)
+    report.print_report("prefixes", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

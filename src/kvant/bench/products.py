@@ -9,9 +9,7 @@ oneDNN cannot pack the weights, `packed` and `kernel` are skipped, with the reas
 from __future__ import annotations
 
 import re
-import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -20,10 +18,9 @@ import typer
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvant.bench.clock import WallClock
-from kvant.bench.device import CPU
-from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
-from kvant.packed_matrix import PackedMatrix, SummationOrder, explain_refusal
+from kvant.bench import report
+from kvant.bench.clock import CPU, TimedCall, time_in_turn
+from kvant.weights.packed_matrix import PackedMatrix, SummationOrder, explain_refusal
 
 # Of Qwen3-0.6B: four kinds of layers, and the head.
 QWEN3_SHAPES = "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"
@@ -37,19 +34,9 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     return [(int(outs), int(width)) for outs, width in (word.split("x") for word in words)]
 
 
-def multiply_plain(x: Tensor, weights: list[Tensor]) -> None:
+def multiply(product: Callable[..., Tensor], weights: Sequence[Any], x: Tensor) -> None:
     for weight in weights:
-        linear(x, weight)
-
-
-def multiply_by_onednn(x: Tensor, weights: list[PackedMatrix]) -> None:
-    for weight in weights:
-        weight.multiply_by_onednn(x, None)
-
-
-def multiply_by_kernel(x: Tensor, weights: list[PackedMatrix]) -> None:
-    for weight in weights:
-        weight.multiply(x, None)
+        product(weight, x)
 
 
 def measure_products(
@@ -59,35 +46,33 @@ def measure_products(
     order = SummationOrder()
     plain = [torch.randn(outs, width).bfloat16() for _ in range(max(1, MIN_WEIGHT_BYTES // nbytes))]
     packed = [PackedMatrix(weight, order) for weight in plain if packs_weights]
-    stream, clock = CPU.make_stream(nbytes * len(plain)), WallClock()
+    stream = CPU.make_stream(nbytes * len(plain))
     rows = []
     for count in counts:
         x = torch.randn(count, width).bfloat16()
-        calls: dict[str, Callable[[], Any]] = {"torch": partial(multiply_plain, x, plain)}
+        calls: dict[str, TimedCall] = {
+            "torch": partial(multiply, lambda w, x: linear(x, w), plain, x)
+        }
         if packs_weights:
-            calls["packed"] = partial(multiply_by_onednn, x, packed)
+            calls["packed"] = partial(
+                multiply, lambda w, x: w.multiply_by_onednn(x, None), packed, x
+            )
         calls["stream"] = stream
         if packs_weights and packed[0].find_kernel_k_block(x, None):
-            calls["kernel"] = partial(multiply_by_kernel, x, packed)
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(repeats + 1):
-            show_progress(f"{outs} x {width}, {count} rows: {turn} of {repeats}")
-            for name, call in calls.items():
-                lap = clock.time_call(call).seconds
-                if turn:
-                    seconds[name].append(lap)
-        medians = {name: statistics.median(laps) / len(plain) for name, laps in seconds.items()}
+            calls["kernel"] = partial(multiply, lambda w, x: w.multiply(x, None), packed, x)
+        laps = time_in_turn(calls, repeats, f"{outs} x {width}, {count} rows")
+        medians = {name: laps[name].median / len(plain) for name in laps}
         rows += [
             {
                 "shape": f"{outs}x{width}",
                 "rows": count,
                 "way": name,
-                "us": medians[name] * 1e6,
-                "gb_s": nbytes / medians[name] / 1e9,
-                "of_stream": medians["stream"] / medians[name],
-                "times": medians["packed"] / medians[name] if packs_weights else None,
+                "us": median * 1e6,
+                "gb_s": nbytes / median / 1e9,
+                "of_stream": medians["stream"] / median,
+                "times": medians["packed"] / median if packs_weights else None,
             }
-            for name in calls
+            for name, median in medians.items()
         ]
     return rows
 
@@ -95,16 +80,13 @@ def measure_products(
 def main(
     shapes: Annotated[str, typer.Option(help="Shapes of weights, outputs x inputs")] = QWEN3_SHAPES,
     rows: Annotated[str, typer.Option(help="Numbers of rows per product")] = "1,4,16",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
+    threads: report.Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns per figure")] = 9,
-    json: Json = False,
+    json: report.Json = False,
 ) -> None:
     """Time products of few rows with packed weights."""
-    weight_shapes, counts = parse_shapes(shapes), parse_numbers("rows", rows)
-    if min(counts) < 1:
-        raise ValueError(f"--rows {rows}: each number must be 1 or more")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    weight_shapes, counts = parse_shapes(shapes), report.parse_numbers("rows", rows, 1)
+    report.set_threads(threads)
     reason = explain_refusal(torch.bfloat16)
     with torch.no_grad():
         figures = [
@@ -112,13 +94,10 @@ def main(
             for shape in weight_shapes
             for row in measure_products(*shape, counts, repeats, packs_weights=reason is None)
         ]
-    show_progress("")
     skipped = [] if reason is None else [f"packed and kernel: {reason}"]
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
     facts = {"dtype": "bfloat16", "repeats": repeats, "skipped": skipped}
-    print_report("products", figures, facts, quiet=json)
+    report.print_report("products", figures, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

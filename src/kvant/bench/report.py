@@ -1,4 +1,4 @@
-"""Report benchmarks: a table for people, a JSON line for programs, and a plot."""
+"""Benchmarks as commands: options of several, a table for people, a JSON line, and a plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +14,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-from kvant.bench.device import CPU, BenchDevice
-from kvant.devices import describe_processor
-from kvant.exit_codes import run_app
-from kvant.tables import PIPE_WIDTH
+from kvant.platform.devices import describe_processor
+from kvant.platform.exit_codes import run_app
+from kvant.platform.tables import make_table
 
 NUM_COLOURS = 10  # of matplotlib's colour cycle
 LINE_STYLES = ("-", "--", ":")
@@ -32,6 +28,15 @@ LEGEND_OPTIONS: Mapping[str, Any] = {
     "fontsize": "small",
 }
 Json = Annotated[bool, typer.Option("--json", help="Print only the JSON line")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")
+]
+Plot = Annotated[Path | None, typer.Option(help="Plot the medians to F.png")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch")]
+Model = Annotated[str | None, typer.Option(help="Folder, or name on the hub")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Layers of the model")]
+KVCache = Annotated[str, typer.Option(help="Spec of the cache")]
+Store = Annotated[str | None, typer.Option(help="Store URL; default: a temporary folder")]
 
 
 def run(main: Callable[..., None]) -> None:
@@ -41,7 +46,12 @@ def run(main: Callable[..., None]) -> None:
     run_app(app)
 
 
-def describe_machine(device: BenchDevice = CPU) -> dict[str, Any]:
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def describe_machine(gpu: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the hardware and software that the figures depend on."""
     return {
         "processor": describe_processor(),
@@ -50,7 +60,7 @@ def describe_machine(device: BenchDevice = CPU) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **device.describe(),
+        **(gpu or {}),
     }
 
 
@@ -60,27 +70,21 @@ def show_progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def check_files(**files: Path | None) -> None:
-    """Raise before a measurement if the folder of an output file does not exist."""
-    for name, file in files.items():
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"--{name} {file}: there is no folder {file.parent}")
-
-
-def parse_numbers(option: str, text: str) -> list[int]:
+def parse_numbers(option: str, text: str, least: int = 0) -> list[int]:
     """Parse whole numbers separated by commas."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise ValueError(f"--{option} {text}: whole numbers separated by commas are needed")
+    if min(map(int, words)) < least:
+        raise ValueError(f"--{option} {text}: each must be {least} or more")
     return [int(word) for word in words]
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print `rows`, which all have the keys of the first."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    show_progress("")
+    console, table = make_table()
+    table.title, table.title_justify = title, "left"
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
@@ -89,11 +93,15 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_json(
-    title: str, facts: Mapping[str, Any], device: BenchDevice = CPU, *, quiet: bool = False
+    title: str,
+    facts: Mapping[str, Any],
+    *,
+    quiet: bool = False,
+    gpu: Mapping[str, Any] | None = None,
 ) -> None:
     """Print everything as one JSON line; skip it below a table on a terminal."""
     if quiet or not sys.stdout.isatty():
-        print(json.dumps({"bench": title, "machine": describe_machine(device), **facts}))
+        print(json.dumps({"bench": title, "machine": describe_machine(gpu), **facts}))
 
 
 def print_report(
@@ -102,12 +110,19 @@ def print_report(
     facts: Mapping[str, Any],
     *,
     quiet: bool,
-    device: BenchDevice = CPU,
+    gpu: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the table, unless quiet, and the JSON line."""
+    """Print what was skipped, the table unless quiet, and the JSON line."""
+    print_skipped(facts.get("skipped", ()))
     if not quiet:
         print_table(title, rows)
-    print_json(title, {**facts, "rows": rows}, device, quiet=quiet)
+    print_json(title, {**facts, "rows": rows}, quiet=quiet, gpu=gpu)
+
+
+def print_skipped(reasons: Iterable[str]) -> None:
+    show_progress("")
+    for reason in reasons:
+        print(f"skipped: {reason}", file=sys.stderr)
 
 
 def format_figure(value: Any) -> str:
@@ -118,9 +133,23 @@ def format_figure(value: Any) -> str:
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise before a measurement if a plot is requested and matplotlib is missing."""
-    if file is not None and find_spec("matplotlib") is None:
+    """Raise before a measurement if a plot is requested that cannot be drawn."""
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"--plot {file}: the name of a file in an existing folder is needed")
+    if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or 'kvant[plot]'")
+
+
+def group_curves(
+    rows: Iterable[Mapping[str, Any]], label: Callable[[Mapping[str, Any]], str], length: str
+) -> dict[str, dict[int, float]]:
+    """Return the median milliseconds by label and length."""
+    curves: dict[str, dict[int, float]] = {}
+    for row in rows:
+        curves.setdefault(label(row), {})[row[length]] = row["median_ms"]
+    return curves
 
 
 def draw_curves(

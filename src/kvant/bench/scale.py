@@ -12,17 +12,16 @@ from __future__ import annotations
 import heapq
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
-from kvant.bench.device import CPU
-from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
+from kvant.bench import report
+from kvant.platform.sizes import format_size, parse_size
 from kvant.serve.routing import KEY_DEPTHS, PrefixRouter
-from kvant.sizes import format_size, parse_size
 
 PAGE_TOKENS = 64
 COMMON_TOKENS = 512  # at the beginning of all chats
@@ -91,34 +90,35 @@ class ReplicaHardware:
 
 
 class SimulatedReplica:
-    """A replica's cached chats, and the time when it is idle again."""
+    """A replica's cached chats, the time when it is idle again, and counts of prompt tokens."""
 
     def __init__(self, machine: ReplicaHardware) -> None:
-        self.num_requests = 0
-        self.busy_until = 0  # microseconds
+        self.num_requests = self.num_kept = self.num_restored = self.num_computed = 0
+        self._busy_until = 0  # microseconds
         self._machine = machine
         self._cached_chats = OrderedDict[int, int]()  # chat: tokens, least recently used first
         self._num_free_tokens = machine.max_bytes // machine.bytes_a_token
 
-    def count_cached_tokens(self, chat: int) -> int:
-        """Return the tokens of a chat's prefix in the cache."""
-        common = COMMON_TOKENS if self.num_requests else 0
-        return max(common, self._cached_chats.get(chat, 0))
-
     def serve(
-        self, now: int, num_computed: int, num_restored: int, num_replied: int
+        self, now: int, chat: int, num_prompt: int, num_reply: int, num_stored: int
     ) -> tuple[int, int]:
-        """Return the times of the first and the last reply token."""
+        """Serve a request; return the times of the first and the last reply token."""
         machine = self._machine
+        max_cached = (num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS  # one token is always computed
+        common = COMMON_TOKENS if self.num_requests else 0
+        num_kept = min(max_cached, max(common, self._cached_chats.get(chat, 0)))
+        num_restored = 0
+        if machine.restores_faster:
+            num_restored = max(0, min(max_cached, num_stored) - num_kept)
+            now += num_restored * machine.bytes_a_token * MICROSECONDS // machine.store_bytes
+        num_computed = num_prompt - num_kept - num_restored
         self.num_requests += 1
-        ready = now + (
-            num_restored * machine.bytes_a_token * MICROSECONDS // machine.store_bytes
-            if num_restored
-            else 0
-        )
-        first_token = max(ready, self.busy_until) + num_computed * MICROSECONDS // machine.reads
-        self.busy_until = first_token + num_replied * MICROSECONDS // machine.writes
-        return first_token, self.busy_until
+        self.num_kept += num_kept
+        self.num_restored += num_restored
+        self.num_computed += num_computed
+        first_token = max(now, self._busy_until) + num_computed * MICROSECONDS // machine.reads
+        self._busy_until = first_token + num_reply * MICROSECONDS // machine.writes
+        return first_token, self._busy_until
 
     def cache_chat(self, chat: int, num_tokens: int) -> None:
         """Cache a chat as the most recently used; evict the least recently used ones."""
@@ -128,80 +128,35 @@ class SimulatedReplica:
             self._num_free_tokens += self._cached_chats.popitem(last=False)[1]
 
 
-class RoutingPolicy(Protocol):
-    """Chooses the replica of a request."""
+class SimulatedRequest(NamedTuple):
+    """What a policy knows of a request."""
 
-    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int: ...
-
-    def finish_request(self, replica: int) -> None: ...
-
-
-class PagePolicy:
-    """Route by cached pages, as `kvant serve` does."""
-
-    def __init__(self, replicas: int, generator: random.Random) -> None:
-        self._router = PrefixRouter[int]()
-        for replica in range(replicas):
-            self._router.add_server(replica)
-
-    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
-        replica = self._router.rank_servers(keys, num_pages)[0]
-        self._router.assign_request(replica, keys)
-        self._router.start_request(replica)
-        return replica
-
-    def finish_request(self, replica: int) -> None:
-        self._router.finish_request(replica)
+    number: int
+    keys: list[bytes]
+    num_pages: int
 
 
-class RoundRobinPolicy:
-    """Route to one replica after the other."""
-
-    def __init__(self, replicas: int, generator: random.Random) -> None:
-        self._last, self._replicas = -1, replicas
-
-    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
-        self._last = (self._last + 1) % self._replicas
-        return self._last
-
-    def finish_request(self, replica: int) -> None:
-        pass
+def route_by_pages(request: SimulatedRequest, router: PrefixRouter[int], rng: random.Random) -> int:
+    """Choose a replica by cached pages, as `kvant serve` does."""
+    replica = router.rank_servers(request.keys, request.num_pages)[0]
+    router.assign_request(replica, request.keys)
+    return replica
 
 
-class RandomPolicy:
-    """Route at random."""
-
-    def __init__(self, replicas: int, generator: random.Random) -> None:
-        self._generator, self._replicas = generator, replicas
-
-    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
-        return self._generator.randrange(self._replicas)
-
-    def finish_request(self, replica: int) -> None:
-        pass
+def route_to_less_loaded(
+    request: SimulatedRequest, router: PrefixRouter[int], rng: random.Random
+) -> int:
+    """Choose the less loaded of two random replicas, as Ray Serve does by default."""
+    candidates = [rng.randrange(len(router.servers)) for _ in range(2)]
+    return min(candidates, key=router.loads.__getitem__)
 
 
-class TwoChoicesPolicy:
-    """Route to the less loaded of two random replicas, as Ray Serve does by default."""
-
-    def __init__(self, replicas: int, generator: random.Random) -> None:
-        self._generator, self._num_ongoing = generator, [0] * replicas
-
-    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
-        candidates = [self._generator.randrange(len(self._num_ongoing)) for _ in range(2)]
-        replica = min(candidates, key=self._num_ongoing.__getitem__)
-        self._num_ongoing[replica] += 1
-        return replica
-
-    def finish_request(self, replica: int) -> None:
-        self._num_ongoing[replica] -= 1
-
-
-POLICIES: dict[str, Callable[[int, random.Random], RoutingPolicy]] = {
-    "pages": PagePolicy,
-    "two choices": TwoChoicesPolicy,
-    "round robin": RoundRobinPolicy,
-    "random": RandomPolicy,
+# A policy returns the replica of a request; the router counts the ongoing ones of each replica.
+POLICIES: dict[str, Callable[[SimulatedRequest, PrefixRouter[int], random.Random], int]] = {
+    "pages": route_by_pages,
+    "two choices": route_to_less_loaded,
+    "round robin": lambda request, router, rng: request.number % len(router.servers),
+    "random": lambda request, router, rng: rng.randrange(len(router.servers)),
 }
 
 
@@ -220,64 +175,48 @@ def simulate_policy(
     name: str, chat_trace: ChatTrace, num_replicas: int, machine: ReplicaHardware, seed: int
 ) -> dict[str, Any]:
     """Serve the trace under one policy; return its row of the table."""
-    policy = POLICIES[name](num_replicas, random.Random(seed))
+    router, rng = PrefixRouter[int](), random.Random(seed)
+    for replica in range(num_replicas):
+        router.add_server(replica)
     servers = [SimulatedReplica(machine) for _ in range(num_replicas)]
     stored = dict[int, int]()  # chat: tokens in the store
     running = list[tuple[int, int]]()  # heap of (time of the last token, replica)
-    tokens = {"kept": 0, "restored": 0, "computed": 0}
     waits = np.zeros(len(chat_trace.times), np.int64)
     for number, (arrival, chat, num_prompt, num_reply) in enumerate(zip(*chat_trace, strict=True)):
         while running and running[0][0] <= arrival:
-            policy.finish_request(heapq.heappop(running)[1])
+            router.finish_request(heapq.heappop(running)[1])
         num_pages = num_prompt // PAGE_TOKENS
-        replica = policy.choose_replica(make_routing_keys(chat, num_pages), num_pages)
-        server = servers[replica]
-        max_cached = (num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS  # one token is always computed
-        num_cached = min(max_cached, server.count_cached_tokens(chat))
-        num_stored = min(max_cached, stored.get(chat, 0)) if machine.restores_faster else 0
-        num_restored = max(0, num_stored - num_cached)
-        num_computed = num_prompt - num_cached - num_restored
-        first_token, last_token = server.serve(arrival, num_computed, num_restored, num_reply)
-        num_total = (num_prompt + num_reply) // PAGE_TOKENS * PAGE_TOKENS
-        server.cache_chat(chat, num_total)
-        stored[chat] = num_total
+        request = SimulatedRequest(number, make_routing_keys(chat, num_pages), num_pages)
+        replica = POLICIES[name](request, router, rng)
+        router.start_request(replica)
+        first_token, last_token = servers[replica].serve(
+            arrival, chat, num_prompt, num_reply, stored.get(chat, 0)
+        )
+        stored[chat] = (num_prompt + num_reply) // PAGE_TOKENS * PAGE_TOKENS
+        servers[replica].cache_chat(chat, stored[chat])
         waits[number] = first_token - arrival
         heapq.heappush(running, (last_token, replica))
-        tokens["kept"] += num_cached
-        tokens["restored"] += num_restored
-        tokens["computed"] += num_computed
         if number % 10_000 == 0:
-            show_progress(
-                f"{name}, {num_replicas} replicas: {number:,} of {len(chat_trace.times):,} requests"
-            )
-    show_progress("")
-    return make_row(name, servers, tokens, waits, chat_trace, machine)
-
-
-def make_row(
-    name: str,
-    servers: Sequence[SimulatedReplica],
-    tokens: dict[str, int],
-    waits: np.ndarray[Any, np.dtype[np.int64]],
-    chat_trace: ChatTrace,
-    machine: ReplicaHardware,
-) -> dict[str, Any]:
-    """Return the policy's row of the table."""
-    total = sum(tokens.values())
-    busiest = max(server.num_requests for server in servers) * len(servers) / len(waits)
-    num_replied = sum(chat_trace.replies)
-    work = tokens["computed"] / machine.reads + num_replied / machine.writes
+            label = f"{name}, {num_replicas} replicas"
+            report.show_progress(f"{label}: {number:,} of {len(waits):,} requests")
+    num_kept = sum(server.num_kept for server in servers)
+    num_restored = sum(server.num_restored for server in servers)
+    num_computed = sum(server.num_computed for server in servers)
+    percent = 100 / sum(chat_trace.prompts)
+    work = num_computed / machine.reads + sum(chat_trace.replies) / machine.writes
     seconds = chat_trace.times[-1] / MICROSECONDS
     median, p99 = (float(np.percentile(waits, q)) / MICROSECONDS for q in (50, 99))
     return {
-        "replicas": len(servers),
+        "replicas": num_replicas,
         "policy": name,
-        **{f"{kind}_percent": 100 * count / total for kind, count in tokens.items()},
-        "busiest": busiest,
-        "busy_percent": 100 * work / seconds / len(servers),
+        "kept_percent": num_kept * percent,
+        "restored_percent": num_restored * percent,
+        "computed_percent": num_computed * percent,
+        "busiest": max(server.num_requests for server in servers) * num_replicas / len(waits),
+        "busy_percent": 100 * work / seconds / num_replicas,
         "first_s": median,
         "first_s_p99": p99,
-        "store_gb_s": tokens["restored"] * machine.bytes_a_token / 1e9 / seconds,
+        "store_gb_s": num_restored * machine.bytes_a_token / 1e9 / seconds,
     }
 
 
@@ -295,15 +234,15 @@ def main(
     max_bytes: Annotated[str, typer.Option(help="Cached prefixes per replica")] = "120GB",
     store: Annotated[str, typer.Option(help="Bytes per second from a store; 0: none")] = "10GB",
     seed: int = 0,
-    json: Json = False,
+    json: report.Json = False,
 ) -> None:
     """Simulate how routing to replicas affects prefix reuse and waiting times."""
-    counts = parse_numbers("replicas", replicas)
+    counts = report.parse_numbers("replicas", replicas, 1)
     machine = ReplicaHardware(
         reads, writes, bytes_a_token, parse_size(max_bytes), parse_size(store)
     )
-    if min(counts) < 1 or rate <= 0:
-        raise ValueError("--replicas and --rate: both must be more than 0")
+    if rate <= 0:
+        raise ValueError(f"--rate {rate}: more than 0 requests are needed")
     if machine.max_bytes < MAX_PROMPT_TOKENS * bytes_a_token:
         raise ValueError(
             f"--max-bytes {max_bytes}: one prompt of {MAX_PROMPT_TOKENS:,} tokens takes "
@@ -319,8 +258,8 @@ def main(
         **asdict(machine),
         "restores": machine.restores_faster,
     }
-    print_report("scale", rows, facts, quiet=json, device=CPU)
+    report.print_report("scale", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

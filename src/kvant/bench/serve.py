@@ -21,30 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
 
-from kvant import malloc
-from kvant.bench.cache_race import SHAPE_HELP, open_model
-from kvant.bench.device import CPU
+from kvant.bench import report
+from kvant.bench.cache_race import Shape, open_model
 from kvant.bench.engine import SilentTokenizer
-from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
 from kvant.engine import Engine
+from kvant.platform import malloc
 from kvant.server import ApiKeys, Service, create_app, make_server
 
 WORDS = ("a", "tree", "of", "pages", "that", "many", "requests", "share", "and", "read", "once")
 Prompt = list[int] | str
-
-
-@dataclass
-class ClientTimes:
-    """The times of one client's request."""
-
-    num_tokens: int = 0
-    first_token: float = 0.0
-    between_tokens: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -56,68 +47,63 @@ class ClientMethod:
     uses_text: bool = False
     background: Callable[[], AbstractContextManager[None]] = nullcontext  # runs meanwhile
     speeds: dict[int, list[float]] = field(default_factory=dict)  # clients: tokens per second
-    client_times: dict[int, list[ClientTimes]] = field(default_factory=dict)
+    waits: dict[int, list[list[float]]] = field(default_factory=dict)  # seconds for each token
 
     def run_clients(self, prompts: Sequence[Prompt], tokens: int) -> None:
         """Run all clients at once, and record their times."""
         start = time.perf_counter()
         with self.background(), ThreadPoolExecutor(len(prompts)) as clients:
-            times = list(clients.map(partial(self._run_client, tokens), prompts))
+            waits = list(clients.map(partial(self._run_client, tokens), prompts))
         seconds = time.perf_counter() - start
-        self.speeds.setdefault(len(prompts), []).append(sum(t.num_tokens for t in times) / seconds)
-        self.client_times.setdefault(len(prompts), []).extend(times)
+        self.speeds.setdefault(len(prompts), []).append(sum(map(len, waits)) / seconds)
+        self.waits.setdefault(len(prompts), []).extend(waits)
 
-    def _run_client(self, tokens: int, prompt: Prompt) -> ClientTimes:
-        times, last = ClientTimes(), time.perf_counter()
-        for _ in self.stream(prompt, tokens):
-            now = time.perf_counter()
-            if times.num_tokens:
-                times.between_tokens.append(now - last)
-            else:
-                times.first_token = now - last
-            times.num_tokens, last = times.num_tokens + 1, now
-        return times
+    def _run_client(self, tokens: int, prompt: Prompt) -> list[float]:
+        times = [time.perf_counter()]
+        times += (time.perf_counter() for _ in self.stream(prompt, tokens))
+        return [after - before for before, after in pairwise(times)]
+
+
+@contextmanager
+def open_response(
+    url: str, path: str, body: Mapping[str, Any] | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """Send a request, by POST if it has a body; yield the response."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=600)
+    try:
+        if body is None:
+            connection.request("GET", path)
+        else:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json_text.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise OSError(f"{url}: {response.status} {response.read(500).decode(errors='replace')}")
+        yield response
+    finally:
+        connection.close()
 
 
 def stream_completion(
     url: str, prompt: Prompt, tokens: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Stream the chunks of a completion that have a choice."""
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=600)
-    request_body = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        **options,
-    }
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json_text.dumps(request_body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise OSError(f"{url}: {response.status} {response.read(500).decode(errors='replace')}")
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **options}
+    with open_response(url, "/v1/completions", body) as response:
         for line in response:
             chunk = json_text.loads(line[6:]) if line.startswith(b"data: {") else {}
             if chunk.get("choices"):
                 yield chunk
-    finally:
-        connection.close()
 
 
 def find_model(url: str) -> str:
     """Return the name of a server's first model."""
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=60)
     try:
-        connection.request("GET", "/v1/models")
-        models = json_text.loads(connection.getresponse().read())
-        return str(models["data"][0]["id"])
+        with open_response(url, "/v1/models") as response:
+            return str(json_text.load(response)["data"][0]["id"])
     except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
         raise OSError(f"--url {url}: the server lists no model: {error}") from None
-    finally:
-        connection.close()
 
 
 @contextmanager
@@ -155,26 +141,22 @@ def trim_periodically(seconds: float) -> Iterator[None]:
         thread.join()
 
 
-def summarize_methods(methods: Sequence[ClientMethod], base: ClientMethod) -> list[dict[str, Any]]:
-    """Return a row for each method and number of clients."""
+def summarize_methods(methods: Sequence[ClientMethod]) -> list[dict[str, Any]]:
+    """Return a row for each number of clients and method; `times` is relative to the first."""
     rows: list[dict[str, Any]] = []
-    for clients in base.speeds:
+    for clients, base_speeds in methods[0].speeds.items():
         for method in methods:
-            ratios = [
-                speed / base_speed
-                for speed, base_speed in zip(
-                    method.speeds[clients], base.speeds[clients], strict=True
-                )
-            ]
-            client_times = method.client_times[clients]
+            speeds, waits = method.speeds[clients], method.waits[clients]
+            ratios = [speed / base for speed, base in zip(speeds, base_speeds, strict=True)]
+            first = [seconds[0] for seconds in waits if seconds]
+            between = [wait for seconds in waits for wait in seconds[1:]]
             rows.append(
                 {
                     "way": method.name,
                     "clients": clients,
-                    "tokens_s": statistics.median(method.speeds[clients]),
-                    "first_ms": 1e3 * statistics.median(t.first_token for t in client_times),
-                    "between_ms": 1e3
-                    * statistics.median(x for t in client_times for x in t.between_tokens),
+                    "tokens_s": statistics.median(speeds),
+                    "first_ms": 1e3 * statistics.median(first),
+                    "between_ms": 1e3 * statistics.median(between),
                     "times": statistics.median(ratios),
                 }
             )
@@ -190,22 +172,22 @@ def main(
     trim_every: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds between trims, to measure their cost")
     ] = None,
-    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
-    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    json: Json = False,
+    kv_cache: report.KVCache = "affine8",
+    shape: Shape = "0.6b",
+    layers: report.Layers = None,
+    threads: report.Threads = None,
+    json: report.Json = False,
 ) -> None:
     """Measure the speed and the waiting times of a server's clients, against the engine."""
-    client_counts = parse_numbers("--clients", clients)
+    client_counts = report.parse_numbers("--clients", clients)
     servers = [(server_url, find_model(server_url)) for server_url in url or ()]
-    model, sizes = open_model(shape, layers, threads)
+    model, facts = open_model(shape, layers, threads)
     rng = random.Random(0)
 
     def prompt(method: ClientMethod) -> Prompt:
         if method.uses_text:
             return " ".join(rng.choice(WORDS) for _ in range(context))
-        return [rng.randrange(sizes["vocab_size"]) for _ in range(context)]
+        return [rng.randrange(model.config.vocab_size) for _ in range(context)]
 
     def stream_engine(ids: Prompt, count: int) -> Iterator[object]:
         return engine.submit(ids, max_new_tokens=count, ignore_end=True)
@@ -231,22 +213,17 @@ def main(
         for method in methods:  # warm-up
             method.run_clients([prompt(method)], 2)
             method.speeds.clear()
-            method.client_times.clear()
+            method.waits.clear()
         for number in range(rounds):
             for count in client_counts:
                 for method in methods:
-                    show_progress(f"round {number + 1} of {rounds}: {method.name}, {count} clients")
+                    report.show_progress(
+                        f"round {number + 1} of {rounds}: {method.name}, {count} clients"
+                    )
                     method.run_clients([prompt(method) for _ in range(count)], tokens)
-    show_progress("")
-    facts = {
-        "model": f"{shape}, random",
-        "layers": sizes["num_hidden_layers"],
-        "cache": kv_cache,
-        "context": context,
-        "tokens": tokens,
-    }
-    print_report("serve", summarize_methods(methods, methods[0]), facts, quiet=json, device=CPU)
+    facts |= {"cache": kv_cache, "context": context, "tokens": tokens}
+    report.print_report("serve", summarize_methods(methods), facts, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

@@ -9,17 +9,16 @@ decoding, and read into an empty cache, as after a restart.
 from __future__ import annotations
 
 import secrets
-import statistics
-import time
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPE_HELP, draw_random_rows, make_contestant, open_model
-from kvant.bench.device import CPU
-from kvant.bench.report import Json, print_report, run, show_progress
+from kvant.bench import report
+from kvant.bench.cache_race import Shape, draw_random_rows, make_contestant, open_model
+from kvant.bench.clock import CPU, Laps, time_in_turn
 from kvant.hf import TransformersCache
 from kvant.prefixes import LookupDeadline
 from kvant.prefixes.keys import PAGE_TOKENS
@@ -29,107 +28,81 @@ from kvant.stores import open_tiers
 CONCURRENT_WRITE_TOKENS = 512  # tokens whose pages are written during decode steps
 
 
-class StoreRounds:
-    """A cache that is written and restored in rounds, and their times."""
+def measure_rounds(
+    model: Any, spec: str, context: int, prefix_store: PrefixStore, repeats: int
+) -> tuple[dict[str, Any], int]:
+    """Write and restore a cache in rounds; return the figures, and the bytes of the cache."""
+    contestant = make_contestant(model, spec, *draw_random_rows(model, context))
+    cache: TransformersCache = contestant.cache.fork()
+    tokens, writer, root = list(range(context)), prefix_store.tiers.writer, b""
 
-    def __init__(self, model: Any, spec: str, context: int, store: str) -> None:
-        self.contestant = make_contestant(model, spec, *draw_random_rows(model, context))
-        self.model, self.tokens = model, list(range(context))
-        self.cache: TransformersCache = self.contestant.cache.fork()
-        self.prefix_store = PrefixStore(open_tiers(store))
-        self.step_seconds: list[float] = []
-        self.slowdowns: list[float] = []  # of a step during writes, by round
-        self.write_seconds: list[float] = []
-        self.read_seconds: list[float] = []
-
-    def run_round(self) -> None:
-        writer, slow_steps = self.prefix_store.tiers.writer, []
-        self.queue_write(max_length=CONCURRENT_WRITE_TOKENS)
-        while writer.nbytes:
-            slow_steps.append(self.decode_step())
-        writer.flush()
-        plain_steps = [self.decode_step() for _ in slow_steps]
-        self.step_seconds += plain_steps
-        self.slowdowns.append(statistics.mean(slow_steps) / statistics.mean(plain_steps))
-        start = time.perf_counter()
-        root = self.queue_write()
-        writer.flush()
-        self.write_seconds.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        prompt = [*self.tokens, 0]  # a lookup never returns the whole prompt
-        hit = next(
-            self.prefix_store.find_hits(root, prompt, self.cache.states, 0, pages_suffice=True)
-        )
-        empty = self.cache.fork()
-        empty.reset()
-        restored = self.prefix_store.restore(
-            hit, prompt, empty, self.model.device, LookupDeadline()
-        )
-        if restored is None or len(restored.tokens) < len(self.tokens) // PAGE_TOKENS * PAGE_TOKENS:
-            raise RuntimeError(f"{self.prefix_store.stats()}: the prefix was not restored")
-        self.read_seconds.append(time.perf_counter() - start)
-
-    def queue_write(self, max_length: int | None = None) -> bytes:
-        """Queue writes of the first `max_length` tokens under a new key; return the key."""
+    def queue_write(max_length: int | None = None) -> None:
+        """Queue writes of the first `max_length` tokens under a new key."""
+        nonlocal root
         root = secrets.token_bytes(32)
-        self.prefix_store.write(
-            root, self.tokens, self.cache.states, 0, {}, pages_suffice=True, max_length=max_length
+        prefix_store.write(
+            root, tokens, cache.states, 0, {}, pages_suffice=True, max_length=max_length
         )
-        return root
 
-    def decode_step(self) -> float:
-        self.contestant.decode()
-        return self.contestant.seconds[-1]
+    def write_all() -> None:
+        queue_write()
+        writer.flush()
 
-    def clear_times(self) -> None:
-        for seconds in (self.step_seconds, self.slowdowns, self.write_seconds, self.read_seconds):
-            seconds.clear()
+    def restore_all() -> None:
+        """Read what was last written into an empty cache; raise unless it comes back whole."""
+        prompt = [*tokens, 0]  # a lookup never returns the whole prompt
+        hit = next(prefix_store.find_hits(root, prompt, cache.states, 0, pages_suffice=True))
+        empty = cache.fork()
+        empty.reset()
+        restored = prefix_store.restore(hit, prompt, empty, model.device, LookupDeadline())
+        if restored is None or len(restored.tokens) < context // PAGE_TOKENS * PAGE_TOKENS:
+            raise RuntimeError(f"{prefix_store.stats()}: the prefix was not restored")
 
-    def summarize(self, store: str | None) -> dict[str, Any]:
-        median = statistics.median
-        return {
-            "store": "folder" if store is None else store.partition(":")[0],
-            "step_ms": 1e3 * median(self.step_seconds),
-            "beside": median(self.slowdowns),
-            "steps_beside": len(self.step_seconds),
-            "write_ms": 1e3 * median(self.write_seconds),
-            "read_ms": 1e3 * median(self.read_seconds),
-        }
+    steps, slowdowns = Laps(), list[float]()
+    calls = {"write_ms": write_all, "read_ms": restore_all}
+    laps = {name: Laps() for name in calls}
+    for turn in range(repeats + 1):
+        queue_write(CONCURRENT_WRITE_TOKENS)
+        slow_steps = Laps()
+        while writer.nbytes:
+            slow_steps.append(CPU.time_call(contestant.decode))
+        writer.flush()
+        plain_steps = Laps(CPU.time_call(contestant.decode) for _ in slow_steps)
+        label = f"round {turn} of {repeats}"
+        for name, lap in time_in_turn(calls, 1, label, warmup=0).items():
+            laps[name] += lap if turn else []
+        if turn:  # the first round is a warm-up
+            steps += plain_steps
+            slowdowns.append(mean(slow_steps.seconds) / mean(plain_steps.seconds))
+    return {
+        "step_ms": 1e3 * steps.median,
+        "beside": median(slowdowns),
+        "steps_beside": len(steps),
+        **{name: 1e3 * call_laps.median for name, call_laps in laps.items()},
+    }, cache.states.nbytes_used
 
 
 @torch.no_grad()
 def main(
     context: Annotated[int, typer.Option(min=64, help="Tokens of the prefix")] = 8192,
-    kv_cache: Annotated[str, typer.Option(help="Spec of the cache")] = "affine8",
+    kv_cache: report.KVCache = "affine8",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of writes and restores")] = 5,
-    shape: Annotated[str, typer.Option(help=SHAPE_HELP)] = "0.6b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="Store URL; default: a temporary folder")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch")] = None,
-    json: Json = False,
+    shape: Shape = "0.6b",
+    layers: report.Layers = None,
+    store: report.Store = None,
+    threads: report.Threads = None,
+    json: report.Json = False,
 ) -> None:
     """Measure decoding during writes to a store, and the time to restore a prefix."""
-    model, sizes = open_model(shape, layers, threads)
+    model, facts = open_model(shape, layers, threads)
     with TemporaryDirectory(prefix="kvant-") as folder:
-        rounds = StoreRounds(model, kv_cache, context, store or folder)
-        for number in range(repeats + 1):
-            show_progress(f"round {number} of {repeats}")
-            rounds.run_round()
-            if not number:  # warm-up
-                rounds.clear_times()
-        rounds.prefix_store.close()
-    show_progress("")
-    facts = {
-        "model": f"{shape}, random",
-        "layers": sizes["num_hidden_layers"],
-        "context": context,
-        "cache": kv_cache,
-        "mib": rounds.cache.states.nbytes_used / 2**20,
-    }
-    print_report("stores", [rounds.summarize(store)], facts, quiet=json, device=CPU)
+        prefix_store = PrefixStore(open_tiers(store or folder))
+        figures, nbytes = measure_rounds(model, kv_cache, context, prefix_store, repeats)
+        prefix_store.close()
+    facts |= {"context": context, "cache": kv_cache, "mib": nbytes / 2**20}
+    kind = "folder" if store is None else store.partition(":")[0]
+    report.print_report("stores", [{"store": kind, **figures}], facts, quiet=json)
 
 
 if __name__ == "__main__":
-    run(main)
+    report.run(main)

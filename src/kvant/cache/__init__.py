@@ -2,11 +2,10 @@
 
 from kvant.attention import explain
 from kvant.cache.cache import Cache, merge
-from kvant.cache.contents import GroupLayer
 from kvant.cache.explanations import explain_cache
-from kvant.cache.layer import PagedLayer
+from kvant.cache.layers import GroupLayer, PagedLayer
 from kvant.cache.recode import constrain_spec, list_attention_layers, replace_formats
-from kvant.cache.recurrent import RecurrentLayer
+from kvant.cache.recurrent_layer import RecurrentLayer
 
 explain.register(Cache, explain_cache)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvant.contracts import Fields, Order
-from kvant.dtypes import DTYPES
 from kvant.errors import CapacityError
 from kvant.page_table import AppendPlan, PageTable
+from kvant.platform.dtypes import DTYPES
 from kvant.recipes import LayerSpec
 
 
@@ -32,8 +32,8 @@ def prepare_rows(
 ) -> tuple[Fields, bool]:
     """Return the tensors of an append as {side: [B, H, T, D]}, or raise ValueError.
 
-    Also return whether they match `geometry`, the one of earlier rows; then no further check is
-    needed.
+    Also return whether they match `geometry`, which earlier rows have set. If so, the caller needs
+    no further check.
     """
     if (values is None) != (spec.value_dim is not None):
         raise ValueError("values are needed, unless the spec has a value_dim: then only keys are")
@@ -122,7 +122,7 @@ def check_append_fits(
 ) -> None:
     """Refuse rows that do not fit `page_table`, the `plans` of the open forward, or a capacity.
 
-    The first rows of a cache set the padding, which then has to be that of the other plans.
+    The first rows of a cache set the padding, so it must equal the padding of the other plans.
     """
     if page_table.batch != batch:
         raise ValueError(
@@ -152,10 +152,10 @@ def check_append_fits(
 
 
 def check_no_page_due(page_table: PageTable) -> None:
-    """Refuse a token that completes a page which its own row would seal."""
+    """Refuse a token whose own row is in a page that is then due to be sealed."""
     due = page_table.layer_group.paging.count_due_pages_each(np.maximum(page_table.lengths + 1, 0))
     if (indices := np.flatnonzero(due * page_table.layer_group.page > page_table.seq_lens)).size:
         raise CapacityError(
-            f"expect() at {int(page_table.seq_lens[indices[0]])} tokens: this token completes a "
+            f"plan_token at {int(page_table.seq_lens[indices[0]])} tokens: this token completes a "
             "page, which must be sealed; use append()"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvant.attention import explain
 from kvant.cache.cache import Cache
-from kvant.cache.layer import PagedLayer
+from kvant.cache.layers import PagedLayer
 from kvant.recipes import (
     CacheSpec,
     EmptySpec,

@@ -1,4 +1,4 @@
-"""Cache files: safetensors with canonical rows, the spec in the header, and a checksum.
+"""Cache files: safetensors of a snapshot, with the spec and a checksum in the header.
 
 A file is written under a temporary name and renamed once it is complete. Foreign files, other
 versions, and files with a changed byte are refused before any tensor is loaded. No pickle.
@@ -22,24 +22,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.cache.cache import Cache
-from kvant.cache.contents import iterate_leaves
+from kvant.cache.layout import iterate_leaves
 from kvant.cache.snapshot import NUMBERS_KEY, TABLES_KEY
-from kvant.contracts import Snapshot, Tiles
+from kvant.contracts import Snapshot
 from kvant.errors import CacheError, CacheFileError, name_path
 from kvant.page_table import LENGTH, PADDING
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import from_json, to_json
 from kvant.spec.headers import reject_duplicate_keys
 
-METADATA_KEY = "kvant-cache"  # the only metadata entry: JSON, so that equal caches give equal bytes
+# The only metadata entry, as JSON: the order of several entries could vary, and equal caches should
+# give equal bytes.
+METADATA_KEY = "kvant-cache"
 FORMAT_VERSION = 2
 BLANK_CHECKSUM = "0" * 64  # in place of the checksum while it is computed
 CHECKSUM_MARK = rb"\"checksum\": \""  # as escaped in JSON inside JSON
 MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
 MAX_INTEGER = 1 << 53  # exact in every JSON reader; no tensor is longer
-# The limit of all open pages of a file is the larger of these two.
-MAX_OPEN_PAGE_BYTES = 1 << 28  # however few rows they hold
-MAX_OPEN_PAGE_FACTOR = 1 << 12  # times the bytes of their rows
+# All restored open pages of a file may take this many bytes, or this many times the bytes of their
+# rows in the file, whichever is more.
+MAX_OPEN_PAGE_BYTES = 1 << 28
+MAX_OPEN_PAGE_FACTOR = 1 << 12
 READ_CHUNK_BYTES = 1 << 22
 
 
@@ -71,9 +74,9 @@ class CacheFileHeader:
     version: int = FORMAT_VERSION
 
     def count_key_heads(self, name: str) -> int:
-        """Return the number of key heads of a layer; `name` is one of its tensors of rows.
+        """Return the number of key heads of the layer whose rows are in the tensor `name`.
 
-        A layer with a table per head stores the heads as separate sequences.
+        A layer with a page table per head stores the heads as separate sequences.
         """
         return self.tensors[name].shape[1] * _get_tables_per_sequence(self.numbers, name)
 
@@ -130,12 +133,11 @@ def load(
     path: str | os.PathLike[str],
     *,
     device: str | torch.device = "cpu",
-    tiles: Tiles | None = None,
 ) -> Cache:
     """Return the cache in a file, in memory of its own."""
     saved = read(path, device=device)
     with convert_errors(path):
-        cache = Cache(None, saved.spec, tiles=tiles)
+        cache = Cache(None, saved.spec)
         cache.restore(saved.snapshot)
     return cache
 
@@ -150,7 +152,7 @@ def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> SavedCache:
-    """Return the contents of a file, for `restore` of a cache of the same spec."""
+    """Return the contents of a file, to pass to `restore` of a cache of the same spec."""
     source = Path(path)
     header = read_header(source)
     _check_page_nbytes(source, header)
@@ -187,21 +189,27 @@ def _read_tensor_index(path: Path) -> dict[str, FileTensor]:
     tensors = {}
     for name, entry in entries.items():
         first, stop = entry["data_offsets"]
-        if max(entry["shape"], default=0) > MAX_INTEGER:  # takes no bytes if another is 0
+        if max(entry["shape"], default=0) > MAX_INTEGER:  # safetensors allows it next to a 0
             raise ValueError(f"{name} is {entry['shape']}: {MAX_INTEGER} at most")
         tensors[name] = FileTensor(entry["dtype"], tuple(entry["shape"]), stop - first)
     return tensors
 
 
 def _get_tables_per_sequence(numbers: Mapping[str, int], name: str) -> int:
-    """Return the number of tables per sequence for a tensor; `restore` validates it."""
+    """Return the number of page tables per sequence in the layer of a tensor.
+
+    `restore` validates it.
+    """
     return max(1, numbers.get(f"{name.rpartition('/')[0]}/{TABLES_KEY}", 1))
 
 
 def _read_padded_lengths(
     path: Path, tensors: Mapping[str, FileTensor], header_numbers: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the lengths in the first layer that stores any; `restore` compares the others."""
+    """Return the lengths in the first layer that stores any.
+
+    `restore` compares them with those of the other layers.
+    """
     for name, tensor in tensors.items():
         is_integer_matrix = (
             tensor.dtype == "I64" and len(tensor.shape) == 2 and tensor.shape[1] > PADDING
@@ -209,8 +217,8 @@ def _read_padded_lengths(
         if is_integer_matrix and name.rpartition("/")[2] == NUMBERS_KEY:
             with safe_open(path, framework="pt") as file:
                 numbers = file.get_tensor(name)
-            ends = (numbers[:, LENGTH] + numbers[:, PADDING]).tolist()
-            return tuple(ends[:: _get_tables_per_sequence(header_numbers, name)])
+            padded_lengths = (numbers[:, LENGTH] + numbers[:, PADDING]).tolist()
+            return tuple(padded_lengths[:: _get_tables_per_sequence(header_numbers, name)])
     return ()
 
 

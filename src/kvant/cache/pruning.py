@@ -10,7 +10,8 @@ have no rows, as outside a window. So the length stays L, and positional masks a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +21,9 @@ from torch import Tensor
 
 from kvant.attention.store_rows import seal_pages
 from kvant.attention.write_rows import MAX_PAGES_PER_SEAL
-from kvant.cache.advance import Pools, allocate_table
 from kvant.cache.readable_rows import read_columns
-from kvant.cache.state import PruningQueries
-from kvant.cache.storage import Geometry
-from kvant.contracts import Fields, LayerStats, Pruning, ScoreInput, View
+from kvant.cache.state import CacheState, PruningQueries
+from kvant.contracts import Fields, LayerStats, View
 from kvant.errors import CacheError
 from kvant.page_table import (
     FIRST_OPEN,
@@ -37,7 +36,11 @@ from kvant.page_table import (
     LayerGroup,
     PageTable,
 )
+from kvant.pages.advance import allocate_table
+from kvant.pages.pool import GroupSlots, Pools
+from kvant.pages.storage import Geometry
 from kvant.recipes import LayerSpec
+from kvant.retention import Pruning, ScoreInput
 
 Floats = NDArray[np.float64]
 NUM_PROTECTED_ROWS = 32  # newest rows that are always retained
@@ -70,6 +73,80 @@ def count_spare_rows(pruning: Pruning, page_table: PageTable) -> Floats:
 def count_allowed_rows(pruning: Pruning, length: int) -> int:
     """Return the number of rows that a head retains of `length` tokens."""
     return min(length, max(pruning.compute_budget(length), NUM_PROTECTED_ROWS))
+
+
+def prune_state(
+    state: CacheState, stats: Mapping[str, LayerStats]
+) -> tuple[CacheState, list[GroupSlots], int]:
+    """Return the state without the rows that recipes do not retain, and its allocated slots.
+
+    Also return the rows dropped per head, on average. Retained rows are copied to new slots before
+    any old slot is freed, so an error changes nothing. Call it within `guard_counts`.
+    """
+    due = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
+    leaves = [leaf for leaf in state.layout.attention if due.get(leaf.group) is not None]
+    page_tables, allocated = list(state.page_tables), list[GroupSlots]()
+    num_removed = num_heads = 0
+    for leaf in leaves:
+        sequence_mask, old_table = due[leaf.group], state.page_tables[leaf.group]
+        storage, pools = state.storages[leaf.index], state.pools[leaf.group]
+        assert sequence_mask is not None
+        retained = select_retained_rows(
+            leaf.spec,
+            leaf.make_view(state.pools, storage, old_table, stats[leaf.name]),
+            state.pruning_queries.get(leaf.index),
+            sequence_mask,
+        )
+        if page_tables[leaf.group] is old_table:
+            page_tables[leaf.group], slots = pack_table(old_table, retained, pools)
+            allocated.append((leaf.group, slots))
+        storage.ensure_slots(pools.open.size, pools.sealed.size)
+        new_view = leaf.make_view(state.pools, storage, page_tables[leaf.group], stats[leaf.name])
+        write_retained_rows(retained, new_view, stats[leaf.name])
+        num_removed += retained.num_removed
+        num_heads += len(retained.counts)
+    if not (leaves or state.has_unpruned_prompt):
+        return state, [], 0
+    decoding = {
+        leaf.index
+        for leaf in leaves
+        if leaf.spec.prune is not None and leaf.spec.prune.score.prunes_during_decode
+    }
+    queries = {leaf: old for leaf, old in state.pruning_queries.items() if leaf in decoding}
+    pruned = replace(
+        state,
+        page_tables=tuple(page_tables),
+        pruning_queries=queries,
+        has_unpruned_prompt=False,
+    )
+    return pruned, allocated, round(num_removed / num_heads) if num_heads else 0
+
+
+def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
+    """Return a mask of the sequences to prune now; None: none of them.
+
+    During decoding this is limited to scores that support it, and to sequences far over budget.
+    """
+    rule: Pruning | None = state.layout.layer_groups[group].pruning
+    if rule is None or not (state.has_unpruned_prompt or rule.score.prunes_during_decode):
+        return None
+    excess = 0 if state.has_unpruned_prompt else MAX_DECODE_EXCESS
+    mask = mask_over_budget(rule, state.page_tables[group], excess)
+    leaves = {leaf.index for leaf in state.layout.attention if leaf.group == group}
+    has_queries = not rule.score.num_queries or state.pruning_queries.keys() >= leaves
+    return mask if mask.any() and (state.has_unpruned_prompt or has_queries) else None
+
+
+def count_tokens_until_prune(state: CacheState) -> int | None:
+    """Return how many tokens fit before rows are pruned again; None: any number."""
+    spare_tokens = list[float]()
+    for page_table in state.page_tables:
+        rule: Pruning | None = page_table.layer_group.pruning
+        if rule is not None and rule.score.prunes_during_decode:
+            spare_rows = count_spare_rows(rule, page_table)
+            spare_rows = np.maximum(spare_rows, 0) if state.has_unpruned_prompt else spare_rows
+            spare_tokens.append(MAX_DECODE_EXCESS + 1 + float(spare_rows.min(initial=0)))
+    return max(0, int(min(spare_tokens))) if spare_tokens else None
 
 
 class RetainedRows(NamedTuple):

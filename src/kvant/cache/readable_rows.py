@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.reference import LengthGroup, group_by_length, read_visible_rows
+from kvant.attention.length_groups import LengthGroup, group_by_length, read_visible_rows
 from kvant.contracts import Fields, View
 from kvant.page_table import PageTable
 

@@ -1,4 +1,4 @@
-"""Recoding of attention layers: the recipes that result, and the copy of rows to new storages.
+"""Recode attention layers: combine their recipes, and copy the rows to new storages.
 
 Recurrent layers are unchanged. So is what the model determines: `value_dim`, if values are part of
 the keys, and the dtype of rows unless the new spec sets one.
@@ -6,7 +6,8 @@ the keys, and the dtype of rows unless the new spec sets one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.reference import LengthGroup, read_visible_rows
+from kvant.attention.length_groups import LengthGroup, read_visible_rows
 from kvant.attention.store_rows import seal_pages
 from kvant.attention.write_rows import MAX_PAGES_PER_SEAL
-from kvant.cache.advance import Pools, allocate_table
-from kvant.cache.storage import Storage, copy_pages
+from kvant.cache.layout import CacheLayout
+from kvant.cache.state import CacheState
+from kvant.cache.transitions import Transition
 from kvant.contracts import LayerStats, Mask, View
-from kvant.errors import CapacityError, SpecError
+from kvant.errors import CacheError, CapacityError, SpecError
 from kvant.page_table import (
     FIRST_OPEN,
     FIRST_SEALED,
@@ -31,13 +33,17 @@ from kvant.page_table import (
     LayerGroup,
     PageTable,
 )
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, iterate_attention
+from kvant.pages.advance import allocate_table
+from kvant.pages.pool import CachePools, Pools
+from kvant.pages.storage import Storage, copy_pages
+from kvant.recipes import AnySpec, CacheSpec, GroupSpec, LayerSpec, Recipe, iterate_attention
+from kvant.spec import as_spec
 
 LayerRule = Callable[[LayerSpec, LayerSpec], LayerSpec]  # (current, requested) -> result
 
 
 def list_attention_layers(spec: CacheSpec) -> list[int]:
-    """Return the numbers of the layers that a recode changes."""
+    """Return the indices of the layers that contain attention, which a recode changes."""
     return [index for index, recipe in enumerate(spec.layers) if any(iterate_attention(recipe))]
 
 
@@ -46,11 +52,27 @@ def replace_formats(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
     return _combine_specs(current, requested, _check_layer_change)
 
 
+def resolve_spec(current: CacheSpec, spec: AnySpec) -> CacheSpec:
+    """Return a spec with one recipe per layer of `current`.
+
+    `spec` has one for each layer, one for each attention layer, or one for all of these.
+    """
+    if isinstance(spec, CacheSpec) and len(spec.layers) == len(current.layers):
+        return as_spec(spec, len(current.layers))
+    attention_layers = list_attention_layers(current)
+    # Validated even without attention layers.
+    recipes = as_spec(spec, len(attention_layers) or 1).layers
+    by_layer = dict(enumerate(current.layers)) | dict(zip(attention_layers, recipes, strict=False))
+    full = CacheSpec(tuple(by_layer.values()))
+    return full if isinstance(spec, CacheSpec) else constrain_spec(current, full)
+
+
 def constrain_spec(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
     """Return `current` changed by a single recipe for all layers, within the limits of the model.
 
-    Without a requested window, layers keep their retention and their prune. If windows differ, any
-    but the widest is taken to come from the model: a recode may narrow it, but not widen it.
+    Without a requested window, layers keep their retention and their prune. If the windows of
+    layers differ, the narrower ones are assumed to be set by the model. A recode may then narrow
+    these, but not widen them.
     """
     widest = max(
         (layer.effective_window for layer in iterate_attention(*current.layers)), default=0.0
@@ -124,9 +146,9 @@ def check_recodable(page_table: PageTable, layer_group: LayerGroup) -> None:
             f"{longest} tokens for a capacity of {layer_group.capacity}: rewind first, or give "
             f"the spec capacity={longest} or none"
         )
-    first_held = _find_first_guaranteed(page_table)
+    first_held = _find_first_retained(page_table)
     first_needed = np.maximum(
-        _find_first_seen(layer_group, page_table.seq_lens), page_table.pruned_before
+        _find_first_in_window(layer_group, page_table.seq_lens), page_table.pruned_before
     )
     worst = int((first_held - first_needed).argmax())
     if first_held[worst] > first_needed[worst]:
@@ -159,15 +181,18 @@ def find_first_rows(page_table: PageTable) -> Ints:
 def allocate_recoded(
     page_table: PageTable, first_visible: Ints, layer_group: LayerGroup, pools: Pools
 ) -> PageTable:
-    """Return the table of the same sequences in pages of another group, from `first_visible` on."""
+    """Allocate pages of another group for the same sequences, and return their table.
+
+    `first_visible` is the first position with a row of each sequence, sinks aside.
+    """
     numbers = page_table.numbers.copy()
-    first = np.maximum(
+    first_sealed = np.maximum(
         layer_group.find_first_sealed(page_table.lengths), first_visible // layer_group.page
     )
     due = layer_group.paging.count_due_pages_each(page_table.seq_lens)
     numbers[:, FIRST_VISIBLE] = first_visible
-    numbers[:, FIRST_SEALED] = first
-    numbers[:, STOP_SEALED] = np.maximum(first, due)
+    numbers[:, FIRST_SEALED] = first_sealed
+    numbers[:, STOP_SEALED] = np.maximum(first_sealed, due)
     numbers[:, FIRST_OPEN] = np.maximum(
         layer_group.find_first_open(page_table.lengths), first_visible // layer_group.page
     )
@@ -202,8 +227,8 @@ class SequenceRecoder:
     def length_group(self) -> LengthGroup:
         keys = self.old.sides["keys"]
         values = self.old.sides.get("values", keys)
-        pages = View(keys, values, None, self.old_table, False, Mask(), 0, self.stats)
-        return LengthGroup(pages, np.array([self.table_index]))
+        view = View(keys, values, None, self.old_table, False, Mask(), 0, self.stats)
+        return LengthGroup(view, np.array([self.table_index]))
 
     def is_unchanged(self, name: str) -> bool:
         """Return whether pages of this side are copied without decoding."""
@@ -266,13 +291,66 @@ class SequenceRecoder:
         return frames[1].transform_rows(frames[0].restore_outputs(rows).to(dtype))
 
 
-def make_storage(old: Storage, spec: LayerSpec) -> Storage:
-    """Return an empty storage for the rows of `old` under another recipe."""
-    return Storage(spec, old.geometry.with_dtype(spec.dtype), old.tiles)
+def recode_state(
+    state: CacheState, layout: CacheLayout, stats: Mapping[str, LayerStats]
+) -> Transition:
+    """Return the state with its rows in the recipes of `layout`, in pools of its own.
+
+    The new memory is complete before the old one is freed, so that an error changes nothing. The
+    peak is both, plus the scratch of a few pages of one layer.
+    """
+    first_rows: dict[int, Ints] = {}  # by group: the first row that all its layers have
+    page_tables: dict[int, PageTable] = {}
+    storages: dict[int, Storage] = {}
+    pools = CachePools(layout.layer_groups)
+    pairs = list(zip(state.layout.attention, layout.attention, strict=True))
+    for old_leaf, leaf in pairs if state.page_tables else ():
+        with _name_layer_in_errors(leaf.name):
+            old_table = state.page_tables[old_leaf.group]
+            check_recodable(old_table, layout.layer_groups[leaf.group])
+            first = find_first_rows(old_table)
+            first_rows[leaf.group] = np.maximum(first_rows.get(leaf.group, first), first)
+    for old_leaf, leaf in pairs if state.page_tables else ():
+        with _name_layer_in_errors(leaf.name):
+            old_table, group = state.page_tables[old_leaf.group], layout.layer_groups[leaf.group]
+            if leaf.group not in page_tables:
+                page_tables[leaf.group] = allocate_recoded(
+                    old_table, first_rows[leaf.group], group, pools[leaf.group]
+                )
+            elif (page_tables[leaf.group].lengths != old_table.lengths).any():
+                raise CacheError(
+                    f"{old_table.num_columns} tokens, {page_tables[leaf.group].num_columns} in an "
+                    "earlier layer: rewind to a length that all layers have"
+                )
+            source = state.storages.get(old_leaf.index)
+            if source is None:
+                continue
+            storage = leaf.make_storage(source.geometry.with_dtype(leaf.spec.dtype))
+            storage.ensure_slots(pools[leaf.group].open.size, pools[leaf.group].sealed.size)
+            new_table = page_tables[leaf.group]
+            recode_rows(source, old_table, storage, new_table, stats[leaf.name])
+            storages[leaf.index] = storage
+    new_state = replace(
+        state,
+        layout=layout,
+        pools=pools,
+        page_tables=tuple(page_tables[group] for group in sorted(page_tables)),
+        storages=storages,
+    )
+    return Transition(new_state, new_state.list_table_slots())
 
 
-def _find_first_seen(layer_group: LayerGroup, lengths: Ints) -> Ints:
-    """Return the first position that the newest token sees, sinks aside."""
+@contextmanager
+def _name_layer_in_errors(layer: str) -> Iterator[None]:
+    """Prefix errors with the name of the layer."""
+    try:
+        yield
+    except (CacheError, ValueError) as error:
+        raise type(error)(f"layer {layer}: {error}") from error
+
+
+def _find_first_in_window(layer_group: LayerGroup, lengths: Ints) -> Ints:
+    """Return the first position in the window of the newest token; sinks are not considered."""
     return (
         np.zeros_like(lengths)
         if layer_group.window is None
@@ -280,12 +358,12 @@ def _find_first_seen(layer_group: LayerGroup, lengths: Ints) -> Ints:
     )
 
 
-def _find_first_guaranteed(page_table: PageTable) -> Ints:
-    """Return the first position that has a row and that the retention rule guarantees."""
+def _find_first_retained(page_table: PageTable) -> Ints:
+    """Return the first position that is stored and that the retention promises to keep."""
     return _extend_to_sinks(
         page_table,
         np.maximum(
-            page_table.first_row, _find_first_seen(page_table.layer_group, page_table.seq_lens)
+            page_table.first_row, _find_first_in_window(page_table.layer_group, page_table.seq_lens)
         ),
     )
 

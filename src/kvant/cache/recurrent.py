@@ -8,17 +8,15 @@ every token would accumulate. States are copied in and out, because models updat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvant.cache.tracker import StateTracker
-from kvant.contracts import Fields, LayerStats, Snapshot
+from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.recipes import RecurrentSpec
-from kvant.torch_modes import refuse_transforms
 
 
 class RecurrentState(NamedTuple):
@@ -53,14 +51,17 @@ class StateHistory:
 
     @property
     def nbytes(self) -> int:
-        states = {id(m.tensors): m.tensors for m in self.states}
-        return sum(tensor.nbytes for state in states.values() for tensor in state.values())
+        tensors_by_id = {id(state.tensors): state.tensors for state in self.states}
+        return sum(
+            tensor.nbytes for tensors in tensors_by_id.values() for tensor in tensors.values()
+        )
 
     def reachable(self, to: int) -> int:
         """Return the longest length <= `to` with a state."""
         if to >= self.current.length:
             return self.current.length
-        return max((m.length for m in self.checkpoints if m.length <= to), default=0)
+        lengths = (checkpoint.length for checkpoint in self.checkpoints)
+        return max((length for length in lengths if length <= to), default=0)
 
     def rewind(self, to: int) -> StateHistory:
         """Return the history at length `to`, which has a checkpoint or is 0."""
@@ -149,82 +150,6 @@ class RecurrentBase:
         return self.history.current.copy().tensors
 
 
-class RecurrentLayer(RecurrentBase):
-    """One recurrent layer of a cache."""
-
-    def __init__(
-        self, spec: RecurrentSpec, tracker: StateTracker, history_index: int, leaf: int
-    ) -> None:
-        self.spec = spec
-        self.tracker = tracker
-        self.history_index = history_index
-        self.leaf = leaf
-        self.stats = LayerStats()
-
-    @property
-    def history(self) -> StateHistory:
-        state = self.tracker.state
-        has_appended = self.leaf in state.appended_leaves
-        history: StateHistory = (
-            state.new_histories[self.history_index]
-            if has_appended
-            else state.histories[self.history_index]
-        )
-        return history
-
-    @property
-    def length(self) -> int:
-        """Tokens of the state."""
-        return self.history.current.length
-
-    def nbytes_after_append(self, count: int, tensors: Fields) -> int:
-        """Return the bytes allocated after an append with the same arguments."""
-        _check_append(count, tensors)
-        self._check_shapes(tensors)
-        wide_tensors = {
-            name: tensor.to("meta", get_stored_dtype(tensor.dtype))
-            for name, tensor in tensors.items()
-        }
-        # Tensors that a checkpoint shares with the current state outlive the append: count them.
-        checkpoint_nbytes = replace(self.history, current=EMPTY_STATE).nbytes
-        return checkpoint_nbytes + sum(tensor.nbytes for tensor in wide_tensors.values())
-
-    def append(self, count: int, state: Fields) -> None:
-        """Store a copy of the state after `count` more tokens."""
-        refuse_transforms("append")
-        _check_append(count, state)
-        with self.tracker.lock:
-            self.tracker.begin_append(self.leaf, count)
-            self._check_shapes(state)
-            self._check_batch(state)
-            tensors = {name: _copy_wide(tensor) for name, tensor in state.items()}
-            history = self.history
-            current = RecurrentState(history.current.length + count, tensors)
-            self.stats.appends += 1
-            self.tracker.commit_layer(
-                self.leaf, (self.history_index, replace(history, current=current))
-            )
-
-    def make_sibling(self, tracker: StateTracker) -> RecurrentLayer:
-        """Return a copy of this layer for another cache over the same pools."""
-        return RecurrentLayer(self.spec, tracker, self.history_index, self.leaf)
-
-    def _check_batch(self, tensors: Fields) -> None:
-        """Refuse a state whose batch differs from that of the open forward."""
-        batch = next((tensor.shape[0] for tensor in tensors.values()), 0)
-        for plan in self.tracker.state.plans.values():
-            if batch and plan.old_table.batch != batch:
-                raise ValueError(
-                    f"a state of {batch} sequences, where another layer of this forward got rows "
-                    f"of {plan.old_table.batch}"
-                )
-
-    def _check_shapes(self, tensors: Fields) -> None:
-        old = _get_shapes(self.history.current.tensors)
-        if self.length and _get_shapes(tensors) != old:
-            raise ValueError(f"state {_get_shapes(tensors)} for a layer of {old}")
-
-
 def snapshot_history(history: StateHistory) -> Snapshot:
     """Return all states of a layer as tensors and integers."""
     states = {"now": history.current} | {
@@ -246,7 +171,7 @@ def restore_history(spec: RecurrentSpec, snapshot: Snapshot) -> StateHistory:
             raise SnapshotMismatch(f"unknown tensor {key}")
         if tensor.ndim == 0:
             raise SnapshotMismatch(f"{key} is a single number: [batch, ...] is needed")
-        states[state_name][name] = _copy_wide(tensor)
+        states[state_name][name] = copy_in_stored_dtype(tensor)
     for state_name, state in states.items():
         batches = sorted({tensor.shape[0] for tensor in state.values()})
         if len(batches) > 1 or 0 in batches:
@@ -259,7 +184,7 @@ def restore_history(spec: RecurrentSpec, snapshot: Snapshot) -> StateHistory:
     lengths = [checkpoint.length for checkpoint in checkpoints]
     ordered = sorted(set(lengths)) == lengths and min(lengths, default=0) >= 0
     if any(
-        _get_shapes(checkpoint.tensors) != _get_shapes(current.tensors)
+        get_shapes(checkpoint.tensors) != get_shapes(current.tensors)
         for checkpoint in checkpoints
         if checkpoint.length
     ):
@@ -271,14 +196,7 @@ def restore_history(spec: RecurrentSpec, snapshot: Snapshot) -> StateHistory:
     return StateHistory(current, tuple(checkpoints))
 
 
-def _check_append(count: int, tensors: Fields) -> None:
-    if count < 0:
-        raise ValueError(f"append of {count} tokens: 0 or more")
-    if any(tensor.ndim == 0 for tensor in tensors.values()):
-        raise ValueError(f"state {_get_shapes(tensors)}: [batch, ...] is needed")
-
-
-def _copy_wide(tensor: Tensor) -> Tensor:
+def copy_in_stored_dtype(tensor: Tensor) -> Tensor:
     """Return a detached copy in the dtype of stored states."""
     return tensor.detach().to(get_stored_dtype(tensor.dtype), copy=True)
 
@@ -288,5 +206,5 @@ def get_stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _get_shapes(tensors: Fields) -> dict[str, list[int]]:
+def get_shapes(tensors: Fields) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}

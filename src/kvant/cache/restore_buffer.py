@@ -1,6 +1,7 @@
-"""A cache of one sequence that is restored page by page, each written directly to its slot.
+"""A cache of one sequence that is restored page by page.
 
-A long prompt has hundreds of MiB: an extra copy would take as long as reading it.
+Each page is written directly to its slot. The pages of a long prompt have hundreds of MiB, so an
+extra copy of them would take as long as reading them.
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from threading import Condition
 
 import numpy as np
 
-from kvant.cache.advance import allocate_table, list_allocated_slots
 from kvant.cache.cache import Cache
-from kvant.cache.contents import ParsedSnapshot, parse_snapshot
-from kvant.cache.layer import PagedLayer
 from kvant.cache.page_set import (
     check_tail_shapes,
     get_page_shapes,
     iterate_storages,
     list_required_pages,
 )
-from kvant.cache.storage import Storage, copy_pages, find_runs, retile
+from kvant.cache.snapshot import ParsedSnapshot, parse_snapshot
+from kvant.cache.state import CacheState
+from kvant.cache.transitions import Transition
 from kvant.contracts import Fields, PagedTensors, Snapshot
 from kvant.errors import SnapshotMismatch
+from kvant.pages.advance import allocate_table, list_allocated_slots
+from kvant.pages.storage import Storage, copy_pages, find_runs, retile
 
 SideTensors = Mapping[str, PagedTensors]
 
@@ -31,22 +33,18 @@ SideTensors = Mapping[str, PagedTensors]
 def check_tail_state(template: Cache, length: int, tail_state: Snapshot) -> None:
     """Refuse a tail state that does not fit the layers of `template`.
 
-    `template` is a cache with tensors of the model.
+    `template` is a cache of the model whose layers have storages, so that shapes are known.
     """
-    contents = template.contents
-    shapes = {
-        group: get_page_shapes(template, group)
-        for group in range(len(template._tracker.layer_groups))
-    }
+    layout, external_states = template.state.layout, template.holder.external_states
+    shapes = {i: get_page_shapes(template, i) for i in range(len(layout.layer_groups))}
     check_tail_shapes(tail_state, shapes)
     counts = {
         group: len(pages)
         for group, pages in list_required_pages(template, length, tail_state).items()
     }
-    parsed = parse_snapshot(contents, tail_state, counts)
-    for name, leaf in contents.list_attention():
-        _check_geometry(name, leaf, parsed)
-    for name in (*dict(contents.list_recurrent()), *contents.collect_external_states()):
+    parsed = parse_snapshot(layout, external_states, tail_state, counts)
+    _check_geometries(template.state, parsed)
+    for name in (*(leaf.name for leaf in layout.recurrent), *external_states):
         if tail_state.numbers.get(f"{name}/now") != length:
             raise SnapshotMismatch(f"layer {name}: a state at another length than {length}")
         state = [
@@ -56,20 +54,22 @@ def check_tail_state(template: Cache, length: int, tail_state: Snapshot) -> None
             raise SnapshotMismatch(f"layer {name}: states of other than one sequence")
 
 
-def _check_geometry(name: str, leaf: PagedLayer, parsed: ParsedSnapshot) -> None:
-    geometry, storage = parsed.leaves[name].geometry, leaf.storage
-    if storage is not None and storage.geometry != geometry:
-        raise SnapshotMismatch(
-            f"layer {name}: rows of {geometry}, the layer has {storage.geometry}"
-        )
+def _check_geometries(state: CacheState, parsed: ParsedSnapshot) -> None:
+    """Refuse rows of other shapes than those that a layer has."""
+    for leaf in state.layout.attention:
+        geometry, storage = parsed.leaves[leaf.name].geometry, state.storages.get(leaf.index)
+        if storage is not None and storage.geometry != geometry:
+            raise SnapshotMismatch(
+                f"layer {leaf.name}: rows of {geometry}, the layer has {storage.geometry}"
+            )
 
 
 class RestoreBuffer:
     """A cache of one sequence, over the pools of another, that is filled page by page.
 
     Its slots are allocated at once. Until `finish` or `clear`, any thread may write pages, and
-    nothing reads them; the other cache may change meanwhile. Full pages of tokens that the other
-    cache has are shared, and not written.
+    nothing reads them; the other cache may change meanwhile. Full pages that the other cache
+    already has are shared with it, and not written.
     """
 
     def __init__(self, template: Cache, length: int, tail_state: Snapshot) -> None:
@@ -78,11 +78,12 @@ class RestoreBuffer:
             raise ValueError(f"a cache of {template.batch} sequences: one, or none, is needed")
         ranges = list_required_pages(template, length, tail_state)
         counts = {group: len(pages) for group, pages in ranges.items()}
-        parsed = parse_snapshot(template.contents, tail_state, counts)
+        state, external_states = template.state, template.holder.external_states
+        parsed = parse_snapshot(state.layout, external_states, tail_state, counts)
         self._allocate(template, length, parsed)
         # The tensors that pages are written to, by group and layer.
         self._targets: dict[int, dict[str, SideTensors]] = {
-            group: {name: storage.sides for name, storage in iterate_storages(self._cache, group)}
+            group: {n: storage.sides for n, storage in iterate_storages(self._cache.state, group)}
             for group in ranges
         }
         self._page_shapes = {group: get_page_shapes(self._cache, group) for group in ranges}
@@ -99,54 +100,46 @@ class RestoreBuffer:
 
     def _allocate(self, template: Cache, length: int, parsed: ParsedSnapshot) -> None:
         """Allocate memory, then the slots."""
-        tracker, contents = template._tracker, template.contents
-        for name, leaf in contents.list_attention():
-            _check_geometry(name, leaf, parsed)
-        external_states = {
-            name: external_state.fork()
-            for name, external_state in contents.collect_external_states().items()
-        }
-        for name, external_state in external_states.items():
-            external_state.prepare_restore(parsed.external_histories[name])()
-        prefixes = (
-            tracker.state.page_tables if template.length else (None,) * len(tracker.layer_groups)
-        )
+        state, layout = template.state, template.state.layout
+        _check_geometries(state, parsed)
+        prefixes = state.page_tables if template.length else (None,) * len(layout.layer_groups)
         storages: dict[int, Storage] = {}
-        with tracker.guard_counts():
-            for name, leaf in contents.list_attention():
-                parsed_layer, pools = parsed.leaves[name], tracker.pools[leaf.group]
-                storage = leaf.storage or Storage(leaf.spec, parsed_layer.geometry, leaf.tiles)
+        with state.pools.guard_counts():
+            for leaf in layout.attention:
+                parsed_layer, pools = parsed.leaves[leaf.name], state.pools[leaf.group]
+                storage = state.storages.get(leaf.index)
+                storage = storage or leaf.make_storage(parsed_layer.geometry)
                 storage.ensure_slots(
                     pools.open.predict_size(len(parsed_layer.open_page_rows)),
                     pools.sealed.predict_size(parsed_layer.num_sealed),
                 )
-                storages[leaf.leaf] = storage
-            self._page_tables = [
+                storages[leaf.index] = storage
+            self._page_tables = tuple(
                 allocate_table(
                     layer_group,
                     parsed.layer_groups[group].numbers,
-                    tracker.pools[group],
+                    state.pools[group],
                     prefixes[group],
                 )
-                for group, layer_group in enumerate(tracker.layer_groups)
-            ]
+                for group, layer_group in enumerate(layout.layer_groups)
+            )
             pairs = zip(self._page_tables, prefixes, strict=True)
             self._allocated_slots = [
                 list_allocated_slots(page_table, prefix) for page_table, prefix in pairs
             ]
-            allocated = list(enumerate(self._allocated_slots))
-            self._cache = template._make_sibling(
-                self._page_tables, tuple(parsed.histories), external_states, allocated
+            restored = CacheState(
+                layout, state.pools, self._page_tables, tuple(parsed.histories), storages
             )
-            self._cache._tracker.state.storages.update(storages)
-            lengths = self._cache._tracker.state.lengths | {
-                external_state.length for external_state in external_states.values()
-            }
-            if self._cache.batch != 1 or lengths != {length}:
-                raise SnapshotMismatch(
-                    f"{self._cache.batch} sequences of {sorted(lengths)} tokens: one of {length} "
-                    "is needed"
-                )
+            transition = Transition(restored, list(enumerate(self._allocated_slots)))
+            self._cache = template.make_sibling(transition, parsed.external_histories)
+        lengths = self._cache.state.lengths | {
+            external_state.length for external_state in self._cache.holder.external_states.values()
+        }
+        if self._cache.batch != 1 or lengths != {length}:
+            raise SnapshotMismatch(
+                f"{self._cache.batch} sequences of {sorted(lengths)} tokens: one of {length} "
+                "is needed"
+            )
 
     def __enter__(self) -> RestoreBuffer:
         return self
@@ -159,7 +152,7 @@ class RestoreBuffer:
     def clear(self) -> None:
         """Free the slots, also those of a finished cache."""
         with self._exclude_writers():
-            self._targets.clear()  # readers may keep this object alive for long
+            self._targets.clear()  # threads that read a store may keep this object alive for long
             self._cache.clear()
 
     def write_pages(self, group: int, page_numbers: range, pages: Fields) -> None:
@@ -177,7 +170,7 @@ class RestoreBuffer:
                 return
             self._num_writers += 1
         try:
-            self._copy_pages(group, page_numbers, pages)
+            self._copy_to_slots(group, page_numbers, pages)
         finally:
             with self._condition:
                 self._num_writers -= 1
@@ -188,10 +181,12 @@ class RestoreBuffer:
 
         `length` is all tokens, or a multiple of the page size of every group.
         """
-        tracker = self._cache._tracker
-        with self._exclude_writers(), tracker.lock:  # no thread may reallocate it meanwhile
+        with (
+            self._exclude_writers(),
+            self._cache.holder.lock,
+        ):  # no thread may reallocate tensors meanwhile
             for group, layers in self._targets.items():
-                for name, storage in iterate_storages(self._cache, group):
+                for name, storage in iterate_storages(self._cache.state, group):
                     if storage.sides is not layers[name]:
                         self._copy_moved_pages(group, layers[name], storage.sides)
             if length < self._cache.length:
@@ -209,7 +204,8 @@ class RestoreBuffer:
                 self._condition.wait()
             yield
 
-    def _copy_pages(self, group: int, page_numbers: range, pages: Fields) -> None:
+    def _copy_to_slots(self, group: int, page_numbers: range, pages: Fields) -> None:
+        """Copy pages into their slots, in runs of consecutive slots."""
         slots = np.array([self.missing_slots[group][number] for number in page_numbers], np.int64)
         seals = self._page_tables[group].layer_group.seals
         for source, target in find_runs(np.arange(len(slots)), slots):
@@ -224,7 +220,7 @@ class RestoreBuffer:
                         retile(key, buffer, None, stored.tiles, tensor[target])
 
     def _find_missing_slots(self, group: int, page_range: range) -> dict[int, int]:
-        """Return the slots of these pages, without the shared ones."""
+        """Return the slots of these pages, by page number, without the shared pages."""
         page_table, (open_slots, sealed_slots) = (
             self._page_tables[group],
             self._allocated_slots[group],
@@ -238,13 +234,13 @@ class RestoreBuffer:
         return {number: slot for number, slot, is_allocated in pages if is_allocated}
 
     def _fill_open_pages(
-        self, group: int, sides: SideTensors, layer_snapshot: Snapshot, separate_pages: range
+        self, group: int, sides: SideTensors, layer_snapshot: Snapshot, required_pages: range
     ) -> None:
         """Write the rows of open pages, except shared pages and pages still to come."""
         page_table, row = self._page_tables[group], 0
         page, seals = page_table.layer_group.page, page_table.layer_group.seals
         for number in page_table.list_open_pages()[1].tolist():
-            if number in separate_pages and not seals:
+            if number in required_pages and not seals:
                 continue
             count = min(int(page_table.seq_lens[0]) - number * page, page)
             slot = int(page_table.open_table[0, number])
@@ -255,7 +251,7 @@ class RestoreBuffer:
             row += count
 
     def _copy_moved_pages(self, group: int, old: SideTensors, new: SideTensors) -> None:
-        """Copy the pages written so far after the pool's tensors were reallocated."""
+        """Copy the pages written so far from the old tensors to those that replaced them."""
         open_slots, sealed_slots = self._allocated_slots[group]
         for side, stored in new.items():
             copy_pages({"open": old[side].open}, {"open": stored.open}, open_slots, open_slots)

@@ -39,7 +39,7 @@ class SequenceEntry:
     cache: Cache
     is_persistent: bool = False  # else it is removed if its first append fails
     nbytes: int = 0  # rows of a pending append included
-    measured_changes: int = 0  # `cache.num_changes` at the last measurement
+    measured_changes: int = 0  # `StateHolder.num_changes` at the last measurement
     request_length: int = 0  # length at the start of the current request
     owner: Thread | None = None  # writes to it, or has an incomplete forward
     lock_depth: int = 0  # nested write locks of the owner
@@ -67,7 +67,7 @@ class SequenceEntry:
     def measure(self) -> None:
         """Update `nbytes` if the cache has changed."""
         is_stable = self.lock_depth == 0 or self.is_owned_by_caller
-        num_changes = self.cache.num_changes
+        num_changes = self.cache.holder.num_changes
         if num_changes != self.measured_changes and (
             is_stable or self.measured_changes != APPEND_PENDING
         ):
@@ -82,7 +82,7 @@ class SequenceEntry:
     def confirm_append(self) -> None:
         """Confirm a pending append; the last layer needs a measurement, as a commit frees pages."""
         if not self.cache.is_complete:
-            self.measured_changes = self.cache.num_changes
+            self.measured_changes = self.cache.holder.num_changes
 
     @property
     def user_name(self) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvant.cache.cache import Cache
 from kvant.cache.sequence_table import BACKEND_STATS, EVENT_STATS, SequenceTable
 from kvant.contracts import Order, View
+from kvant.platform.sizes import as_bytes, format_size
 from kvant.recipes import AnySpec, LayerSpec, Prefill, SharedSpec
-from kvant.sizes import as_bytes, format_size
 from kvant.spec import as_spec, check_fitted, describe_spec
 
 
@@ -132,7 +132,7 @@ class Sequences:
         with self._table.lock_for_write(id) as sequence:
             cache = sequence.cache
             cache_layer = cache[layer]
-            if cache.has_appended(layer):  # an earlier forward has failed
+            if cache_layer.has_appended:  # an earlier forward has failed
                 cache.rollback()
             new_nbytes = (
                 cache_layer.nbytes_after_append(keys, values, **options) - cache_layer.nbytes

@@ -1,4 +1,4 @@
-"""Conversion of an attention layer to canonical rows and integers, and back.
+"""Snapshots: canonical rows and integers of a layer or a whole cache, taken and restored.
 
 Snapshots come from files, so they are untrusted. All integers and tensor shapes are compared with
 each other and with the recipe before anything is allocated. The memory of a restored layer is then
@@ -7,15 +7,21 @@ bounded by the size of the tensors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvant.cache.checks import is_row_dtype
-from kvant.cache.storage import Geometry, Storage, retile
-from kvant.contracts import Snapshot, Tiles
+from kvant.cache.layout import AttentionLeaf, CacheLayout
+from kvant.cache.recurrent import StateHistory, restore_history, snapshot_history
+from kvant.cache.state import CacheState
+from kvant.cache.transitions import Transition
+from kvant.contracts import ExternalState, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.page_table import (
     FIRST_OPEN,
@@ -30,6 +36,9 @@ from kvant.page_table import (
     LayerGroup,
     PageTable,
 )
+from kvant.pages.advance import allocate_table
+from kvant.pages.pool import CachePools
+from kvant.pages.storage import Geometry, Storage, retile
 from kvant.recipes import LayerSpec
 
 NUMBERS_KEY = "numbers"  # the tensor of `PageTable.numbers`
@@ -118,11 +127,9 @@ def parse_layer(
     return ParsedLayer(numbers, heads, geometry, open_page_rows, num_sealed)
 
 
-def restore_storage(
-    spec: LayerSpec, parsed: ParsedLayer, snapshot: Snapshot, tiles: Tiles | None
-) -> Storage:
+def restore_storage(leaf: AttentionLeaf, parsed: ParsedLayer, snapshot: Snapshot) -> Storage:
     """Return a new storage with the pages of a snapshot, in order."""
-    storage = Storage(spec, parsed.geometry, tiles)
+    storage = leaf.make_storage(parsed.geometry)
     storage.ensure_slots(len(parsed.open_page_rows), parsed.num_sealed)
     for name, stored in storage.sides.items():
         _fill_pages(stored.open, snapshot.tensors[f"{name}.open"], parsed.open_page_rows)
@@ -286,3 +293,124 @@ def _check_tensor(
 
 def _make_index(slots: Ints, device: torch.device) -> Tensor:
     return torch.from_numpy(slots).to(device)
+
+
+@dataclass(frozen=True)
+class ParsedSnapshot:
+    """The validated contents of a snapshot."""
+
+    layer_snapshots: Mapping[str, Snapshot]  # by leaf
+    leaves: Mapping[str, ParsedLayer]  # attention leaves with tokens
+    layer_groups: Mapping[int, ParsedLayer]  # one per group, in order; {}: no tokens
+    histories: Sequence[StateHistory]
+    external_histories: Mapping[str, Any]  # arguments of `prepare_restore`, by leaf
+
+
+def take_snapshot(
+    state: CacheState,
+    external_states: Mapping[str, ExternalState],
+    snapshot_rows: Callable[[AttentionLeaf], Snapshot],
+) -> Snapshot:
+    """Return a snapshot of all leaves, the rows of each by `snapshot_rows`."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, int] = {}
+    for name in state.layout.names:
+        leaf = state.layout.leaves.get(name)
+        if leaf is None:
+            part = external_states[name].shared_snapshot()
+        elif isinstance(leaf, AttentionLeaf):
+            part = snapshot_rows(leaf)
+        else:
+            part = snapshot_history(state.histories[leaf.history])
+        tensors |= {f"{name}/{key}": tensor for key, tensor in part.tensors.items()}
+        numbers |= {f"{name}/{key}": number for key, number in part.numbers.items()}
+    return Snapshot(tensors, numbers)
+
+
+def parse_snapshot(
+    layout: CacheLayout,
+    external_states: Mapping[str, ExternalState],
+    full_snapshot: Snapshot,
+    num_separate_pages: Mapping[int, int] | None = None,
+) -> ParsedSnapshot:
+    """Validate `full_snapshot` against the leaves of `layout`.
+
+    `num_separate_pages` counts the full pages of each group that are not in the snapshot.
+    """
+    layer_snapshots = _split_snapshot(full_snapshot, layout.names)
+    num_separate_pages = num_separate_pages or {}
+    leaves: dict[str, ParsedLayer] = {}
+    first_of_group: dict[int, ParsedLayer | None] = {}
+    histories: list[StateHistory] = []
+    external_histories: dict[str, Any] = {}
+    for name in layout.names:
+        leaf, part = layout.leaves.get(name), layer_snapshots[name]
+        try:
+            if leaf is None:
+                external_histories[name] = external_states[name].parse_snapshot(part)
+            elif not isinstance(leaf, AttentionLeaf):
+                histories.append(restore_history(leaf.spec, part))
+            else:
+                group, count = layout.layer_groups[leaf.group], num_separate_pages.get(leaf.group)
+                parsed = parse_layer(leaf.spec, group, part, count or 0)
+                if parsed is not None:
+                    leaves[name] = parsed
+                first = first_of_group.setdefault(leaf.group, parsed)
+                if (first is None) != (parsed is None) or (
+                    parsed and first and not parsed.matches_sequences(first)
+                ):
+                    raise SnapshotMismatch(
+                        "its sequences differ from those of a layer of the same kind"
+                    )
+        except SnapshotMismatch as error:
+            raise SnapshotMismatch(f"layer {name}: {error}") from None
+    groups = {
+        group: parsed_layer
+        for group, parsed_layer in sorted(first_of_group.items())
+        if parsed_layer is not None
+    }
+    if len(groups) not in (0, len(first_of_group)):
+        raise SnapshotMismatch("some layers have tokens, others none")
+    batch_sizes = {
+        len(parsed_layer.numbers) // parsed_layer.tables_per_sequence
+        for parsed_layer in groups.values()
+    }
+    batches = sorted(batch_sizes | ({history.batch for history in histories} - {0}))
+    if len(batches) > 1:
+        raise SnapshotMismatch(f"layers with batches of {batches}")
+    return ParsedSnapshot(layer_snapshots, leaves, groups, histories, external_histories)
+
+
+def restore_state(layout: CacheLayout, parsed: ParsedSnapshot) -> Transition:
+    """Return the state of a snapshot, in pools of its own."""
+    pools = CachePools(layout.layer_groups)
+    storages = {
+        leaf.index: restore_storage(
+            leaf, parsed.leaves[leaf.name], parsed.layer_snapshots[leaf.name]
+        )
+        for leaf in layout.attention
+        if leaf.name in parsed.leaves
+    }
+    page_tables = tuple(
+        allocate_table(
+            layout.layer_groups[group],
+            layer.numbers,
+            pools[group],
+            tables_per_sequence=layer.tables_per_sequence,
+        )
+        for group, layer in parsed.layer_groups.items()
+    )
+    state = CacheState(layout, pools, page_tables, tuple(parsed.histories), storages)
+    return Transition(state, state.list_table_slots())
+
+
+def _split_snapshot(snapshot: Snapshot, names: Sequence[str]) -> dict[str, Snapshot]:
+    """Split a snapshot by leaf."""
+    parts: dict[str, tuple[dict[str, Tensor], dict[str, int]]] = {n: ({}, {}) for n in names}
+    for index, entries in enumerate((snapshot.tensors, snapshot.numbers)):
+        for key, value in entries.items():
+            name, _, tensor_name = key.rpartition("/")
+            if name not in parts:
+                raise SnapshotMismatch(f"{key} belongs to none of the layers {short(list(names))}")
+            parts[name][index][tensor_name] = value  # type: ignore[assignment]
+    return {name: Snapshot(*pair) for name, pair in parts.items()}

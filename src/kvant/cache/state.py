@@ -1,26 +1,23 @@
-"""The state of a cache between two forwards, and the plans of the open forward, as one value.
+"""The committed state of a cache, as one immutable value.
 
-Every operation ends in one assignment of a new value, so all layers change together.
+Every operation computes another `CacheState`, and the cache adopts it by one assignment. So an
+exception, KeyboardInterrupt included, leaves the old state or the new one for all layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvant.cache.advance import Pools
-from kvant.cache.storage import Storage
-from kvant.page_table import AppendPlan, Ints, PageTable
-
-if TYPE_CHECKING:
-    from kvant.cache.recurrent import StateHistory
-
-Slots = tuple[Ints, Ints]  # of open and of sealed pages
-RetiredSlots = tuple[int, Slots]  # layer group, slots
+from kvant.cache.layout import CacheLayout
+from kvant.cache.recurrent import StateHistory
+from kvant.page_table import Ints, PageTable
+from kvant.pages.pool import CachePools, GroupSlots
+from kvant.pages.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -51,47 +48,66 @@ class PruningQueries:
         )
 
     def select(self, sequences: Ints, removed_columns: int) -> PruningQueries:
-        """Return the queries of some sequences, whose first `removed_columns` are removed."""
+        """Return the queries of some sequences, after removal of their first `removed_columns`."""
         queries = self.queries[torch.from_numpy(sequences)]
         return replace(self, queries=queries, num_columns=self.num_columns - removed_columns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CacheState:
-    """The committed page tables, one per layer group, and the plans of an open forward.
+    """What a cache holds between two forwards: integers, and references to tensors."""
 
-    A forward appends to the layers in turn:
-
-        layers appended        state
-        none                   no forward is open
-        some                   `plans` per group; `appended_leaves` and `new_histories` per layer
-        all                    committed: a new CacheState with the tables of the plans
-        some, then the first   the forward has failed: it is rolled back, and another one begins
-    """
-
-    pools: tuple[Pools, ...]  # by group
+    layout: CacheLayout
+    pools: CachePools
     page_tables: tuple[PageTable, ...] = ()  # by group; (): before the first rows
     histories: tuple[StateHistory, ...] = ()  # of recurrent layers
-    storages: dict[int, Storage] = field(default_factory=dict)  # by leaf; shared with other caches
-    plans: dict[int, AppendPlan] = field(default_factory=dict)  # by group
-    retired_slots: tuple[RetiredSlots, ...] = ()  # freed before the next allocation
-    appended_leaves: set[int] = field(default_factory=set)  # layers with rows of the open forward
-    new_histories: dict[int, StateHistory] = field(default_factory=dict)  # by index in `histories`
+    storages: Mapping[int, Storage] = field(default_factory=dict)  # by leaf; other caches share it
+    retired_slots: tuple[GroupSlots, ...] = ()  # freed before the next forward
     unreported_length: int | None = None  # a committed length still to report to external states
-    pruning_queries: dict[int, PruningQueries] = field(default_factory=dict)  # by leaf
+    pruning_queries: Mapping[int, PruningQueries] = field(default_factory=dict)  # by leaf
     has_unpruned_prompt: bool = False  # a prompt was appended since the last prune
+    num_ended_forwards: int = 0  # committed, rolled back or overtaken by another operation
+
+    @classmethod
+    def make_empty(cls, layout: CacheLayout, pools: CachePools | None = None) -> CacheState:
+        """Return the state of a cache without tokens; by default with pools of its own."""
+        return cls(
+            layout,
+            pools or CachePools(layout.layer_groups),
+            histories=tuple(StateHistory() for _ in layout.recurrent),
+        )
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences; 0 before the first rows."""
+        return self.page_tables[0].batch if self.page_tables else 0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences differ in length even with padding counted, as after a merge."""
+        return bool(self.page_tables) and self.page_tables[0].ragged  # groups have equal sequences
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether no column has been appended since the cache was created or reset."""
+        return not any(page_table.num_columns for page_table in self.page_tables)
 
     @cached_property
     def lengths(self) -> set[int]:
         """The numbers of columns of all layers, normally a single one."""
-        lengths = set[int]()
-        for page_table in self.page_tables:
-            lengths.add(page_table.num_columns)
+        lengths = {page_table.num_columns for page_table in self.page_tables}
         for history in self.histories:
             lengths.add(history.current.length)
         return lengths
 
     @cached_property
     def length(self) -> int:
-        """Tokens of the longest sequence that all layers have."""
+        """The number of columns that all layers have: the tokens of the longest sequence."""
         return min(self.lengths, default=0)
+
+    def list_table_slots(self) -> list[GroupSlots]:
+        """Return the slots of the page tables, by group."""
+        return [
+            (group, (table.list_open_slots(), table.list_sealed_slots()))
+            for group, table in enumerate(self.page_tables)
+        ]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvant.cache.advance import Pools
 from kvant.cache.cache import Cache
+from kvant.cache.state import CacheState
 from kvant.page_table import Bools, LayerGroup
+from kvant.pages.pool import Pools
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class CacheUsage:
         Only layers without a window count: pages of a window are released later.
         """
         shared: dict[LayerGroup, tuple[int, int]] = {}
-        tracker = cache._tracker
-        if any(a.open is not b.open for a, b in zip(tracker.pools, self.pools, strict=False)):
+        state = cache.state
+        if any(a.open is not b.open for a, b in zip(state.pools, self.pools, strict=False)):
             return shared
-        for group, page_table in zip(tracker.layer_groups, tracker.state.page_tables, strict=True):
+        for page_table in state.page_tables:
+            group = page_table.layer_group
             if group.window is None and group in self.slot_masks:
                 num_tokens = min(length, int(page_table.seq_lens[sequence]))
                 if group.seals:
@@ -62,21 +64,14 @@ def measure_usage(caches: Sequence[Cache]) -> CacheUsage:
     if not caches:
         return CacheUsage(0, 0, (), (), (), {}, ())
     slot_masks: dict[LayerGroup, tuple[Bools, Bools]] = {}
-    tracker = caches[0]._tracker
-    with tracker.guard_counts():
-        for group, pools in enumerate(tracker.pools):
-            leaves = [
-                leaf for _, leaf in caches[0].contents.list_attention() if leaf.group == group
-            ]
-            storages = [leaf.storage for leaf in leaves if leaf.storage is not None]
-            sizes = (
-                sum(storage.open_nbytes for storage in storages),
-                sum(storage.sealed_nbytes for storage in storages),
-            )
+    state = caches[0].state
+    with state.pools.guard_counts():
+        for group, pools in enumerate(state.pools):
+            sizes = _get_slot_nbytes(state, group)
             in_use = []
             for pool, size in zip((pools.open, pools.sealed), sizes, strict=True):
                 pool.collect_orphans()
-                slots_by_cache = [np.unique(cache._tracker.list_slots(pool)) for cache in caches]
+                slots_by_cache = [np.unique(cache.holder.list_slots(pool)) for cache in caches]
                 counts = np.zeros(pool.size, np.int64)  # caches per slot
                 for slots in slots_by_cache:
                     counts[slots] += 1
@@ -88,7 +83,7 @@ def measure_usage(caches: Sequence[Cache]) -> CacheUsage:
                     unique[number] += size * int((counts[slots] == 1).sum())
                     proportional[number] += size * float((1 / counts[slots]).sum())
                     has_outside_users[number] |= bool(has_others[slots][counts[slots] == 1].any())
-            slot_masks[tracker.layer_groups[group]] = in_use[0], in_use[1]
+            slot_masks[state.layout.layer_groups[group]] = in_use[0], in_use[1]
     return CacheUsage(
         nbytes,
         freeable,
@@ -96,11 +91,38 @@ def measure_usage(caches: Sequence[Cache]) -> CacheUsage:
         tuple(proportional),
         tuple(has_outside_users),
         slot_masks,
-        tracker.pools,
+        tuple(state.pools),
+    )
+
+
+def measure_pools(cache: Cache) -> dict[str, int]:
+    """Return the bytes of pages in the pools of a cache: held, the shared part of it, and free."""
+    held = shared = free = 0
+    state = cache.state
+    with state.pools.guard_counts():  # other threads may take slots
+        for group, pools in enumerate(state.pools):
+            for pool, size in zip(pools, _get_slot_nbytes(state, group), strict=True):
+                pool.collect_orphans()
+                held += size * (pool.size - pool.num_free)
+                shared += size * int((pool.ref_counts > 1).sum())
+                free += size * pool.num_free
+    return {"nbytes_held": held, "nbytes_shared": shared, "nbytes_free": free}
+
+
+def _get_slot_nbytes(state: CacheState, group: int) -> tuple[int, int]:
+    """Return the bytes of an open and of a sealed slot, over all layers of a group."""
+    storages = [
+        state.storages[leaf.index]
+        for leaf in state.layout.attention
+        if leaf.group == group and leaf.index in state.storages
+    ]
+    return (
+        sum(storage.open_nbytes for storage in storages),
+        sum(storage.sealed_nbytes for storage in storages),
     )
 
 
 def _count_state_nbytes(cache: Cache) -> int:
     """Return the bytes of recurrent states, which caches do not share."""
-    nbytes = sum(leaf.nbytes for _, leaf in cache.contents.list_recurrent())
-    return nbytes + sum(state.nbytes for state in cache.external_states)
+    nbytes = sum(history.nbytes for history in cache.state.histories)
+    return nbytes + sum(state.nbytes for state in cache.holder.external_states.values())

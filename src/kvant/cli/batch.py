@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from kvant import checkpoints, malloc
+from kvant import checkpoints
 from kvant.cli import options
 from kvant.cli.options import (
     check_backend,
@@ -28,10 +28,11 @@ from kvant.cli.options import (
     read_text,
 )
 from kvant.cli.session import attach_model, open_prefixes, print_note
-from kvant.devices import check_device, check_dtype
 from kvant.errors import name_path
-from kvant.progress import ProgressBar
-from kvant.sizes import format_count, parse_size
+from kvant.platform import malloc
+from kvant.platform.devices import check_device, check_dtype
+from kvant.platform.progress import ProgressBar
+from kvant.platform.sizes import format_count, parse_size
 from kvant.spec.auto import check_spec_or_auto
 
 if TYPE_CHECKING:

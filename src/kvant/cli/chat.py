@@ -28,9 +28,9 @@ from kvant.cli.session import (
     read_spec,
 )
 from kvant.errors import CacheError
-from kvant.exit_codes import print_error
-from kvant.progress import ProgressBar
-from kvant.sizes import format_count, format_size
+from kvant.platform.exit_codes import print_error
+from kvant.platform.progress import ProgressBar
+from kvant.platform.sizes import format_count, format_size
 
 if TYPE_CHECKING:
     from kvant.generation import Session

@@ -16,9 +16,9 @@ from rich.table import Table
 from typer import Option
 
 from kvant.cli import options
-from kvant.devices import describe_processor, list_slow_dtypes
-from kvant.sizes import format_size
-from kvant.tables import make_table
+from kvant.platform.devices import describe_processor, list_slow_dtypes
+from kvant.platform.sizes import format_size
+from kvant.platform.tables import make_table
 
 EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "gpu")
 LABEL_WIDTH = 19  # characters; the same in both tables, so that they look like one

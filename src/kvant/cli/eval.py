@@ -14,10 +14,10 @@ from kvant import checkpoints
 from kvant.cli import options
 from kvant.cli.options import check_writable, read_text
 from kvant.errors import name_path
-from kvant.progress import ProgressBar
-from kvant.sizes import format_size
+from kvant.platform.progress import ProgressBar
+from kvant.platform.sizes import format_size
+from kvant.platform.tables import make_table
 from kvant.spec import check_words, split_specs
-from kvant.tables import make_table
 
 if TYPE_CHECKING:
     from kvant.eval.result import EvaluationResult

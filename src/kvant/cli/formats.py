@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from kvant.cli import options
-from kvant.sizes import format_size
+from kvant.platform.sizes import format_size
+from kvant.platform.tables import make_table
 from kvant.spec.auto import check_spec_or_auto, is_auto
 from kvant.spec.formats import SideFormat, parse_format
 from kvant.spec.options import parse_options
 from kvant.spec.word_list import AUTO_WORD, FORMAT_WORDS, OPTION_WORDS, SpecWord
-from kvant.tables import make_table
 
 if TYPE_CHECKING:
     from kvant.planner import Plan

@@ -12,10 +12,10 @@ from typer import Argument, Option
 
 from kvant.checkpoints import load_config, make_meta_model
 from kvant.cli import options
+from kvant.platform.sizes import format_count, format_size
+from kvant.platform.tables import make_table
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
-from kvant.sizes import format_count, format_size
 from kvant.spec import format_codecs
-from kvant.tables import make_table
 
 if TYPE_CHECKING:
     from kvant.cache.files import CacheFileHeader, FileTensor

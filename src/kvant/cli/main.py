@@ -1,4 +1,4 @@
-"""The `kvant` command and its subcommands. kvant.exit_codes maps their errors to exit codes.
+"""The `kvant` command and its subcommands. exit_codes maps their errors to exit codes.
 
 `kvant bench NAME` runs `main` of `kvant.bench.NAME`, with its options. Commands import torch only
 to compute, so that help and errors in options appear at once.
@@ -23,7 +23,7 @@ from kvant.cli.plan import plan
 from kvant.cli.run import run
 from kvant.cli.serve import serve
 from kvant.cli.store import store
-from kvant.exit_codes import run_app
+from kvant.platform.exit_codes import run_app
 
 BENCHES = {  # the first line of each benchmark's help
     "append": "Time one appended token: one layer, bf16, batch 1.",

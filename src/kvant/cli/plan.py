@@ -16,18 +16,18 @@ from typer import Option
 from kvant import demo
 from kvant.checkpoints import load_config, read_config
 from kvant.cli import options
+from kvant.platform.sizes import format_size, parse_size
+from kvant.platform.tables import make_table
 from kvant.recipes import iterate_attention
 from kvant.retention import KeepAll
-from kvant.sizes import format_size, parse_size
 from kvant.spec.auto import check_spec_or_auto, is_auto
-from kvant.tables import make_table
 
 if TYPE_CHECKING:
     import torch
 
-    from kvant.contracts import Retention
     from kvant.models.shapes import LayerShape
     from kvant.planner import Plan
+    from kvant.retention import Retention
 
 RAW = "raw"
 PLANNED_FORMATS = (

@@ -22,7 +22,7 @@ from kvant.cli.session import (
     open_prefixes,
     print_note,
 )
-from kvant.progress import ProgressBar
+from kvant.platform.progress import ProgressBar
 
 if TYPE_CHECKING:
     from kvant.generation import Session

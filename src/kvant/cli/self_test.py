@@ -11,8 +11,13 @@ from kvant.attention import attend
 from kvant.attention.dispatch import BACKENDS
 from kvant.cache import Cache
 from kvant.contracts import View
-from kvant.packed_matrix import MAX_KERNEL_ROWS, PackedMatrix, SummationOrder, explain_refusal
-from kvant.sizes import format_size
+from kvant.platform.sizes import format_size
+from kvant.weights.packed_matrix import (
+    MAX_KERNEL_ROWS,
+    PackedMatrix,
+    SummationOrder,
+    explain_refusal,
+)
 
 TESTED_FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
 HEADS, TOKENS, DIM = 2, 300, 64  # of the test cache

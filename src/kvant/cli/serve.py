@@ -11,8 +11,8 @@ from kvant import checkpoints
 from kvant.cli import options
 from kvant.cli.options import check_backend, check_readable, check_stores
 from kvant.cli.session import attach_model, open_prefixes, print_note
-from kvant.devices import check_device, check_dtype
-from kvant.sizes import parse_size
+from kvant.platform.devices import check_device, check_dtype
+from kvant.platform.sizes import parse_size
 from kvant.spec.auto import check_spec_or_auto
 
 DefaultMaxNewTokens = Annotated[int, Option(min=1, help="Default limit on generated tokens.")]

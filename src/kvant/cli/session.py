@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvant import checkpoints, malloc
+from kvant import checkpoints
 from kvant.cli.options import (
     check_backend,
     check_readable,
@@ -22,13 +22,14 @@ from kvant.cli.options import (
     check_transcript,
     merge_spec,
 )
-from kvant.devices import check_device, check_dtype, warn_of_slow_weights
-from kvant.progress import ProgressBar
+from kvant.platform import malloc
+from kvant.platform.devices import check_device, check_dtype, warn_of_slow_weights
+from kvant.platform.progress import ProgressBar
+from kvant.platform.sizes import format_count, format_size, parse_size
+from kvant.platform.tables import make_table
 from kvant.recipes import AnySpec
-from kvant.sizes import format_count, format_size, parse_size
 from kvant.spec import describe_spec
 from kvant.spec.auto import check_spec_or_auto, is_auto
-from kvant.tables import make_table
 
 if TYPE_CHECKING:
     from kvant.generation import Session, Step
@@ -156,7 +157,7 @@ class SessionOptions:
     def _pack_model(self, model: Any) -> Any:
         """Pack the weights in place unless --no-pack, and return the model."""
         if self.pack:
-            from kvant.weights import pack
+            from kvant.weights.packing import pack
 
             pack(model)
         return model
@@ -352,7 +353,7 @@ def describe_memory(session: Session) -> str:
 
     cache = session.stats()
     length, nbytes = cache["length"], cache["nbytes"]
-    decoder = cast("TransformersDecoder", session.prefiller.decoder)
+    decoder = cast("TransformersDecoder", session.loop.prefiller.decoder)
     raw_nbytes = plan(decoder.model, "raw", context=length).nbytes if length else 0
     if not raw_nbytes:
         return format_size(nbytes)

@@ -17,9 +17,9 @@ from typer import Argument, Exit, Option
 
 from kvant.cli import options
 from kvant.errors import BlobError, StoreError
-from kvant.progress import ProgressBar
-from kvant.sizes import format_count, format_size, parse_size
-from kvant.tables import make_table
+from kvant.platform.progress import ProgressBar
+from kvant.platform.sizes import format_count, format_size, parse_size
+from kvant.platform.tables import make_table
 
 if TYPE_CHECKING:
     from kvant.stores import BlobInfo, FolderStore

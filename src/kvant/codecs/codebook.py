@@ -43,7 +43,7 @@ def compute_levels(bits: int, dim: int) -> Floats:
     """Return the 2**bits levels, ascending and symmetric, as a read-only array."""
     half = np.linspace(0.1, 2.0, 2 ** (bits - 1))
     while True:
-        t, weight = _compute_quadrature(half, dim)
+        t, weight = compute_quadrature(half, dim)
         better = (weight * t).sum(axis=1) / weight.sum(axis=1)
         moved = np.abs(better - half).max()
         half = better
@@ -61,39 +61,7 @@ def compute_boundaries(bits: int, dim: int) -> Floats:
     return boundaries
 
 
-def compute_mse(bits: int, dim: int) -> float:
-    """Return the expected squared error of a coordinate of unit variance."""
-    half, t, weight = _compute_cells(bits, dim)
-    return float((weight * (t - half) ** 2).sum())
-
-
-def compute_corrected_mse(bits: int, dim: int) -> float:
-    """Return the expected squared error with the scale of each row fitted by least squares.
-
-    Over a row u let h be the mean of c (u - c) and Q that of c^2. The fit leaves
-    1 - (Q + h)^2 / Q, and E[h] = 0, so it gains E[h^2 / Q]: to leading order Var(h) / E[Q].
-    Since |u| is fixed, h varies only by the residual of regressing c (u - c) on u^2. The
-    neglected terms are of order 1/d^2: 1.2% of the whole at d = 16, 0.3% at 64.
-    """
-    half, t, weight = _compute_cells(bits, dim)
-    gain, square = half * (t - half), t**2 - 1
-    slope = (weight * gain * square).sum() / (weight * square**2).sum()
-    residual = gain - (weight * gain).sum() - slope * square
-    error = compute_mse(bits, dim)
-    return error - float((weight * residual**2).sum()) / (dim * (1 - error))
-
-
-def _compute_cells(bits: int, dim: int) -> tuple[Floats, Floats, Floats]:
-    """Return the positive levels as a column, and quadrature points of their cells.
-
-    The weights of the points sum to 1.
-    """
-    half = compute_levels(bits, dim)[2 ** (bits - 1) :]
-    t, weight = _compute_quadrature(half, dim)
-    return half[:, None], t, weight / weight.sum()
-
-
-def _compute_quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
+def compute_quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
     """Return quadrature points of each positive level's cell, [levels, nodes], and weights."""
     top = min(np.sqrt(dim), DENSITY_CUTOFF)
     edges = np.concatenate(([0.0], (half[1:] + half[:-1]) / 2, [top]))

@@ -1,8 +1,9 @@
 """Run the sequences of one model over shared pools: prefill in chunks, decode in one batch.
 
-Decoding sequences are merged under one cache (`kvant.merge`). Each other sequence has its own cache
-over the same pools. When a sequence joins or leaves the batch, only page tables change; no page is
-copied. If the model's attention does not support different lengths, each sequence is decoded alone.
+Decoding sequences are merged under one cache (`kvant.merge`). Every other sequence has its own
+cache over the same pools. When a sequence joins or leaves the batch, only page tables change; no
+page is copied. If the model's attention does not support different lengths, each sequence is
+decoded alone.
 
 On a GPU, a decode replays a graph. Graphs are captured for some batch sizes; other batches are
 padded with idle sequences of a few meaningless tokens.
@@ -24,15 +25,16 @@ from torch import Tensor
 
 from kvant.cache import merge
 from kvant.cache.files import save
-from kvant.cache.usage import CacheUsage
-from kvant.capture import ReplayBuffers
+from kvant.cache.usage import CacheUsage, measure_pools
 from kvant.engine.memory import MAX_IDLE_TOKENS
 from kvant.errors import UnsupportedView
 from kvant.generation import TransformersDecoder
-from kvant.hf import Replayer, SupportLevel, TransformersCache, load_cache
+from kvant.hf import SupportLevel, TransformersCache, load_cache
 from kvant.page_table import LayerGroup
 from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes, PrefixNamespace
+from kvant.prefixes.memory import EvictionRules
 from kvant.recipes import CacheSpec
+from kvant.replay import ReplayBuffers, Replayer
 
 log = logging.getLogger("kvant")
 
@@ -85,7 +87,7 @@ class Batch:
         self._namespace = prefixes.open_namespace(
             self.decoder.model, self._empty_cache, WEIGHTS_CHECK_INTERVAL_S
         )
-        if (pool_cache := self._namespace.pool_cache) is not None:
+        if (pool_cache := self._namespace.pools.cache) is not None:
             pool_cache = pool_cache.fork()
             pool_cache.backend = self._empty_cache.backend
             self._empty_cache = pool_cache
@@ -98,30 +100,30 @@ class Batch:
     @property
     def has_unwritten_prefixes(self) -> bool:
         """Whether prefixes have pending store writes."""
-        return self._namespace is not None and self._namespace.has_unwritten
+        return self._namespace is not None and self._namespace.pools.has_unwritten
 
     def flush_store(self, seconds: float) -> None:
         """Wait `seconds` at most for pending store writes; for any thread."""
-        if self._namespace is not None:
-            self._namespace.prefixes.flush(seconds)
+        if self._namespace is not None and self._namespace.memory.prefix_store is not None:
+            self._namespace.memory.prefix_store.flush(seconds)
 
     def prepare_store_lookup(
         self, sequence: EngineSequence, deadline: LookupDeadline
     ) -> Callable[[], PendingRestore | None]:
         """Return a function that looks up a prompt in a store, to be called in another thread."""
         namespace = self._find_namespace(sequence)
-        assert namespace is not None
-        # Blobs are untrusted: their shapes are compared with those that a forward of one token has.
+        lookup = None if namespace is None else namespace.open_store_lookup()
+        assert lookup is not None
+        # Stores are untrusted: the shapes of blobs are compared with those of a one-token forward.
         if not self._empty_cache.has_shapes:
             self.prefill(EngineSequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or self._empty_cache).fork()
-        tokens, reader = list(sequence.tokens), namespace.fork()
-        num_cached = base_cache.length
+        tokens, num_cached = list(sequence.tokens), base_cache.length
         deadline.allocate(lambda: base_cache)
 
         def look_up() -> PendingRestore | None:
             try:
-                return reader.look_up_store(tokens, base_cache, num_cached, deadline)
+                return lookup.run(tokens, base_cache, num_cached, deadline)
             finally:
                 deadline.release(base_cache)  # at once: its pages may be needed
 
@@ -137,7 +139,7 @@ class Batch:
         namespace, num_before = self._find_namespace(sequence), self.count_tokens(sequence)
         assert namespace is not None
         restored = restore.restored
-        length = namespace.count_usable_tokens(restore.keys, restored, len(sequence.tokens) - 1)
+        length = namespace.count_usable_tokens(restore, len(sequence.tokens) - 1)
         if length <= num_before:
             return num_before
         if sequence.cache is not None:
@@ -173,7 +175,7 @@ class Batch:
         """Return the expected seconds of a prefill; infinity before the first measurement."""
         if self._namespace is None:
             return math.inf
-        return self._namespace.estimate_prefill_seconds(count)
+        return self._namespace.pools.estimate_prefill_seconds(count)
 
     def match_prefix(
         self, sequence: EngineSequence, branch_points: Sequence[int]
@@ -194,7 +196,7 @@ class Batch:
     def record_lookup(self, num_prompt_tokens: int, num_cached: int) -> None:
         """Count prompt tokens, and those found in the cache."""
         if self._namespace is not None:
-            self._namespace.record_lookup(num_prompt_tokens, num_cached)
+            self._namespace.memory.record_lookup(num_prompt_tokens, num_cached)
 
     def insert_prefix(self, sequence: EngineSequence) -> None:
         """Insert the tokens of a sequence into the prefixes, if it has any."""
@@ -212,19 +214,19 @@ class Batch:
     def evict_prefixes(
         self, nbytes: int, *, include_unwritten: bool = False, include_used: bool = False
     ) -> bool:
-        """Evict prefixes of `nbytes` bytes, or all if smaller; return whether any was evicted.
+        """Evict prefixes until `nbytes` are freed or none is left; return whether any was evicted.
 
         Prefixes in use, and those with pending store writes, are evicted only if included.
         """
         if self._namespace is None:
             return False
-        return self._namespace.evict(
-            nbytes, include_unwritten=include_unwritten, include_used=include_used
-        )
+        rules = EvictionRules(include_unwritten, include_used)
+        namespace = self._namespace
+        return namespace.memory.evict(nbytes, namespace.pools, rules).num_entries > 0
 
     def measure_prefixes(self) -> CacheUsage | None:
         """Measure the memory of prefixes; None if prefixes are off."""
-        return None if self._namespace is None else self._namespace.measure()
+        return None if self._namespace is None else self._namespace.pools.measure()
 
     def count_shared_pages(
         self, sequence: EngineSequence, length: int, usage: CacheUsage
@@ -240,11 +242,16 @@ class Batch:
 
     def stats(self, sequences: Sequence[EngineSequence]) -> dict[str, int]:
         """Return the bytes of the pools, and of the recurrent states of `sequences`."""
-        pools, nbytes_states = self._empty_cache.states.measure_pools(), 0
-        if self._empty_cache.states.external_states:  # otherwise, hold no reference to caches
+        pools, nbytes_states = measure_pools(self._empty_cache.states), 0
+        # Without such states, make no references to caches: they would delay freeing.
+        if self._empty_cache.states.holder.external_states:
             caches = {self._batch_cache, *(sequence.cache for sequence in sequences)}
-            states = [cache.states.external_states for cache in caches if cache is not None]
-            nbytes_states = sum(state.nbytes for layers in states for state in layers)
+            nbytes_states = sum(
+                state.nbytes
+                for cache in caches
+                if cache is not None
+                for state in cache.states.holder.external_states.values()
+            )
         return pools | {"nbytes_states": nbytes_states}
 
     def prefill(self, sequence: EngineSequence, count: int) -> Tensor:
@@ -253,7 +260,7 @@ class Batch:
         begin = cache.length
         with cache.prompt_mode():
             logits = self.decoder.compute_logits(sequence.tokens[begin : begin + count], cache)[-1]
-        cache.states.free_retired_pages()
+        cache.states.holder.free_retired_pages()
         sequence.cache = cache
         if sequence.num_prefilled == begin:
             sequence.num_prefilled += count
@@ -272,7 +279,7 @@ class Batch:
             except UnsupportedView as error:
                 self._disable_batching(error)
             except Exception as error:
-                text = repr(error)  # a handler may store the error, and with it our caches
+                text = repr(error)  # a log handler may store the error, and with it our caches
                 log.warning("batch of %d sequences failed: %s: one by one", len(sequences), text)
         rows, errors = list[Tensor](), dict[int, Exception]()
         for index, sequence in enumerate(sequences):
@@ -332,10 +339,7 @@ class Batch:
     @property
     def _has_pools(self) -> bool:
         """Whether pools exist; page sizes are known only once rows were stored."""
-        return any(
-            leaf.storage is not None
-            for _, leaf in self._empty_cache.states.contents.list_attention()
-        )
+        return bool(self._empty_cache.states.state.storages)
 
     def _find_namespace(self, sequence: EngineSequence) -> PrefixNamespace | None:
         """Return the namespace of a sequence's salt; None if prefixes are off."""
@@ -392,7 +396,7 @@ class Batch:
         positions = [len(sequence.tokens) - 1 for sequence in sequences]
         with _rewind_on_error(cache):
             logits = self.decoder.compute_batch_logits(tokens, positions, cache, replayer)
-        cache.states.free_retired_pages()
+        cache.states.holder.free_retired_pages()
         return logits
 
     @property
@@ -465,7 +469,7 @@ def pad_batch_size(num_sequences: int) -> int:
 
 
 def max_idle(max_sequences: int) -> int:
-    """Return the maximum of idle sequences for up to `max_sequences`, plus their template."""
+    """Return the most idle sequences that up to `max_sequences` need, plus their template."""
     return 1 + max((pad_batch_size(n) - n for n in range(1, max_sequences + 1)), default=0)
 
 
@@ -473,7 +477,7 @@ def max_idle(max_sequences: int) -> int:
 def _rewind_on_error(cache: TransformersCache) -> Iterator[None]:
     """Rewind the cache to its length if the forward fails."""
     length = cache.length
-    if cache.states.external_states:  # models update them in place
+    if cache.states.holder.external_states.values():  # models update them in place
         cache.checkpoint()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Choose the size of prefill chunks from measured times, so that decodes are not delayed."""
+"""Choose the size of prefill chunks from measured times, to limit the delay of decodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ CHUNK_TIME_TOLERANCE = 1.1
 
 
 class ChunkSizer:
-    """A fit of seconds = a + b * count + c * count * (num_computed + count / 2) to chunks."""
+    """Choose chunks by predicted times, which are fitted to measured ones.
+
+    The fit is seconds = a + b * count + c * count * (num_computed + count / 2).
+    """
 
     def __init__(
         self, max_chunk: int, *, supports_chunks: bool = True, fixed_size: bool = False
@@ -48,8 +51,8 @@ class ChunkSizer:
             return 0.0
         scale = np.sqrt(np.diag(self._normal_matrix)).clip(1e-12)
         ridge = self._normal_matrix / np.outer(scale, scale) + 1e-6 * np.eye(3)
-        weights = np.linalg.solve(ridge, self._normal_vector / scale) / scale
-        return float(_make_features(count, num_computed) @ weights.clip(0.0))
+        coefficients = np.linalg.solve(ridge, self._normal_vector / scale) / scale
+        return float(_make_features(count, num_computed) @ coefficients.clip(0.0))
 
     def record_time(self, count: int, num_computed: int, seconds: float) -> None:
         """Add a measured chunk, weighted by 1 / seconds: the fit minimizes relative errors."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -19,12 +19,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread, current_thread
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from kvant import openmp, weights
-from kvant.devices import warn_of_slow_weights
 from kvant.engine.batch import Batch, EngineSequence, max_idle
 from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.memory import MemoryModel
@@ -33,7 +31,6 @@ from kvant.engine.prefix_reuse import PrefixReuse, make_own_prefixes
 from kvant.engine.request import (
     ChoiceOfRequest,
     Request,
-    check_biases,
     check_counts,
     clear_traceback_frames,
     sample_tokens,
@@ -54,28 +51,30 @@ from kvant.engine.stream import Stream
 from kvant.errors import CacheError, EngineError
 from kvant.generation.conversation import (
     Prompt,
-    encode_text,
-    find_prompt_branch_points,
-    resolve_prompt,
+    encode_prompt,
+    find_branch_points,
 )
 from kvant.generation.decoder import TransformersDecoder, make_decoder
-from kvant.generation.grammar import Grammar, compile_grammar
+from kvant.generation.grammar import make_matcher
 from kvant.generation.loop import Step
 from kvant.generation.sampling import Sampler
-from kvant.generation.settings import Sampling, StopConditions
+from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
 from kvant.hf import attach, detach, get_attachments
 from kvant.planner import plan
+from kvant.platform import openmp
+from kvant.platform.devices import warn_of_slow_weights
+from kvant.platform.sizes import as_bytes, format_size
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.renamed import RenamedAttribute
-from kvant.sizes import as_bytes, format_size
 from kvant.spec import describe_spec
 from kvant.stores import Store
+from kvant.weights import packing as weights
 
 log = logging.getLogger("kvant")
 
 MAX_PREFILL_CHUNK = 512  # tokens
-MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a prefill chunk may delay decodes
+MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # by which a prefill chunk may delay decodes
 
 
 class Engine:
@@ -115,9 +114,9 @@ class Engine:
         """Limit all caches to `max_bytes` (or "2GiB"), and decodes to `max_sequences` at a time.
 
         `overcommit` admits up to this multiple of the bytes; what does not fit is swapped to files.
-        Each of up to 4 prompts that prefill delays the tokens of others by about `chunk_seconds`.
+        A prefill delays each token of others by about `chunk_seconds`; several, by up to 4 times.
         `pack` packs 16-bit weights on a CPU until the engine is closed. `prefixes` count within
-        `max_bytes` and are evicted if needed. A `store` makes prefixes for this engine alone.
+        `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
         """
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
@@ -150,10 +149,10 @@ class Engine:
             fixed_size=prefixes is not None and prefixes.exact,
         )
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
-        chunk, spare = self._chunk_sizer.max_chunk, 0 if model.device.type == "cpu" else 8
+        chunk, divisor = self._chunk_sizer.max_chunk, 0 if model.device.type == "cpu" else 8
         num_idle = max_idle(max_sequences) if decoder.captures_graphs else 0
         self._scheduler = Scheduler(
-            MemoryModel.from_plan(memory_plan, chunk, spare_divisor=spare, num_idle=num_idle),
+            MemoryModel.from_plan(memory_plan, chunk, spare_divisor=divisor, num_idle=num_idle),
             self._chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
@@ -213,16 +212,6 @@ class Engine:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        grammar: Grammar | None = None,
-        seed: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         skip_special_tokens: bool = True,
@@ -232,41 +221,48 @@ class Engine:
         salt: str = "",
         n: int = 1,
         on_step: Callable[[Step], None] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Stream:
         """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        The reply follows the `grammar`. Each step has the log-probabilities of the `logprobs`
-        likeliest tokens. Higher `priority` first; among equals, the `tenant` with the fewest
-        running sequences. Prefixes are shared only among requests of the same `salt`.
+        The options are those of `Sampling`, or `sampling`: an instance, whose fields they
+        replace. Each step has the log-probabilities of the `logprobs` likeliest tokens. Higher
+        `priority` first; among equals, the `tenant` with the fewest running sequences. Prefixes are
+        shared only among requests of the same `salt`.
         `on_step` is called with each step in the engine's thread; an error in it fails the request.
         Invalid arguments raise here.
         """
         check_counts(n=n, logprobs=logprobs, priority=priority, max_new_tokens=max_new_tokens)
-        limits = replace(
+        conditions = replace(
             self.stop_conditions,
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             end_tokens=frozenset() if ignore_end else self.end_tokens,
             include_special_tokens=not skip_special_tokens,
         )
-        controls = temperature, top_k, top_p, min_p, repetition_penalty, seed
-        biases = check_biases(logit_bias or {}, self.stop_conditions.vocab_size)
+        sampling = make_sampling(options)
+        sampling.check_tokens(conditions.vocab_size)
         tokens = self.encode_prompt(prompt)
-        limits.check_prompt(tokens)
-        matcher = compile_grammar(grammar, self.tokenizer, limits.end_tokens)
-        sampling = Sampling(*controls, presence_penalty, frequency_penalty, biases, matcher)
-        now, max_new = time.monotonic(), limits.count_remaining(0, len(tokens))
+        conditions.check_prompt(tokens)
+        now, max_new = time.monotonic(), conditions.count_remaining(0, len(tokens))
         number, arrival_ms = next(self._request_numbers), int(1e3 * now)
         scheduled = ScheduledRequest(number, len(tokens), max_new, n, priority, tenant, arrival_ms)
         self._scheduler.check_request(scheduled)
         stream = Stream(
             tokens, n, lambda: self._inbox.put(lambda: self._cancel(scheduled)), on_step
         )
-        samplers = [Sampler(sampling.derive_choice(index), len(tokens)) for index in range(n)]
-        branch_points = find_prompt_branch_points(self.tokenizer, prompt, tokens)
+        samplers = [
+            Sampler(
+                sampling.derive_choice(index),
+                len(tokens),
+                make_matcher(sampling.grammar, self.tokenizer, conditions.end_tokens),
+            )
+            for index in range(n)
+        ]
+        branch_points = find_branch_points(self.tokenizer, prompt, tokens)
         sequence = EngineSequence(tokens, salt=salt)
         self._enqueue(
-            Request(scheduled, sequence, samplers, limits, logprobs, stream, branch_points, now)
+            Request(scheduled, sequence, samplers, conditions, logprobs, stream, branch_points, now)
         )
         return stream
 
@@ -294,8 +290,7 @@ class Engine:
     def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
         """Return the tokens of a prompt; refuse texts far beyond `limit` (default: the context)."""
         limit = self.stop_conditions.max_context if limit is None else limit
-        tokens = resolve_prompt(self.tokenizer, prompt, limit)
-        return encode_text(self.tokenizer, tokens, limit) if isinstance(tokens, str) else tokens
+        return encode_prompt(self.tokenizer, prompt, limit)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -486,7 +481,7 @@ class Engine:
         if error is not None:
             self._metrics.failed += 1
             clear_traceback_frames(error)
-        if not request.prefill_started:  # otherwise its first chunk counted them
+        if not request.prefill_started:  # otherwise, counted at the first chunk
             self._metrics.count_prefix_hits(request.stream.usage)
         self._scheduler.remove(request.scheduled)
         self._prefix_reuse.cancel_lookup(request.scheduled)

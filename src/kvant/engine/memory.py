@@ -14,9 +14,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from kvant.cache.advance import Pools
-from kvant.cache.pool_sizing import bound_pages
 from kvant.page_table import Ints, LayerGroup
+from kvant.pages.pool import Pools, bound_pages
 from kvant.planner import Plan
 
 MAX_IDLE_TOKENS = 64  # tokens of an idle sequence, which pads a batch
@@ -27,7 +26,8 @@ STATE_COPIES = 4  # of a recurrent state: itself and its checkpoint, twice while
 class MemoryModel:
     """Count the slots of a sequence by its length.
 
-    A slot is a page of a pool or a state; counts are arrays in this order:
+    A slot is a page of a pool, or room for `STATE_COPIES` copies of a recurrent state. Counts are
+    arrays in this order:
 
         [open of group 0, sealed of group 0, open of group 1, ..., state]
     """
@@ -41,7 +41,7 @@ class MemoryModel:
     def from_plan(
         cls, plan: Plan, max_chunk: int, *, spare_divisor: int = 0, num_idle: int = 0
     ) -> MemoryModel:
-        """Take sizes from `plan`, plus 1 / `spare_divisor` for pools that grow ahead (on a GPU)."""
+        """Take slot sizes from `plan`, plus 1 / `spare_divisor`: on a GPU, pools grow ahead."""
         sizes = [size for open_sealed in plan.page_nbytes.values() for size in open_sealed]
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
@@ -71,7 +71,7 @@ class MemoryModel:
     ) -> Ints:
         """Return the slots of (open, sealed) pages by group, and of the states of `num_caches`.
 
-        The slot of a state has room for `STATE_COPIES` states.
+        `STATE_COPIES` of these states share a slot.
         """
         counts = [count for group in self.groups for count in pages.get(group, (0, 0))]
         return np.array([*counts, -(-num_caches // STATE_COPIES)])
@@ -85,8 +85,8 @@ class MemoryModel:
         """
         counts = []
         for group in self.groups:
-            num_passing = 0 if group.window is None else self.max_chunk // group.page + 2
-            counts += [num_passing + Pools.make(group).open.step - 1] * 2
+            num_leaving = 0 if group.window is None else self.max_chunk // group.page + 2
+            counts += [num_leaving + Pools.make(group).open.step - 1] * 2
         return np.array([*counts, 0]) + self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
@@ -121,7 +121,7 @@ class MemoryBudget:
         return np.zeros(len(self.memory_model.slot_nbytes), np.int64)
 
     def compute_nbytes(self, slots: Ints) -> int:
-        """Return the bytes of the pools once `slots` are in use at a time."""
+        """Return the bytes of the pools once `slots` are in use; pools keep their peak size."""
         return int(
             (np.maximum(self._peak_slots, slots) + self.memory_model.pool_overhead)
             @ self.memory_model.slot_nbytes
@@ -132,7 +132,7 @@ class MemoryBudget:
         return int((slots + self.memory_model.pool_overhead) @ self.memory_model.slot_nbytes)
 
     def fits(self, slots: Ints, extra_slots: Ints | None = None) -> bool:
-        """Return whether `slots` fit in the pools, and `extra_slots` outside them."""
+        """Return whether the limit has room for `slots` in the pools, and `extra_slots` outside."""
         if self.max_bytes is None:
             return True
         extra_nbytes = (

@@ -41,7 +41,7 @@ class EngineMetrics:
         self.restored_tokens += usage.restored_tokens
 
     def count_token(self, since: float, now: float, *, first: bool) -> None:
-        """Count a token that came at `now`, after the previous token or the request at `since`."""
+        """Count a token at `now`; the token before it, or else the request, came at `since`."""
         self.completion_tokens += 1
         (self.first_token_waits if first else self.between_token_waits).append(now - since)
 

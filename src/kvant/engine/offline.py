@@ -6,17 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import Semaphore
-from typing import Any
+from typing import Any, Unpack
 
 from kvant.engine.engine import Engine
 from kvant.engine.stream import Result, Stream
 from kvant.errors import CapacityError, EngineError
 from kvant.generation.conversation import Prompt
-from kvant.generation.settings import derive_seed
-from kvant.progress import ProgressBar
+from kvant.generation.settings import SamplingOptions, make_sampling
+from kvant.platform.progress import ProgressBar
 from kvant.recipes import AnySpec
 
-QUEUE_FACTOR = 8  # open requests (queued or served) for each that is served at a time
+QUEUE_FACTOR = 8  # submitted and unfinished requests, as a multiple of `max_concurrent`
 
 
 def generate_many(
@@ -29,20 +29,16 @@ def generate_many(
     max_sequences: int = 16,
     max_context: int | None = None,
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    seed: int | None = None,
     stop: str | Sequence[str] = (),
     ignore_end: bool = False,
     backend: str | None = None,
     quiet: bool = False,
+    **options: Unpack[SamplingOptions],
 ) -> list[Result]:
     """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
-    With a seed, prompt i is sampled with seed + i. Unless `quiet`, a terminal shows a progress bar.
+    The options are those of `Sampling`, or `sampling`: an instance, whose fields they replace. With
+    a seed, prompt i is sampled with seed + i. Unless `quiet`, a terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]
     >>> results = kvant.generate_many(model, tokenizer, prompts, max_new_tokens=4, quiet=True)
@@ -51,6 +47,7 @@ def generate_many(
     """
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of prompts")
+    sampling = make_sampling(options)
     engine = Engine(
         model,
         tokenizer,
@@ -65,14 +62,9 @@ def generate_many(
         return engine.submit(
             prompts[index],
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=derive_seed(seed, index),
             stop=stop,
             ignore_end=ignore_end,
+            sampling=sampling.derive_choice(index),
         )
 
     with engine, ProgressBar("prompts", quiet=quiet) as bar:
@@ -91,7 +83,7 @@ def iterate_results(
 ) -> Iterator[Result | Exception]:
     """Submit requests, and yield their results or errors in order.
 
-    The engine serves `max_concurrent` requests at a time; at most `QUEUE_FACTOR` times as many are
+    The engine serves `max_concurrent` requests at a time. At most `QUEUE_FACTOR` times as many are
     submitted and unfinished.
     """
     streams: deque[Stream | Exception] = deque()

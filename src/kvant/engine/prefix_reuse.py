@@ -1,7 +1,8 @@
 """Connect an engine's requests to cached prefixes: match, restore from a store, insert, evict.
 
-Prefixes count within the engine's bytes and are evicted first when a request needs memory. Store
-lookups and flushes run in threads of their own; everything else runs in the engine's thread.
+Prefixes count towards the engine's `max_bytes`. When a request needs memory, they are evicted
+first. Store lookups and flushes run in threads of their own; everything else runs in the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PrefixReuse:
         self._requests = requests
         self._tokenizer = tokenizer
         self._call_in_engine = call_in_engine
-        self._num_lookups = 0  # threads
+        self._num_lookups = 0  # running lookup threads, also of cancelled lookups
         self._lookup_queue: deque[tuple[Request, float]] = deque()  # with end times
         self._current_lookup: tuple[ScheduledRequest, LookupDeadline] | None = None
         self._is_flushing = False
@@ -76,8 +77,8 @@ class PrefixReuse:
     def look_up_store(self, scheduled: ScheduledRequest) -> None:
         """Queue a store lookup of a prompt, limited to the time that its prefill would take.
 
-        Lookups run one by one, in the order of their prefills. The limit of a queued lookup
-        starts when those before it reach theirs.
+        Lookups run one by one, in the order of their prefills. The time of a queued lookup starts
+        at the latest deadline of those before it.
         """
         request, now = self._requests[scheduled], time.monotonic()
         queue_end = max((1e-3 * other.store_deadline_ms for other in self._requests), default=0.0)
@@ -115,7 +116,7 @@ class PrefixReuse:
             self.update_prefix_slots()
 
     def evict_prefixes(self, nbytes: int, *, include_unwritten: bool) -> None:
-        """Evict prefixes; if no request runs, also those that waiting requests matched.
+        """Evict unused prefixes; if there is none and no request runs, those of waiting ones.
 
         Without `include_unwritten`, pending store writes are flushed first; the request that needs
         the memory waits for them, and others continue.
@@ -127,15 +128,15 @@ class PrefixReuse:
             self._is_flushing = True
             try:
                 start_daemon(self._flush_store, "kvant-store-flush")
-            except RuntimeError as error:  # a limit on threads; the writer continues slowly
+            except RuntimeError as error:  # no thread could start; writes continue slowly
                 self._is_flushing = False
                 log.warning("store writes are not flushed: %r", error)
         if not evicted and not pending and not self._scheduler.running:
             self.drop_waiting_matches()
             evicted = self._batch.evict_prefixes(nbytes, include_unwritten=True, include_used=True)
         self.update_prefix_slots()
-        is_final = not (pending or self._scheduler.running)
-        self._scheduler.record_eviction(any_freed=evicted or is_final)
+        may_free_later = bool(pending or self._scheduler.running)
+        self._scheduler.record_eviction(any_freed=evicted or not may_free_later)
 
     def drop_waiting_matches(self) -> None:
         """Release the matched prefixes of waiting requests."""
@@ -171,10 +172,10 @@ class PrefixReuse:
     # ---- internals
 
     def _start_next_lookup(self) -> None:
-        """Start the lookup of the next prompt in a thread, once the previous one was adopted.
+        """Start the next lookup in a thread, once the result of the previous one was adopted.
 
         The previous restore may create the pools that the next one uses. If `MAX_LOOKUP_THREADS`
-        still wait for a store, the prompt is prefilled without a lookup.
+        threads still wait for a store, the prompt is prefilled without a lookup.
         """
         while self._lookup_queue and self._current_lookup is None:
             request, end_time = self._lookup_queue.popleft()
@@ -200,7 +201,7 @@ class PrefixReuse:
                 self._num_lookups += 1
 
     def _compute_seconds_left(self, scheduled: ScheduledRequest, end_time: float) -> float:
-        """Return the seconds that a request still waits; for any thread."""
+        """Return how long a request still waits for a store; any thread may call this."""
         return end_time - time.monotonic() if scheduled.store_deadline_ms else 0.0
 
     def _run_lookup(
@@ -270,7 +271,7 @@ def make_own_prefixes(
 ) -> Prefixes | None:
     """Return prefixes for one engine alone if it has a store of its own.
 
-    They have no limit of their own if the engine has one: they count within it.
+    If the engine has no `max_bytes`, their limit is 1 GiB; otherwise, only that of the engine.
     """
     if store is not None and prefixes is not None:
         raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
 from typing import Any
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def sequences(self) -> list[EngineSequence]:
-        """Sequences of the unfinished continuations; that of the prompt before the fork."""
+        """Sequences of the unfinished continuations; before the fork, the one of the prompt."""
         return [choice.sequence for choice in self.choices] or [self.sequence]
 
     def start_choices(self, tokenizer: Any, forks: Sequence[EngineSequence]) -> None:
@@ -65,7 +65,7 @@ class Request:
         self.stream.finish(error)
 
 
-ChoiceOfRequest = tuple[Request, RequestChoice]
+ChoiceOfRequest = tuple[Request, RequestChoice]  # a choice, with its request
 
 
 def check_counts(**counts: int) -> None:
@@ -76,16 +76,6 @@ def check_counts(**counts: int) -> None:
     for name, minimum in (("n", 1), ("logprobs", 0)):
         if counts[name] < minimum:
             raise ValueError(f"{name}={counts[name]}: {minimum} or more is needed")
-
-
-def check_biases(
-    biases: Mapping[int, float], vocab_size: int | None
-) -> tuple[tuple[int, float], ...]:
-    """Return sorted biases of logits; raise for tokens outside the vocabulary."""
-    for token in biases:
-        if not 0 <= token < (1 << 31 if vocab_size is None else vocab_size):
-            raise ValueError(f"logit_bias of token {token}: the vocabulary has {vocab_size}")
-    return tuple(sorted(biases.items()))
 
 
 def sample_tokens(
@@ -110,7 +100,7 @@ def sample_tokens(
 
 
 def clear_traceback_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and its causes: they hold caches, and callers store errors."""
+    """Clear the frames of an error and its causes: a stored error would keep their caches alive."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

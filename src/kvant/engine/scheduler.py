@@ -19,7 +19,7 @@ The scheduler counts tokens and pages; it has no model, no tensors and no clock.
 With `overcommit` above 1, the newest request of the lowest priority is swapped out when memory runs
 short. Prompts are prefilled in chunks, with decodes between them. No request overtakes the first
 one that does not fit, so none starves. Cached prefixes are evicted when a request needs memory.
-With a store, one request is admitted ahead of its turn: its lookup overlaps with the wait.
+With a store, one request is admitted before `max_sequences` has room: its lookup runs meanwhile.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvant.engine.chunk_sizer import CHUNK_TIME_TOLERANCE, ChunkSizer
 from kvant.engine.memory import MemoryBudget, MemoryModel
 from kvant.errors import CapacityError, ContextError
 from kvant.page_table import Ints
-from kvant.sizes import format_size
+from kvant.platform.sizes import format_size
 
 AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
-MAX_TIMED_PROMPTS = 4  # the maximum of prompts that each delay a token by `chunk_seconds`
+MAX_TIMED_PROMPTS = 4  # prompts in prefill that may each delay a token by `chunk_seconds`
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class MatchPrefix:
 
 @dataclass(frozen=True)
 class Evict:
-    """Evict unused prefixes of `nbytes` bytes, or all if they are smaller."""
+    """Evict unused prefixes until `nbytes` bytes are freed or none is left."""
 
     nbytes: int
     include_unwritten: bool = False  # also evict prefixes with pending store writes
@@ -142,12 +142,12 @@ class Scheduler:
     max_bytes: int | None = None
     max_sequences: int = 16
     overcommit: float = 1.0
-    chunk_seconds: float = math.inf  # of prefill between two tokens, for each prompt
+    chunk_seconds: float = math.inf  # of prefill between two decodes, for each prompt in prefill
     has_store: bool = False  # if so, the next request is admitted early, to look it up
     prefix_slots: Ints | None = None  # slots of cached prefixes; None: prefixes are off
     waiting: list[ScheduledRequest] = field(default_factory=list)
     running: list[ScheduledRequest] = field(default_factory=list)
-    _last_was_oldest: bool = False  # whether the last chunk was one of the oldest prompt
+    _last_was_oldest: bool = False  # whether the last chunk was of the oldest prompt
     _decode_delay_s: float = 0.0  # prefill time since the last decode
     _prefix_version: int = 0  # raised when prefixes gain slots
     _may_evict: bool = True  # False: the last eviction found nothing to evict
@@ -235,7 +235,7 @@ class Scheduler:
     def finish_store_lookup(self, request: ScheduledRequest, length: int) -> bool:
         """End a store lookup that found `length` tokens; return whether they may be used.
 
-        They may be if they fit and no chunk was prefilled yet, even after the deadline.
+        They may be used if they fit and no chunk was prefilled yet, even after the deadline.
         """
         request.store_deadline_ms = 0
         if request.prefill_started or request not in self.running:
@@ -313,7 +313,7 @@ class Scheduler:
     # ---- internals
 
     def _count_charged_slots(self) -> Ints:
-        """Return the slots held against the limit: committed, or with overcommit, allocated."""
+        """Return the slots that count towards the limit: committed; with overcommit, allocated."""
         reserves_peak = self.overcommit == 1
         return self._count_committed_slots() if reserves_peak else self._count_allocated_slots()
 
@@ -436,8 +436,8 @@ class Scheduler:
             num_computed = request.num_computed_tokens
             stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
             stop = min([request.num_prompt_tokens, *stops])
-            num_timed = min(len(prefilling), MAX_TIMED_PROMPTS)
-            max_seconds = self.chunk_seconds * num_timed if decoding else math.inf
+            num_prompts = min(len(prefilling), MAX_TIMED_PROMPTS)
+            max_seconds = self.chunk_seconds * num_prompts if decoding else math.inf
             count = self.chunk_sizer.choose_chunk(num_computed, stop, max_seconds)
             delay = self._decode_delay_s + self.chunk_sizer.predict_seconds(count, num_computed)
             if not self._decode_delay_s or delay <= CHUNK_TIME_TOLERANCE * max_seconds:

@@ -29,7 +29,7 @@ from kvant.eval.result import (
     summarize_nbytes,
     summarize_quality,
 )
-from kvant.generation.prefill import count_shared_prefix
+from kvant.generation.decoder import count_shared_prefix
 from kvant.hf import compute_model_fingerprint
 from kvant.models import max_context
 from kvant.probing.divergence import (

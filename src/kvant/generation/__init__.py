@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from kvant.generation.conversation import Messages
     from kvant.generation.decoder import TransformersDecoder
     from kvant.generation.grammar import Grammar
-    from kvant.generation.loop import Step
+    from kvant.generation.loop import Step, generate
     from kvant.generation.session import Session
     from kvant.generation.settings import Sampling
-    from kvant.generation.stream import generate
 
 __all__ = ["Grammar", "Messages", "Sampling", "Session", "Step", "TransformersDecoder", "generate"]
 
@@ -30,6 +29,6 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
             "Sampling": "kvant.generation.settings",
             "Session": "kvant.generation.session",
             "Step": "kvant.generation.loop",
-            "generate": "kvant.generation.stream",
+            "generate": "kvant.generation.loop",
         },
     )

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvant.errors import CacheError, CacheFileError, ContextError, PromptError
-from kvant.generation.prefill import count_shared_prefix
+from kvant.generation.decoder import count_shared_prefix
 from kvant.generation.tools import (
     Message,
     convert_tools_to_text,
@@ -65,35 +65,24 @@ def join_turns(turns: Sequence[Turn]) -> list[int]:
     return tokens
 
 
-class PromptFormat(Protocol):
-    """Renders a conversation as tokens."""
+class PromptFormat:
+    """Renders a conversation as tokens.
 
-    system: str | None
-    uses_template: bool
+    Messages have roles, which the chat template renders. Without a template they are one continuous
+    text: a message follows the previous tokens directly.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None = None, template: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.system = system
+        self.uses_template = template and getattr(tokenizer, "chat_template", None) is not None
 
     def make_prompt(
         self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
     ) -> list[int]:
         """Return all tokens before the reply to `message`."""
-
-    def find_branch_points(
-        self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
-    ) -> list[int]:
-        """Return the lengths of a prompt at which other conversations may differ."""
-
-
-class PlainTextFormat:
-    """One continuous text: a message follows the previous tokens directly."""
-
-    uses_template = False
-
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        self.tokenizer = tokenizer
-        self.system = system
-
-    def make_prompt(
-        self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
-    ) -> list[int]:
+        if self.uses_template:
+            return encode_messages(self.tokenizer, Messages(self._make_messages(turns, message)))
         if previous_tokens:
             return [*previous_tokens, *self.tokenizer.encode(message, add_special_tokens=False)]
         return list(self.tokenizer.encode((self.system or "") + message))
@@ -101,29 +90,11 @@ class PlainTextFormat:
     def find_branch_points(
         self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
     ) -> list[int]:
+        """Return the lengths of a prompt at which other conversations may differ."""
+        if self.uses_template:
+            messages = Messages(self._make_messages(turns, message))
+            return find_branch_points(self.tokenizer, messages, prompt)
         return [turns[-1].end] if turns else []
-
-
-class ChatTemplateFormat:
-    """Messages with roles, rendered by the chat template."""
-
-    uses_template = True
-
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        self.tokenizer = tokenizer
-        self.system = system
-
-    def make_prompt(
-        self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
-    ) -> list[int]:
-        return encode_messages(self.tokenizer, Messages(self._make_messages(turns, message)))
-
-    def find_branch_points(
-        self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
-    ) -> list[int]:
-        return find_branch_points(
-            self.tokenizer, Messages(self._make_messages(turns, message)), prompt
-        )
 
     def _make_messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
         messages = [] if self.system is None else [("system", self.system)]
@@ -169,8 +140,14 @@ class Messages:
         return text
 
 
-def check_unicode(text: str) -> str:
-    """Return a prompt unchanged; raise if it is not valid Unicode."""
+def encode_text(
+    tokenizer: Any, text: str, limit: int | None = None, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Encode a prompt; raise if it is not valid Unicode, early if it far exceeds `limit` tokens.
+
+    A tokenizer needs hundreds of bytes per token while it works. So growing slices of a long text
+    are encoded, each twice as long, until one exceeds the limit.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -178,17 +155,6 @@ def check_unicode(text: str) -> str:
             f"the prompt has U+{ord(text[error.start]):04X} at character {error.start}: half of a "
             "surrogate pair is no Unicode text; send the character itself, or both halves"
         ) from None
-    return text
-
-
-def encode_text(
-    tokenizer: Any, text: str, limit: int | None = None, *, add_special_tokens: bool = True
-) -> list[int]:
-    """Encode a prompt; raise early if it has far more than `limit` tokens.
-
-    A tokenizer needs hundreds of bytes per token while it works. So growing slices of a long text
-    are encoded, each twice as long, until one exceeds the limit.
-    """
     options = {} if add_special_tokens else {"add_special_tokens": False}
     size = len(text) if limit is None else CHARACTERS_PER_TOKEN * (limit + MAX_CUT_TOKENS)
     while size < len(text):
@@ -220,11 +186,17 @@ def encode_messages(
         raise
     except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
-    return encode_text(tokenizer, check_unicode(text), max_context, add_special_tokens=False)
+    return encode_text(tokenizer, text, max_context, add_special_tokens=False)
 
 
-def find_branch_points(tokenizer: Any, conversation: Messages, prompt: Sequence[int]) -> list[int]:
-    """Return the lengths after the system messages and before the last message."""
+def find_branch_points(tokenizer: Any, prompt: Prompt, tokens: Sequence[int]) -> list[int]:
+    """Return the lengths after the system messages and before the last message of a prompt.
+
+    Other prompts may differ there. A prompt without messages has none.
+    """
+    conversation = _parse_messages(prompt)
+    if conversation is None:
+        return []
     conversation = conversation.adapt_to(tokenizer)
     messages = conversation.messages
     roles = [message.get("role") for message in messages]
@@ -236,16 +208,8 @@ def find_branch_points(tokenizer: Any, conversation: Messages, prompt: Sequence[
                 ids = tokenizer.encode(
                     conversation.render_text(tokenizer, head), add_special_tokens=False
                 )
-                branch_points.add(count_shared_prefix(ids, prompt))
+                branch_points.add(count_shared_prefix(ids, tokens))
     return sorted(branch_points)
-
-
-def make_prompt_format(
-    tokenizer: Any, system: str | None = None, template: bool = True
-) -> PromptFormat:
-    """Make the chat template's format if there is a template, else the plain text format."""
-    uses_template = template and getattr(tokenizer, "chat_template", None) is not None
-    return (ChatTemplateFormat if uses_template else PlainTextFormat)(tokenizer, system)
 
 
 ONE_PROMPT_MESSAGE = (
@@ -255,12 +219,10 @@ ONE_PROMPT_MESSAGE = (
 Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
 
 
-def resolve_prompt(
-    tokenizer: Any, prompt: Prompt, max_context: int | None = None
-) -> str | list[int]:
-    """Resolve a prompt: text unchanged, token ids [T] or [1, T] as a list, messages as tokens."""
+def encode_prompt(tokenizer: Any, prompt: Prompt, max_context: int | None = None) -> list[int]:
+    """Return the tokens of a prompt: text, token ids [T] or [1, T], or messages."""
     if isinstance(prompt, str):
-        return check_unicode(prompt)
+        return encode_text(tokenizer, prompt, max_context)
     if (messages := _parse_messages(prompt)) is not None:
         return encode_messages(tokenizer, messages, max_context)
     if isinstance(prompt, Mapping):
@@ -269,16 +231,6 @@ def resolve_prompt(
     if any(isinstance(part, str) or (len(parts) > 1 and _is_batch(part)) for part in parts):
         raise PromptError(ONE_PROMPT_MESSAGE)
     return _parse_token_ids(prompt)
-
-
-def find_prompt_branch_points(
-    tokenizer: Any, prompt: Prompt, tokens: str | Sequence[int]
-) -> list[int]:
-    """Return the lengths at which prompts of messages may differ; other prompts have none."""
-    messages = _parse_messages(prompt)
-    if messages is None or isinstance(tokens, str):
-        return []
-    return find_branch_points(tokenizer, messages, tokens)
 
 
 def _parse_messages(prompt: Any) -> Messages | None:

@@ -1,16 +1,24 @@
-"""Decoders: compute the logits of new tokens over a cache that can be rewound.
+"""Compute the logits after the tokens of one sequence, over a cache that can be rewound.
 
-The generation loop needs no transformers API. This module wraps a transformers model, or any
-callable `model(ids, cache)`, as a `Decoder`.
+A decoder wraps a transformers model, or any callable `model(ids, cache)`. A `Prefiller` has a
+decoder, a cache and the tokens in it. For the logits after some tokens, it rewinds the cache to the
+longest prefix that it shares with them and computes the rest. At least one token is always
+computed, for its logits. Turns of a conversation and rejected drafts are handled alike. This module
+knows neither text nor sampling.
+
+    tokens      |------ prompt ------|---- decoded ----|
+    shared      |-------------|                            prefix in the cache
+    computed                  |------|                     in chunks, up to the prompt's end
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from reprlib import repr as short
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,99 +26,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvant.cache import Cache
-from kvant.capture import ReplayBuffers, capture_forward
-from kvant.contracts import Snapshot
+from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
 from kvant.hf import (
-    NATIVE_REPLAY,
-    CaptureFunction,
-    Replayer,
     Support,
     SupportLevel,
     TokenForward,
     TransformersCache,
     cache_for,
-    capture_graph,
     check_text_model,
     compute_model_fingerprint,
     get_support,
-    make_capture_function,
     supports_chunked_prefill,
     unwrap_model,
 )
 from kvant.native import get_library
+from kvant.prefixes import PrefixNamespace
 from kvant.probing import make_trial, resolve_auto
 from kvant.recipes import AnySpec, CacheSpec
+from kvant.replay import (
+    NATIVE_REPLAY,
+    CaptureFunction,
+    ReplayBuffers,
+    Replayer,
+    capture_forward,
+    capture_graph,
+    make_capture_function,
+)
 from kvant.spec.auto import is_auto
 
 LogitsFunction = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
-
-
-@runtime_checkable
-class SequenceCache(Protocol):
-    """A cache of one sequence: `kvant.Cache`, or the cache of a transformers model."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def capacity(self) -> int | None: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def spec(self) -> CacheSpec: ...
-
-    backend: str | None
-
-    def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int: ...
-    def reachable(self, to: int) -> int: ...
-    def rewind(self, to: int) -> None: ...
-    def checkpoint(self) -> None: ...
-    def ensure_slack(self, slack: int) -> None: ...
-    def speculation_mode(self) -> AbstractContextManager[None]: ...
-    def recode(self, spec: AnySpec) -> None: ...
-    def shared_snapshot(self) -> Snapshot: ...
-    def restore(self, snapshot: Snapshot) -> None: ...
-    @property
-    def tokens_until_prune(self) -> int | None: ...
-    def prompt_mode(self) -> AbstractContextManager[None]: ...
-    def reset(self) -> None: ...
-    def fork(self) -> SequenceCache: ...
-    def stats(self) -> dict[str, Any]: ...
-
-
-class Decoder(Protocol):
-    """A model that continues one sequence."""
-
-    @property
-    def max_context(self) -> int | None:
-        """Longest sequence that the model has positions for."""
-
-    @property
-    def supports_chunked_prefill(self) -> bool:
-        """Whether a forward of several tokens can continue a non-empty cache."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of tokens in the vocabulary."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]: ...
-    @property
-    def fingerprint(self) -> str | None:
-        """Hash that identifies the model's weights, or None if they are unknown."""
-
-    def make_cache(self, kv_cache: AnySpec | SequenceCache, tokenizer: Any = None) -> SequenceCache:
-        """Make a cache from a spec, or accept an empty cache; `auto` is tried on a text."""
-
-    def compute_logits(
-        self, ids: list[int], cache: SequenceCache | None, num_logits: int = 1
-    ) -> Tensor:
-        """Return logits [num_logits, vocabulary] in float32 of the newest `ids`.
-
-        The tokens are appended to the cache. Without a cache, `ids` is the whole sequence and
-        nothing is stored.
-        """
+PrefillProgress = Callable[[int, int], None]  # prefilled tokens of a prompt, and all of them
 
 
 class TransformersDecoder:
@@ -133,6 +78,7 @@ class TransformersDecoder:
 
     @property
     def max_context(self) -> int | None:
+        """Longest sequence that the model has positions for."""
         return self._get_config_value("max_position_embeddings")
 
     @property
@@ -148,11 +94,13 @@ class TransformersDecoder:
 
     @property
     def fingerprint(self) -> str:
+        """Hash that identifies the model's weights."""
         return compute_model_fingerprint(self.model)
 
     def make_cache(
         self, kv_cache: AnySpec | SequenceCache, tokenizer: Any = None
     ) -> TransformersCache:
+        """Make a cache from a spec, or accept an empty cache; `auto` is tried on a text."""
         if not isinstance(kv_cache, TransformersCache | AnySpec):
             raise TypeError(
                 f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's for this "
@@ -169,6 +117,7 @@ class TransformersDecoder:
 
     @property
     def supports_chunked_prefill(self) -> bool:
+        """Whether a forward of several tokens can continue a non-empty cache."""
         return supports_chunked_prefill(self.model)
 
     def _get_config_value(self, name: str) -> int | None:
@@ -179,6 +128,11 @@ class TransformersDecoder:
     def compute_logits(
         self, ids: list[int], cache: SequenceCache | None, num_logits: int = 1
     ) -> Tensor:
+        """Return logits [num_logits, vocabulary] in float32 of the newest `ids`.
+
+        The tokens are appended to the cache. Without a cache, `ids` is the whole sequence and
+        nothing is stored.
+        """
         device, first = self.model.device, 0 if cache is None else cache.length
         if cache is not None and first:
             if len(ids) > 1 and not self.supports_chunked_prefill:
@@ -187,7 +141,10 @@ class TransformersDecoder:
                 ]
             if len(ids) == 1:
                 cache = cast(TransformersCache, cache)
-                return self.compute_batch_logits(ids, [first], cache, self._get_replayer(cache))
+                replayer = self._replayers.get(cache)
+                if replayer is None and (replayer := self.make_replayer()) is not None:
+                    self._replayers[cache] = replayer
+                return self.compute_batch_logits(ids, [first], cache, replayer)
         positions = torch.arange(first, first + len(ids), device=device)[None]
         out = self._forward(torch.tensor([ids], device=device), positions, cache, num_logits)
         return out[0, -num_logits:].float()
@@ -237,11 +194,6 @@ class TransformersDecoder:
             self.model, self._forward, partial(capture_forward, buffers=buffers), NATIVE_REPLAY
         )
 
-    def _get_replayer(self, cache: TransformersCache) -> Replayer | None:
-        if cache not in self._replayers and (new := self.make_replayer()) is not None:
-            self._replayers[cache] = new
-        return self._replayers.get(cache)
-
 
 class CallableDecoder:
     """Decode with a callable that maps ids and a cache to logits; its user makes the cache.
@@ -275,6 +227,9 @@ class CallableDecoder:
         return self.function(torch.tensor([ids]), cache)[0, -num_logits:].float()
 
 
+Decoder = TransformersDecoder | CallableDecoder
+
+
 def make_decoder(model: nn.Module | LogitsFunction) -> Decoder:
     transformers_model = unwrap_model(model)
     if transformers_model is not None:
@@ -285,3 +240,210 @@ def make_decoder(model: nn.Module | LogitsFunction) -> Decoder:
             "model(ids, cache) -> logits"
         )
     return CallableDecoder(model)
+
+
+class Prefiller:
+    """The cache of one sequence, and the tokens in it.
+
+    _tokens    |-- prefilled in chunks --|-- decoded --|- failed forward -|
+               0                   _num_prefilled   cache.length
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: SequenceCache,
+        chunk_size: int = 512,
+        *,
+        threshold: float = 0,
+        adaptive: AdaptiveStrategy | None = None,
+        prefixes: PrefixNamespace | None = None,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Continue the `tokens` in `cache`.
+
+        Sequences of at most `threshold` tokens are not cached, but recomputed. `adaptive` keeps the
+        cache within its budget. `prefixes` are shared with other prefillers of the model.
+        """
+        if chunk_size < 1:
+            raise ValueError(f"prefill_chunk={chunk_size}: 1 or more is needed")
+        self._alignment = None if prefixes is None else prefixes.chunk_alignment  # of chunks' ends
+        chunk_size = self._alignment or chunk_size
+        if not decoder.supports_chunked_prefill:
+            chunk_size = sys.maxsize
+        self.decoder = decoder
+        self.cache = cache
+        self.chunk_size = chunk_size  # tokens per forward: bounds the memory of prefill
+        self.threshold = threshold
+        self.adaptive = adaptive
+        self.prefixes = prefixes
+        # One token tells an adaptive cache the size of rows.
+        learns_size = adaptive is not None and decoder.supports_chunked_prefill
+        self._first_chunk_size = 1 if learns_size and self._alignment is None else chunk_size
+        self.num_prompt_tokens = 0  # tokens of all prompts,
+        self.num_cached_tokens = 0  # of these, tokens found in the cache,
+        self.num_restored_tokens = 0  # and of these, tokens restored from a store
+        self._tokens = list(tokens)  # tokens in the cache; more after a failed forward
+        self._num_prefilled = 0  # tokens prefilled in chunks; decoded tokens follow them
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens in the cache."""
+        return self._tokens[: self.cache.length]
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        progress: PrefillProgress | None = None,
+        branch_points: Sequence[int] = (),
+    ) -> Tensor:
+        """Prefill a prompt in chunks; return the logits [vocabulary] after it.
+
+        `branch_points` are lengths at which other prompts may differ from this one.
+        """
+        self.num_prompt_tokens += len(tokens)
+        self.align_cache(tokens)
+        if len(tokens) <= self.threshold:
+            return self.decoder.compute_logits(list(tokens), None)[-1]
+        restored, checkpoints = range(0), list[int]()
+        if self.prefixes is not None:
+            restored = self._match_prefix(self.prefixes, tokens)
+            checkpoints = self.prefixes.plan_checkpoints(tokens, self.cache.length, branch_points)
+        num_cached = self.cache.length
+        self.num_cached_tokens += num_cached
+        self.num_restored_tokens += len(range(restored.start, min(restored.stop, num_cached)))
+        try:
+            logits = self._prefill_unread(tokens, progress, checkpoints, is_prompt=True)[-1]
+        except Exception:
+            self._reject(tokens[: restored.stop])
+            raise
+        if restored and logits.isnan().any():  # corrupt rows: no token can be sampled
+            self._reject(tokens[: restored.stop])
+        return logits
+
+    def _match_prefix(self, prefixes: PrefixNamespace, tokens: Sequence[int]) -> range:
+        """Adopt the cache with the longest prefix of a prompt; return the restored tokens."""
+        cache = cast(TransformersCache, self.cache)
+        if prefixes.needs_shapes(cache):  # before a store's tensors are accepted
+            self._run_forward(tokens, 0, 1, num_logits=1)
+            self.reset()
+        restored = prefixes.fetch_from_store(tokens, cache)
+        self.cache, self._num_prefilled = prefixes.match_prefix(tokens, cache, self._num_prefilled)
+        self._tokens = list(tokens[: self.cache.length])
+        prefixes.memory.record_lookup(len(tokens), self.cache.length)
+        return restored
+
+    def insert_prefix(self) -> None:
+        """Share the pages of this sequence with prompts that begin with the same tokens."""
+        self.align_cache(self.tokens, num_unread=0)  # rolls back a failed forward
+        if self.prefixes is not None:
+            cache = cast(TransformersCache, self.cache)
+            self.prefixes.insert_prefix(self.tokens, cache, self._num_prefilled)
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Share the prefilled prefix, keep the cache of `tokens`, and make a checkpoint there."""
+        self.insert_prefix()
+        self.align_cache(tokens)  # also rolls back a failed forward
+        self.cache.checkpoint()
+
+    def compute_next_logits(self, tokens: Sequence[int], num_logits: int = 1) -> Tensor:
+        """Return the logits [num_logits, vocabulary] after each of the newest tokens.
+
+        Several tokens are computed as decode steps, not as a prompt: they may be drafts.
+        """
+        if len(tokens) <= self.threshold:
+            return self.decoder.compute_logits(list(tokens), None, num_logits)
+        length = self.cache.length
+        if num_logits == 1 and length == len(tokens) - 1:
+            return self._run_forward(tokens, length, len(tokens), num_logits)
+        previous_tokens = tokens[: len(tokens) - num_logits]
+        if length == 0 and previous_tokens:
+            self._prefill_unread(previous_tokens)  # the sequence passed the threshold
+        if self.cache.length > len(previous_tokens):
+            self.align_cache(tokens, num_logits)
+        with self.cache.speculation_mode():
+            if self.cache.length < len(previous_tokens):
+                self._prefill_unread(previous_tokens)
+            if num_logits > 1:
+                self.cache.checkpoint()
+            return self._run_forward(tokens, self.cache.length, len(tokens), num_logits)
+
+    def align_cache(self, tokens: Sequence[int], num_unread: int = 1) -> None:
+        """Rewind to the prefix shared with `tokens`, without their newest `num_unread`."""
+        shared = max(0, min(count_shared_prefix(self.tokens, tokens), len(tokens) - num_unread))
+        # Other readers of shared pages need exact rows.
+        cache, exact = self.cache, self.prefixes is not None
+        cache.rewind(cache.find_exact_rewind(shared) if exact else cache.reachable(shared))
+        del self._tokens[self.cache.length :]
+        self._num_prefilled = min(self._num_prefilled, len(self._tokens))
+        if self._alignment is not None:  # a later chunk starts at an aligned length
+            self._num_prefilled -= self._num_prefilled % self._alignment
+
+    def fork(self) -> Prefiller:
+        """Return an independent prefiller with the same tokens."""
+        self.align_cache(self.tokens, num_unread=0)  # rolls back a failed forward
+        copy = Prefiller.__new__(Prefiller)
+        copy.__dict__.update(self.__dict__)
+        copy.cache, copy._tokens = self.cache.fork(), self.tokens
+        copy.prefixes = None if self.prefixes is None else self.prefixes.fork()
+        return copy
+
+    def reset(self) -> None:
+        """Drop all tokens, also if the cache cannot be rewound."""
+        self.cache.reset()
+        self._tokens, self._num_prefilled = [], 0
+
+    def _reject(self, tokens: Sequence[int]) -> None:
+        """Drop a restored prefix here and in the shared prefixes; do nothing if there is none."""
+        if tokens and self.prefixes is not None:
+            self.prefixes.reject(tokens)
+            self.reset()
+
+    def _prefill_unread(
+        self,
+        tokens: Sequence[int],
+        progress: PrefillProgress | None = None,
+        checkpoint_positions: Sequence[int] = (),
+        *,
+        is_prompt: bool = False,
+    ) -> Tensor:
+        """Prefill the tokens that the cache lacks; return the logits after the last one.
+
+        Chunks end at multiples of the chunk size, at `checkpoint_positions`, where the prefix is
+        inserted, and at the last token.
+        """
+        logits = None
+        while (begin := self.cache.length) < len(tokens):
+            chunk = self.chunk_size if begin else self._first_chunk_size
+            ends = ((begin // chunk + 1) * chunk, len(tokens), *checkpoint_positions)
+            stop = min(end for end in ends if end > begin)
+            start = time.perf_counter()
+            with self.cache.prompt_mode():
+                logits = self._run_forward(tokens, begin, stop, num_logits=1)
+            if self.prefixes is not None:
+                self.prefixes.record_prefill_time(stop - begin, time.perf_counter() - start)
+            if is_prompt and self._num_prefilled == begin:
+                self._num_prefilled = stop
+            if stop in checkpoint_positions:
+                self.insert_prefix()
+            if progress is not None:
+                progress(stop, len(tokens))
+        assert logits is not None
+        return logits
+
+    def _run_forward(self, tokens: Sequence[int], begin: int, stop: int, num_logits: int) -> Tensor:
+        self._tokens[begin:] = tokens[begin:stop]
+        if self.adaptive is not None:
+            self.adaptive.make_room(self.cache, stop - begin)
+        logits = self.decoder.compute_logits(list(tokens[begin:stop]), self.cache, num_logits)
+        if self.adaptive is not None and begin == 0:  # the first forward tells the size of rows
+            self.adaptive.make_room(self.cache, 0)
+        return logits
+
+
+def count_shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    count = min(len(left), len(right))
+    if list(left[:count]) == list(right[:count]):
+        return count
+    return next(i for i in range(count) if left[i] != right[i])

@@ -13,8 +13,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvant.generation.decoder import LogitsFunction, make_decoder
-from kvant.generation.prefill import Prefiller
+from kvant.generation.decoder import LogitsFunction, Prefiller, make_decoder
 from kvant.generation.sampling import NEGATIVE_INFINITY, DraftToken, Sampler
 
 NGRAM_SIZES = (4, 3, 2)  # the longest n-gram with an earlier copy is used
@@ -45,18 +44,6 @@ class Drafter(Protocol):
         """Propose at most `max_drafts` tokens after `tokens`; an empty list is allowed."""
 
     def fork(self) -> Drafter: ...
-
-
-class NoDrafter:
-    """Propose no drafts: one token per forward."""
-
-    def propose_drafts(
-        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
-    ) -> list[DraftToken]:
-        return []
-
-    def fork(self) -> NoDrafter:
-        return self
 
 
 class NGramDrafter:
@@ -125,10 +112,8 @@ class ModelDrafter:
         return copy
 
 
-def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction | None) -> Drafter:
-    """Make a drafter from None, "ngram", a `Drafter` or a draft model."""
-    if draft is None:
-        return NoDrafter()
+def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
+    """Make a drafter from "ngram", a `Drafter` or a draft model."""
     if draft == "ngram":
         return NGramDrafter()
     if isinstance(draft, Drafter):

@@ -2,7 +2,7 @@
 
 Before each token the grammar tells which tokens may follow; the others are never sampled. An end
 token may be sampled where the text is complete, and must be where it cannot continue. llguidance,
-an optional dependency, parses the grammars; a `GrammarVocabulary` is its form of a tokenizer.
+an optional dependency, parses the grammars.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import GrammarError
-from kvant.generation.prefill import count_shared_prefix
+from kvant.generation.decoder import count_shared_prefix
 
 # Whitespace between the parts of JSON: a newline and at most 16 spaces. An uncertain model could
 # otherwise emit whitespace until its token limit.
@@ -80,53 +80,6 @@ class Grammar:
         return cls.lark("\n".join(lines))
 
 
-class GrammarVocabulary:
-    """A tokenizer's vocabulary for llguidance, and its end tokens."""
-
-    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
-        if not end_tokens:
-            raise GrammarError("a grammar needs an end token, or no text could end")
-        if not getattr(tokenizer, "is_fast", False):
-            name = type(tokenizer).__name__
-            raise GrammarError(f"a grammar for {name}: a fast tokenizer of transformers is needed")
-        _import_llguidance()
-        from llguidance.hf import from_tokenizer
-
-        self.end_tokens = end_tokens
-        try:
-            self._llg_tokenizer = from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
-        except ValueError as error:
-            raise GrammarError(
-                f"a grammar for this tokenizer: {_shorten_message(str(error))}"
-            ) from None
-
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar; raise if it is invalid or too large."""
-        matcher = _import_llguidance().LLMatcher(self._llg_tokenizer, grammar.text, log_level=0)
-        if matcher.is_error():
-            raise GrammarError(
-                f"a grammar that cannot be compiled: {_shorten_message(matcher.get_error())}"
-            )
-        return CompiledGrammar(grammar, self, matcher)
-
-
-class CompiledGrammar:
-    """A grammar over a vocabulary; instances of the same pair are equal."""
-
-    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, matcher: Any) -> None:
-        self._key = grammar, vocabulary
-        self._matcher = matcher
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CompiledGrammar) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def make_matcher(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self._key[1].end_tokens)
-
-
 class GrammarMatcher:
     """Matches one reply token by token; rolls back over rejected drafts."""
 
@@ -159,24 +112,41 @@ class GrammarMatcher:
         self._consumed_tokens = tokens
 
 
-def compile_grammar(
+def make_matcher(
     grammar: Grammar | None, tokenizer: Any, end_tokens: frozenset[int]
-) -> CompiledGrammar | None:
-    """Compile a grammar for a model's tokens; None stays None."""
-    return None if grammar is None else _compile_grammar(grammar, tokenizer, end_tokens)
+) -> GrammarMatcher | None:
+    """Make the matcher of a reply; raise for a grammar that is invalid or too large."""
+    if grammar is None:
+        return None
+    return GrammarMatcher(_compile_grammar(grammar, tokenizer, end_tokens).deep_copy(), end_tokens)
 
 
 @lru_cache(maxsize=64)
-def _compile_grammar(
-    grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]
-) -> CompiledGrammar:
-    return _make_vocabulary(tokenizer, end_tokens).compile(grammar)
+def _compile_grammar(grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
+    vocabulary = _make_vocabulary(tokenizer, end_tokens)
+    matcher = _import_llguidance().LLMatcher(vocabulary, grammar.text, log_level=0)
+    if matcher.is_error():
+        reason = _shorten_message(matcher.get_error())
+        raise GrammarError(f"a grammar that cannot be compiled: {reason}")
+    return matcher
 
 
 @lru_cache(maxsize=4)
-def _make_vocabulary(tokenizer: Any, end_tokens: frozenset[int]) -> GrammarVocabulary:
-    """Make a vocabulary; cached, as a large tokenizer takes a second."""
-    return GrammarVocabulary(tokenizer, end_tokens)
+def _make_vocabulary(tokenizer: Any, end_tokens: frozenset[int]) -> Any:
+    """Make llguidance's form of a tokenizer; cached, as a large one takes a second."""
+    if not end_tokens:
+        raise GrammarError("a grammar needs an end token, or no text could end")
+    if not getattr(tokenizer, "is_fast", False):
+        name = type(tokenizer).__name__
+        raise GrammarError(f"a grammar for {name}: a fast tokenizer of transformers is needed")
+    _import_llguidance()
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
+    except ValueError as error:
+        reason = _shorten_message(str(error))
+        raise GrammarError(f"a grammar for this tokenizer: {reason}") from None
 
 
 def _import_llguidance() -> Any:

@@ -1,4 +1,4 @@
-"""The generation loop: turn a prompt into a stream of steps, one `Step` per token.
+"""`kvant.generate` and its loop: turn a prompt into a stream of steps, one `Step` per token.
 
     tokens   |--- prompt ---|-- generated --|
     cache    |----------------------------|      one token behind
@@ -14,18 +14,38 @@ transformers nor a cache format.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any, Literal
+import copy
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Unpack
 
-from torch import Tensor
+from torch import nn
 
-from kvant.generation.drafters import Drafter, DraftTarget, NoDrafter
-from kvant.generation.prefill import Prefiller, PrefillProgress
+from kvant.generation.conversation import Prompt, encode_prompt, find_branch_points
+from kvant.generation.decoder import (
+    Decoder,
+    LogitsFunction,
+    Prefiller,
+    PrefillProgress,
+    TransformersDecoder,
+    make_decoder,
+)
+from kvant.generation.drafters import Drafter, DraftTarget, make_drafter
+from kvant.generation.grammar import make_matcher
 from kvant.generation.sampling import DraftToken, SampledToken, Sampler
-from kvant.generation.settings import Sampling, StopConditions
+from kvant.generation.settings import (
+    Sampling,
+    SamplingOptions,
+    StopConditions,
+    check_strategy,
+    make_sampling,
+)
+from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
+from kvant.hf import TransformersCache
+from kvant.platform.sizes import as_bytes
+from kvant.prefixes import Prefixes, PrefixNamespace
+from kvant.recipes import AnySpec
 
 # "stop": end token or stop string; "length": token limit or context; "cancelled": by the caller.
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -47,26 +67,6 @@ class Step:
     drafted: bool = False  # an accepted draft
     likeliest: tuple[tuple[int, float], ...] = ()  # alternatives and logprobs, if requested
     choice: int = 0  # index among several continuations of a prompt
-
-
-class StepStream(Iterator[Step]):
-    """An iterator over steps; dropping or closing it ends the reply."""
-
-    def __init__(self, steps: Generator[Step, None, None]) -> None:
-        self._steps = steps
-        self._ready: deque[Step] = deque()  # computed by `finish`, not yet returned
-
-    def __next__(self) -> Step:
-        return self._ready.popleft() if self._ready else next(self._steps)
-
-    def finish(self) -> None:
-        """Compute the remaining steps; they can still be iterated."""
-        self._ready.extend(self._steps)
-
-    def close(self) -> None:
-        """End the reply; do nothing if the generator itself calls this."""
-        if getgeneratorstate(self._steps) != GEN_RUNNING:
-            self._steps.close()
 
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
@@ -151,28 +151,36 @@ def _count_overlap(text: str, string: str) -> int:
     return next((n for n in range(limit, 0, -1) if text.endswith(string[:n])), 0)
 
 
-@dataclass
 class Output:
     """The tokens after a prompt as steps, and the conditions that end them."""
 
-    tokenizer: Any
-    stop_conditions: StopConditions
-    tokens: list[int]  # prompt and generated tokens
-    num_generated: int = 0
-
-    def __post_init__(self) -> None:
-        conditions = self.stop_conditions
+    def __init__(self, tokenizer: Any, conditions: StopConditions, tokens: list[int]) -> None:
+        """Append to `tokens`, which are those of the prompt."""
+        self.tokens = tokens
+        self.prompt_length = len(tokens)
+        self.end_tokens = conditions.end_tokens
+        self._max_length = self.prompt_length + conditions.count_remaining(0, self.prompt_length)
+        self._pieces: list[str] = []
         self.detokenizer = IncrementalDetokenizer(
-            self.tokenizer,
+            tokenizer,
             conditions.stop,
-            self.tokens,
+            tokens,
             include_special_tokens=conditions.include_special_tokens,
         )
 
     @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def num_remaining(self) -> int:
         """Number of tokens that may still be generated."""
-        return self.stop_conditions.count_remaining(self.num_generated, len(self.tokens))
+        return self._max_length - len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """The text of all steps."""
+        return "".join(self._pieces)
 
     def append_token(
         self, sampled: SampledToken, *, drafted: bool = False, choice: int = 0
@@ -180,93 +188,248 @@ class Output:
         """Append a token; return its step, which has a finish reason if it is the last."""
         token, detokenizer = sampled.token, self.detokenizer
         self.tokens.append(token)
-        self.num_generated += 1
         reason: FinishReason | None = None
-        if token in self.stop_conditions.end_tokens:
+        if token in self.end_tokens:
             piece, reason = detokenizer.flush(), "stop"
         else:
             piece = detokenizer.append_token(token)
-            if detokenizer.stopped or self.num_remaining <= 0:
+            if detokenizer.stopped or len(self.tokens) >= self._max_length:
                 piece += detokenizer.flush()
                 reason = "stop" if detokenizer.stopped else "length"
+        self._pieces.append(piece)
         return Step(token, piece, sampled.logprob, reason, drafted, sampled.top_logprobs, choice)
 
 
-@dataclass
+class GenerationOptions(SamplingOptions, total=False):
+    """The keyword arguments of `GenerationLoop`."""
+
+    max_context: int | None
+    prefill_chunk: int
+    strategy: str
+    threshold: int
+    budget: int | str | None
+    draft: str | Drafter | nn.Module | LogitsFunction | None
+    max_drafts: int
+    backend: str | None
+    prefixes: Prefixes | None
+
+
 class GenerationLoop:
-    """One generation: its tokens, and the forwards and samples of the next ones."""
+    """A model, its tokenizer and the cache of one sequence: generates steps after prompts."""
 
-    prefiller: Prefiller
-    sampling: Sampling
-    stop_conditions: StopConditions
-    tokenizer: Any
-    drafter: Drafter = field(default_factory=NoDrafter)
-    output: Output | None = None
-    num_drafts: int = 0
-    num_accepted_drafts: int = 0
+    def __init__(
+        self,
+        model: nn.Module | LogitsFunction,
+        tokenizer: Any,
+        kv_cache: AnySpec | SequenceCache = "raw",
+        *,
+        max_context: int | None = None,
+        prefill_chunk: int = 512,
+        strategy: str = "always",
+        threshold: int = 512,
+        budget: int | str | None = None,
+        draft: str | Drafter | nn.Module | LogitsFunction | None = None,
+        max_drafts: int = 8,
+        backend: str | None = None,
+        prefixes: Prefixes | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> None:
+        if tokenizer is None:
+            raise TypeError("tokenizer=None: the model's own is needed, to encode and decode text")
+        decoder = make_decoder(model)
+        cache = decoder.make_cache(kv_cache, tokenizer)
+        if backend is not None:
+            cache.backend = backend
+        if cache.length:
+            raise ValueError(
+                f"a cache of {cache.length} tokens: start with an empty one; kvant.Session keeps "
+                "one cache over many turns"
+            )
+        check_strategy(strategy, threshold, budget)
+        if budget is not None and cache.spec.prunes:
+            raise ValueError("a budget and a prune in the spec: use one of them to drop rows")
+        if prefixes is not None:
+            if isinstance(kv_cache, TransformersCache):
+                raise TypeError("a cache and prefixes: prefixes make their own cache; give a spec")
+            if budget is not None:
+                raise ValueError("a budget and prefixes: all prefixes are stored with one spec")
+            if draft is not None:
+                cache.ensure_slack(max_drafts + 1)  # the namespace depends on it
+        self._prefixes = prefixes
+        self.prefiller = Prefiller(
+            decoder,
+            cache,
+            prefill_chunk,
+            threshold={"disabled": math.inf, "long": threshold}.get(strategy, 0),
+            adaptive=None if budget is None else AdaptiveStrategy(as_bytes(budget)),
+            prefixes=self._open_namespace(decoder, cache),
+        )
+        self.tokenizer = tokenizer
+        self.drafter = None if draft is None else make_drafter(draft)
+        self.sampling = make_sampling(sampling)
+        self.stop_conditions = StopConditions(
+            max_context=decoder.max_context if max_context is None else max_context,
+            vocab_size=decoder.vocab_size,
+            max_drafts=max_drafts,
+        )
+        self.num_drafts = self.num_accepted_drafts = 0
 
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt and the generated tokens."""
-        return [] if self.output is None else self.output.tokens
-
-    @property
-    def num_generated(self) -> int:
-        return 0 if self.output is None else self.output.num_generated
-
-    def generate_steps(
+    def start(
         self,
         prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        ignore_end: bool = False,
         progress: PrefillProgress | None = None,
         branch_points: Sequence[int] = (),
+        commit: Callable[[Output], Sequence[int]] = lambda output: output.tokens,
     ) -> Generator[Step, None, None]:
-        """Generate the steps after `prompt`; prefill only what the cache does not hold.
+        """Return the steps after `prompt`; prefill only what the cache does not hold.
 
-        `branch_points` are lengths at which other prompts may differ from this one.
+        `branch_points` are lengths at which other prompts may differ from this one. `commit` is
+        called at the end, however the steps end, and returns the tokens that the cache keeps.
+        Invalid arguments raise here, before the first step.
         """
-        self.stop_conditions.check_prompt(prompt)
-        self.output = output = Output(self.tokenizer, self.stop_conditions, list(prompt))
-        sampler, drafts = Sampler(self.sampling, len(prompt)), list[DraftToken]()
+        conditions = replace(
+            self.stop_conditions,
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            end_tokens=frozenset() if ignore_end else self.prefiller.decoder.end_tokens,
+        )
+        sampling.check_tokens(conditions.vocab_size)
+        matcher = make_matcher(sampling.grammar, self.tokenizer, conditions.end_tokens)
+        conditions.check_prompt(prompt)
+        output = Output(self.tokenizer, conditions, list(prompt))
+        sampler = Sampler(sampling, len(prompt), matcher)
+        return self._generate_steps(output, sampler, progress, branch_points, commit)
+
+    def _generate_steps(
+        self,
+        output: Output,
+        sampler: Sampler,
+        progress: PrefillProgress | None,
+        branch_points: Sequence[int],
+        commit: Callable[[Output], Sequence[int]],
+    ) -> Generator[Step, None, None]:
+        prefiller, tokens, drafts = self.prefiller, output.tokens, list[DraftToken]()
         try:
-            rows = self.prefiller.prefill(output.tokens, progress, branch_points)[None]
+            rows = prefiller.prefill(tokens, progress, branch_points)[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
-                    step = self._sample_step(sampler, logits, draft, output)
+                    if draft is None:
+                        step = output.append_token(sampler.sample(logits, tokens))
+                    else:
+                        sampled = sampler.verify_draft(logits, tokens, draft)
+                        is_accepted = sampled.token == draft.token
+                        self.num_accepted_drafts += is_accepted
+                        step = output.append_token(sampled, drafted=is_accepted)
                     yield step
                     if step.finish_reason is not None:
                         return
                     if not step.drafted:
                         break
-                drafts = self._propose_drafts(DraftTarget(sampler, rows.shape[-1]), output)
-                with_drafts = [*output.tokens, *(draft.token for draft in drafts)]
-                rows = self.prefiller.compute_next_logits(with_drafts, len(drafts) + 1)
+                if self.drafter is None:
+                    rows = prefiller.compute_next_logits(tokens)
+                    continue
+                target = DraftTarget(sampler, rows.shape[-1])
+                drafts = self._propose_drafts(self.drafter, target, output)
+                with_drafts = [*tokens, *(draft.token for draft in drafts)]
+                rows = prefiller.compute_next_logits(with_drafts, len(drafts) + 1)
         finally:
-            self.prefiller.align_cache(output.tokens)
+            kept = commit(output)  # first: an interrupt of what follows loses no reply
+            prefiller.align_cache(tokens)  # drops drafts whose steps were not reached
+            prefiller.settle(kept)
 
-    def _sample_step(
-        self, sampler: Sampler, logits: Tensor, draft: DraftToken | None, output: Output
-    ) -> Step:
-        if draft is None:
-            return output.append_token(sampler.sample(logits, output.tokens))
-        sampled = sampler.verify_draft(logits, output.tokens, draft)
-        self.num_accepted_drafts += sampled.token == draft.token
-        return output.append_token(sampled, drafted=sampled.token == draft.token)
-
-    def _propose_drafts(self, target: DraftTarget, output: Output) -> list[DraftToken]:
+    def _propose_drafts(
+        self, drafter: Drafter, target: DraftTarget, output: Output
+    ) -> list[DraftToken]:
         """Propose drafts, if at least one and the token after it may still be generated."""
-        length, capacity = len(output.tokens), self.prefiller.cache.capacity
-        limit = min(self.stop_conditions.max_drafts, output.num_remaining - 1)
-        if capacity is not None:
-            limit = min(limit, capacity - length)
-        until_prune = self.prefiller.cache.tokens_until_prune
-        if until_prune is not None:  # the forward also has the token before the drafts
-            limit = min(limit, until_prune - 1)
-        drafts = self.drafter.propose_drafts(output.tokens, limit, target) if limit > 0 else []
+        cache, max_drafts = self.prefiller.cache, self.stop_conditions.max_drafts
+        limit = min(max_drafts, output.num_remaining - 1)
+        if cache.capacity is not None:
+            limit = min(limit, cache.capacity - len(output.tokens))
+        if cache.tokens_until_prune is not None:  # the forward also has the token before the drafts
+            limit = min(limit, cache.tokens_until_prune - 1)
+        drafts = drafter.propose_drafts(output.tokens, limit, target) if limit > 0 else []
         self.num_drafts += len(drafts)
         if drafts:
-            self.prefiller.cache.ensure_slack(self.stop_conditions.max_drafts + 1)
+            cache.ensure_slack(max_drafts + 1)
         return drafts
 
-    def flush(self) -> str:
-        """Return the text held back by the detokenizer; no more tokens follow."""
-        return "" if self.output is None else self.output.detokenizer.flush()
+    def replace_cache(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
+        """Go on with another cache, which holds `tokens`."""
+        old = self.prefiller
+        self.prefiller = Prefiller(
+            old.decoder,
+            cache,
+            old.chunk_size,
+            threshold=old.threshold,
+            adaptive=old.adaptive,
+            prefixes=self._open_namespace(old.decoder, cache),
+            tokens=tokens,
+        )
+
+    def _open_namespace(self, decoder: Decoder, cache: SequenceCache) -> PrefixNamespace | None:
+        """Open the prefixes of this model and the cache's spec, if there are any."""
+        if self._prefixes is None:
+            return None
+        if not isinstance(decoder, TransformersDecoder) or not isinstance(cache, TransformersCache):
+            raise TypeError("prefixes need a transformers model: its weights identify them")
+        return self._prefixes.open_namespace(decoder.model, cache)
+
+    def fork(self) -> GenerationLoop:
+        """Return an independent loop with the same tokens."""
+        fork = copy.copy(self)
+        fork.prefiller = self.prefiller.fork()
+        fork.drafter = None if self.drafter is None else self.drafter.fork()
+        return fork
+
+
+def generate(
+    model: nn.Module | LogitsFunction,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    kv_cache: AnySpec | SequenceCache = "raw",
+    max_new_tokens: int = 256,
+    stop: str | Sequence[str] = (),
+    ignore_end: bool = False,
+    progress: PrefillProgress | None = None,
+    **options: Unpack[GenerationOptions],
+) -> Iterator[Step]:
+    """Stream the continuation of a prompt, a `Step` for each token.
+
+    `model` is a transformers model, or any callable `model(ids, cache) -> logits`. The prompt is
+    text, token ids, or messages with roles; `kvant.Messages` adds tools and template options.
+    `kv_cache` is a spec, or an empty cache, which the caller may inspect afterwards.
+
+    The options are those of `Sampling`, or `sampling`: an instance, whose fields they replace.
+    `grammar` constrains the reply: `kvant.Grammar.json(schema)`. The other options are:
+
+    * `max_context`: a limit on all tokens (default: the model's); `prefill_chunk=512` tokens.
+    * `strategy`: always, disabled (recompute everything), long (cache only sequences longer than
+      `threshold=512` tokens) or adaptive (stay within `budget` bytes, also "64MiB").
+    * `draft` proposes up to `max_drafts=8` tokens that one forward verifies: "ngram", or a smaller
+      model with the same tokenizer.
+    * `backend` reads every layer: "reference", "native", "triton" (default: the first possible).
+    * `prefixes`, which other calls may share: no prefix is prefilled twice.
+
+    Invalid arguments raise here, before the first step.
+
+    >>> steps = list(kvant.generate(model, tokenizer, "import ", max_new_tokens=4, ignore_end=True))
+    >>> len(steps), steps[-1].finish_reason
+    (4, 'length')
+    """
+    loop = GenerationLoop(model, tokenizer, kv_cache, **options)
+    tokens, shares = encode_prompt(tokenizer, prompt), loop.prefiller.prefixes is not None
+    return loop.start(
+        tokens,
+        loop.sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        ignore_end=ignore_end,
+        progress=progress,
+        branch_points=find_branch_points(tokenizer, prompt, tokens) if shares else (),
+    )

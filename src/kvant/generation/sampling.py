@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvant.generation.grammar import GrammarMatcher
 from kvant.generation.settings import Sampling
 
 NEGATIVE_INFINITY = float("-inf")
@@ -29,9 +30,6 @@ class SampledToken(NamedTuple):
     token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-NO_TOKEN = SampledToken(-1, NEGATIVE_INFINITY)
 
 
 @dataclass(frozen=True)
@@ -126,14 +124,18 @@ def _draw_torch_seed() -> int:
 class Sampler:
     """Sample the tokens of one sequence; random numbers depend on seed and position alone."""
 
-    def __init__(self, sampling: Sampling, prompt_length: int = 0) -> None:
+    def __init__(
+        self, sampling: Sampling, prompt_length: int = 0, matcher: GrammarMatcher | None = None
+    ) -> None:
         """Create a sampler after a prompt of `prompt_length` tokens.
 
-        Presence and frequency penalties and the grammar apply to the tokens after the prompt.
+        Presence and frequency penalties apply to the tokens after the prompt, and so does the
+        matcher of the sampling's grammar.
         """
         self.sampling = sampling
+        self.modifies_logits = sampling.modifies_logits
         self.prompt_length = prompt_length
-        self.matcher = None if sampling.grammar is None else sampling.grammar.make_matcher()
+        self.matcher = matcher
         self.unseeded_sampling = replace(sampling, seed=None)  # equal: sampled as one batch
         seed = sampling.seed
         if seed is None:
@@ -142,7 +144,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, previous_tokens: Sequence[int]) -> SampledToken:
         """Sample a token from logits [vocabulary] that follow `previous_tokens`."""
-        return sample_batch(logits[None], [self], [previous_tokens])[0]
+        return _sample_group(logits[None], [self], [previous_tokens])[0]
 
     def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> DraftToken:
         """Sample a draft from the logits of a draft model."""
@@ -186,7 +188,9 @@ class Sampler:
 
     def compute_logprobs(self, logits: Tensor, previous_tokens: Sequence[int]) -> Tensor:
         """Return the log-probabilities [vocabulary] that a token is sampled from."""
-        rows = _modify_logits(logits[None].float(), [self], [previous_tokens])
+        rows = logits[None].float()
+        if self.modifies_logits:
+            rows = _modify_logits(rows, [self], [previous_tokens])
         return compute_distributions(rows, self.sampling).to_dense(len(logits))[0]
 
 
@@ -203,47 +207,46 @@ def sample_batch(
     groups: dict[Sampling, list[int]] = {}
     for row, sampler in enumerate(samplers):
         groups.setdefault(sampler.unseeded_sampling, []).append(row)
-    results: list[SampledToken] = [NO_TOKEN] * len(samplers)
-    for sampling, rows in groups.items():
-        group_logits = (logits if len(rows) == len(logits) else logits[rows]).float()
-        if sampling.modifies_logits:
-            group_logits = _modify_logits(
-                group_logits,
-                [samplers[row] for row in rows],
-                [previous_tokens[row] for row in rows],
-            )
-        uniforms = [samplers[row].draw_uniform(len(previous_tokens[row])) for row in rows]
-        count = max((num_top_logprobs[row] for row in rows), default=0) if num_top_logprobs else 0
-        sampled = _sample_group(group_logits, sampling, uniforms, count)
+    results: dict[int, SampledToken] = {}
+    for rows in groups.values():
+        sampled = _sample_group(
+            logits if len(rows) == len(logits) else logits[rows],
+            [samplers[row] for row in rows],
+            [previous_tokens[row] for row in rows],
+            max(num_top_logprobs[row] for row in rows) if num_top_logprobs else 0,
+        )
         for row, token in zip(rows, sampled, strict=True):
             top = token.top_logprobs[: num_top_logprobs[row]] if num_top_logprobs else ()
             results[row] = token._replace(top_logprobs=top)
-    return results
+    return [results[row] for row in range(len(samplers))]
 
 
 def _sample_group(
-    logits: Tensor, sampling: Sampling, uniforms: Sequence[float], num_top_logprobs: int
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    previous_tokens: Sequence[Sequence[int]],
+    num_top_logprobs: int = 0,
 ) -> list[SampledToken]:
-    """Sample a token for each row with the same settings."""
-    if sampling.temperature == 0:
-        tokens, logprobs = _sample_greedily(logits)
-        distributions = compute_distributions(logits, sampling) if num_top_logprobs else None
-    else:
+    """Sample a token for each row; the samplers differ in nothing but their seeds."""
+    sampling = samplers[0].sampling
+    logits = logits.float()
+    if samplers[0].modifies_logits:
+        logits = _modify_logits(logits, samplers, previous_tokens)
+    pairs: Sequence[tuple[tuple[int, float], ...]] = [()] * len(samplers)
+    distributions = None
+    if sampling.temperature or num_top_logprobs:
         distributions = compute_distributions(logits, sampling)
+        if num_top_logprobs:
+            pairs = distributions.list_top_logprobs(num_top_logprobs)
+    if sampling.temperature == 0 or distributions is None:
+        values, tokens = logits.max(-1)
+        _check_no_nan(values)
+        logprobs = values - logits.logsumexp(-1)
+    else:
+        positions = map(len, previous_tokens)
+        uniforms = [s.draw_uniform(at) for s, at in zip(samplers, positions, strict=True)]
         tokens, logprobs = distributions.sample(uniforms)
-    pairs = (
-        [()] * len(uniforms)
-        if distributions is None or not num_top_logprobs
-        else distributions.list_top_logprobs(num_top_logprobs)
-    )
     return list(map(SampledToken, tokens.tolist(), logprobs.tolist(), pairs))
-
-
-def _sample_greedily(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the most likely token of each row and its log-probability."""
-    values, tokens = logits.max(-1)
-    _check_no_nan(values)
-    return tokens, values - logits.logsumexp(-1)
 
 
 def _check_no_nan(max_logits: Tensor) -> None:
@@ -262,8 +265,6 @@ def _modify_logits(
     logits: Tensor, samplers: Sequence[Sampler], previous_tokens: Sequence[Sequence[int]]
 ) -> Tensor:
     """Apply penalties, biases and grammars to logits [rows, vocabulary]."""
-    if not samplers[0].sampling.modifies_logits:
-        return logits
     rows = []
     for row, sampler, tokens in zip(logits.clone(), samplers, previous_tokens, strict=True):
         sampling = sampler.sampling

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -22,30 +25,51 @@ from kvant.attention import explain
 from kvant.cache import files
 from kvant.errors import PromptError, RewindError
 from kvant.generation.conversation import (
+    PromptFormat,
     Transcript,
     Turn,
     convert_errors,
     join_turns,
-    make_prompt_format,
 )
 from kvant.generation.decoder import (
-    Decoder,
     LogitsFunction,
-    SequenceCache,
-    TransformersDecoder,
+    PrefillProgress,
+    count_shared_prefix,
     make_decoder,
 )
-from kvant.generation.drafters import Drafter, make_drafter
-from kvant.generation.grammar import Grammar, compile_grammar
-from kvant.generation.loop import GenerationLoop, Step, StepStream
-from kvant.generation.prefill import Prefiller, PrefillProgress, count_shared_prefix
-from kvant.generation.settings import Sampling, StopConditions
-from kvant.generation.strategy import make_strategy
-from kvant.hf import TransformersCache
-from kvant.prefixes import Prefixes, PrefixNamespace
+from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Step
+from kvant.generation.settings import SamplingOptions, make_sampling
+from kvant.generation.strategy import SequenceCache
+from kvant.platform.sizes import format_count, format_size
 from kvant.recipes import AnySpec
-from kvant.sizes import format_count, format_size
 from kvant.spec import describe_spec
+
+
+class StepStream(Iterator[Step]):
+    """The steps of a reply; dropping or closing the iterator ends the reply."""
+
+    def __init__(
+        self, steps: Generator[Step, None, None], on_start: Callable[[StepStream], None]
+    ) -> None:
+        """Call `on_start` when the first step is requested."""
+        self._steps = steps
+        self._on_start: Callable[[StepStream], None] | None = on_start
+        self._ready: deque[Step] = deque()  # computed by `finish`, not yet returned
+
+    def __next__(self) -> Step:
+        if self._on_start is not None:
+            self._on_start(self)
+            self._on_start = None
+        return self._ready.popleft() if self._ready else next(self._steps)
+
+    def finish(self) -> None:
+        """Compute the remaining steps; they can still be iterated."""
+        self._ready.extend(self._steps)
+
+    def close(self) -> None:
+        """End the reply; do nothing if the generator itself calls this."""
+        if getgeneratorstate(self._steps) != GEN_RUNNING:
+            self._steps.close()
 
 
 class Session:
@@ -66,62 +90,25 @@ class Session:
         *,
         system: str | None = None,
         template: bool = True,
-        max_context: int | None = None,
-        prefill_chunk: int = 512,
-        strategy: str = "always",
-        threshold: int = 512,
-        budget: int | str | None = None,
-        draft: str | Drafter | nn.Module | LogitsFunction | None = None,
-        max_drafts: int = 8,
-        backend: str | None = None,
-        prefixes: Prefixes | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> None:
         """Create a conversation; `template=False` makes its messages one continuous text.
 
-        The other options are those of `kvant.generate`. With `prefixes` the session may replace its
-        cache before each message by one that holds a longer prefix.
+        The other options are those of `kvant.generate`; `send` can override those of sampling. With
+        `prefixes` the session may replace its cache before each message by one that holds a longer
+        prefix.
         """
-        if tokenizer is None:
-            raise TypeError("tokenizer=None: the model's own is needed, to encode and decode text")
-        decoder = make_decoder(model)
-        cache = decoder.make_cache(kv_cache, tokenizer)
-        if backend is not None:
-            cache.backend = backend
-        if cache.length:
-            raise ValueError(
-                f"a cache of {cache.length} tokens: start with an empty one; kvant.Session keeps "
-                "one cache over many turns"
-            )
-        cache_strategy = make_strategy(strategy, threshold, budget)
-        if budget is not None and cache.spec.prunes:
-            raise ValueError("a budget and a prune in the spec: use one of them to drop rows")
-        self._prefixes = prefixes
-        if prefixes is not None:
-            if isinstance(kv_cache, TransformersCache):
-                raise TypeError("a cache and prefixes: prefixes make their own cache; give a spec")
-            if budget is not None:
-                raise ValueError("a budget and prefixes: all prefixes are stored with one spec")
-            if draft is not None:
-                cache.ensure_slack(max_drafts + 1)  # the namespace depends on it
-        namespace = self._make_prefix_namespace(decoder, cache)
-        self.prefiller = Prefiller(decoder, cache, cache_strategy, prefill_chunk, namespace)
+        self.loop = GenerationLoop(model, tokenizer, kv_cache, **options)
         self.tokenizer = tokenizer
-        self.prompt_format = make_prompt_format(tokenizer, system, template)
-        self.drafter = make_drafter(draft)
-        self.stop_conditions = StopConditions(
-            max_context=decoder.max_context if max_context is None else max_context,
-            vocab_size=decoder.vocab_size,
-            max_drafts=max_drafts,
-        )
+        self.prompt_format = PromptFormat(tokenizer, system, template)
         self._tokens: list[int] = []  # tokens up to the end of the last turn
         self._turns: list[Turn] = []
-        self._num_drafts = self._num_accepted_drafts = 0
         self._unread_stream: StepStream | None = None  # a reply of which no step was iterated
         self._stream_ref: weakref.ref[StepStream] | None = None  # dropping the stream ends it
 
     @property
     def cache(self) -> SequenceCache:
-        return self.prefiller.cache
+        return self.loop.prefiller.cache
 
     @property
     def tokens(self) -> list[int]:
@@ -139,19 +126,11 @@ class Session:
         message: str | Sequence[int],
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
         stop: str | Sequence[str] = (),
-        grammar: Grammar | None = None,
         ignore_end: bool = False,
         progress: PrefillProgress | None = None,
         branch_points: Sequence[int] = (),
+        **sampling: Unpack[SamplingOptions],
     ) -> StepStream:
         """Stream the reply to a message, or to tokens that are appended as they are.
 
@@ -162,33 +141,22 @@ class Session:
         any other method computes the whole reply, whose steps can still be iterated then.
         """
         self._finish_stream()
-        conditions = replace(
-            self.stop_conditions,
-            max_new_tokens=max_new_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            end_tokens=frozenset() if ignore_end else self.prefiller.decoder.end_tokens,
-        )
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            seed,
-            presence_penalty,
-            frequency_penalty,
-            grammar=compile_grammar(grammar, self.tokenizer, conditions.end_tokens),
-        )
         prompt, text = self._make_prompt(message)
-        if self._prefixes is not None and isinstance(message, str):
+        if self.loop.prefiller.prefixes is not None and isinstance(message, str):
             branch_points = branch_points or self.prompt_format.find_branch_points(
                 self._turns, text, prompt
             )
-        conditions.check_prompt(prompt)
-        loop = GenerationLoop(self.prefiller, sampling, conditions, self.tokenizer, self.drafter)
-        self._unread_stream = stream = StepStream(
-            self._generate_reply(loop, prompt, text, progress, branch_points)
+        steps = self.loop.start(
+            prompt,
+            make_sampling(sampling, self.loop.sampling),
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            ignore_end=ignore_end,
+            progress=progress,
+            branch_points=branch_points,
+            commit=partial(self._add_turn, text),
         )
+        self._unread_stream = stream = StepStream(steps, self._forget_unread)
         self._stream_ref = weakref.ref(stream)
         return stream
 
@@ -203,27 +171,27 @@ class Session:
         num_tokens = len(self._tokens)
         if len(prompt) == num_tokens:
             raise PromptError("the text has no tokens: there is nothing to read")
-        self.stop_conditions.check_prompt(prompt)
+        self.loop.stop_conditions.check_prompt(prompt)
         turn = Turn(text, "", num_tokens, tuple(prompt[num_tokens:]), len(prompt))
         try:
-            self.prefiller.prefill(prompt, progress, ())
+            self.loop.prefiller.prefill(prompt, progress)
             self._turns, self._tokens = [*self._turns, turn], prompt
         finally:
-            self._sync_cache()
+            self.loop.prefiller.settle(self._tokens)
 
     def rewind(self, to: int) -> None:
         """Rewind to length `to`: a reply may be cut, a message is removed as a whole."""
         self._finish_stream()
         turns = self._truncate_turns(to)
         tokens = join_turns(turns)
-        self.prefiller.align_cache(tokens)
+        self.loop.prefiller.align_cache(tokens)
         self._turns, self._tokens = turns, tokens
 
     def reset(self) -> None:
         """Start a new conversation; discard an unread reply without computing it."""
         self._unread_stream = None
         self._finish_stream()
-        self.prefiller.reset()
+        self.loop.prefiller.reset()
         self._turns, self._tokens = [], []
 
     def fork(self) -> Session:
@@ -231,14 +199,14 @@ class Session:
         self._finish_stream()
         copy = Session.__new__(Session)
         copy.__dict__.update(self.__dict__)
-        copy.prefiller, copy.drafter = self.prefiller.fork(), self.drafter.fork()
+        copy.loop = self.loop.fork()
         copy._tokens, copy._turns = list(self._tokens), list(self._turns)
         return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation and its cache to a file, which `load` continues."""
         self._finish_stream()
-        model = self.prefiller.decoder.fingerprint
+        model = self.loop.prefiller.decoder.fingerprint
         transcript = Transcript(
             tuple(self._turns), self.prompt_format.system, self.prompt_format.uses_template, model
         )
@@ -270,47 +238,39 @@ class Session:
         self._load_conversation(path, files.read(path))
 
     def __repr__(self) -> str:
-        turns, tokens = (
-            format_count(len(self._turns), "turn"),
-            format_count(len(self._tokens), "token"),
-        )
-        contents = f"{turns}, {tokens}, {format_size(self.cache.nbytes)}"
-        return f"Session({describe_spec(self.cache.spec)}: {contents})"
+        turns = format_count(len(self._turns), "turn")
+        contents = f"{turns}, {format_count(len(self._tokens), 'token')}"
+        spec, size = describe_spec(self.cache.spec), format_size(self.cache.nbytes)
+        return f"Session({spec}: {contents}, {size})"
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of the cache and the share of prompt tokens it already held."""
         self._finish_stream()
-        prefiller = self.prefiller
-        num_prompt_tokens = prefiller.num_prompt_tokens
+        prefiller, prefixes = self.loop.prefiller, self.loop.prefiller.prefixes
+        mismatch = None if prefixes is None else prefixes.describe_mismatch(self.tokenizer)
         return self.cache.stats() | {
             "tokens": len(self._tokens),
-            "tokens_asked": num_prompt_tokens,
+            "tokens_asked": prefiller.num_prompt_tokens,
             "tokens_reused": prefiller.num_cached_tokens,
             "tokens_restored": prefiller.num_restored_tokens,
-            "hit_rate": prefiller.num_cached_tokens / max(num_prompt_tokens, 1),
-            "drafts": self._num_drafts,
-            "drafts_accepted": self._num_accepted_drafts,
-            "prefix_lost": prefiller.prefixes.describe_mismatch(self.tokenizer),
+            "hit_rate": prefiller.num_cached_tokens / max(prefiller.num_prompt_tokens, 1),
+            "drafts": self.loop.num_drafts,
+            "drafts_accepted": self.loop.num_accepted_drafts,
+            "prefix_lost": mismatch,
         }
 
     def _load_conversation(
         self, path: str | os.PathLike[str], saved_cache: files.SavedCache
     ) -> None:
-        prefiller, transcript = self.prefiller, Transcript.from_header(path, saved_cache.about)
+        prefiller, transcript = self.loop.prefiller, Transcript.from_header(path, saved_cache.about)
         transcript.check_model(path, prefiller.decoder.fingerprint)
         with convert_errors(path):
             cache = prefiller.decoder.make_cache(saved_cache.spec)
             cache.backend = prefiller.cache.backend
             cache.restore(saved_cache.snapshot)
             tokens = transcript.get_tokens(cache.length, prefiller.decoder.vocab_size)
-            namespace = self._make_prefix_namespace(prefiller.decoder, cache)
-        self.prefiller = Prefiller(
-            prefiller.decoder, cache, prefiller.strategy, prefiller.chunk_size, namespace
-        )
-        self.prefiller.set_tokens(tokens[: cache.length])
-        self.prompt_format = make_prompt_format(
-            self.tokenizer, transcript.system, transcript.template
-        )
+            self.loop.replace_cache(cache, tokens[: cache.length])
+        self.prompt_format = PromptFormat(self.tokenizer, transcript.system, transcript.template)
         self._tokens, self._turns = tokens, list(transcript.turns)
 
     def _truncate_turns(self, to: int) -> list[Turn]:
@@ -340,58 +300,28 @@ class Session:
             raise ValueError("tokens as a message: a chat template takes text (or template=False)")
         return [*self._tokens, *(int(token) for token in message)], ""
 
-    def _generate_reply(
-        self,
-        loop: GenerationLoop,
-        prompt: list[int],
-        message: str,
-        progress: PrefillProgress | None,
-        branch_points: Sequence[int],
-    ) -> Generator[Step, None, None]:
-        self._unread_stream = None
-        steps, reply = loop.generate_steps(prompt, progress, branch_points), ""
-        try:
-            for step in steps:
-                reply += step.text
-                yield step
-        finally:
-            steps.close()
-            self._add_turn(loop, prompt, message, reply)
-
-    def _add_turn(self, loop: GenerationLoop, prompt: list[int], message: str, text: str) -> None:
+    def _add_turn(self, message: str, output: Output) -> list[int]:
         """Append the turn as far as its reply was generated; without a reply there is no turn."""
-        self._num_drafts += loop.num_drafts
-        self._num_accepted_drafts += loop.num_accepted_drafts
-        if loop.num_generated:
-            shared = count_shared_prefix(self._tokens, prompt)
-            tokens = tuple(loop.tokens[shared:])
-            self._turns.append(Turn(message, text + loop.flush(), shared, tokens, len(prompt)))
-            self._tokens = loop.tokens
-        self._sync_cache()
+        if output.num_generated:
+            shared = count_shared_prefix(self._tokens, output.tokens[: output.prompt_length])
+            tokens, text = tuple(output.tokens[shared:]), output.text + output.detokenizer.flush()
+            self._turns.append(Turn(message, text, shared, tokens, output.prompt_length))
+            self._tokens = output.tokens
+        return self._tokens
 
-    def _sync_cache(self) -> None:
-        """Rewind the cache to the prefix that it shares with the conversation."""
-        self.prefiller.insert_prefix()  # the prompt, or as much of it as was prefilled
-        self.prefiller.align_cache(self._tokens)  # rolls back a failed forward
-        self.cache.checkpoint()
+    def _forget_unread(self, stream: StepStream) -> None:
+        """Let go of a stream that is iterated from now on."""
+        if self._unread_stream is stream:
+            self._unread_stream = None
 
     def _finish_stream(self) -> None:
         """Compute a reply that was never iterated; end one that was."""
-        if self._unread_stream is not None:
-            self._unread_stream.finish()
+        unread, self._unread_stream = self._unread_stream, None
+        if unread is not None:
+            unread.finish()
         stream = None if self._stream_ref is None else self._stream_ref()
         if stream is not None:
             stream.close()
-
-    def _make_prefix_namespace(
-        self, decoder: Decoder, cache: SequenceCache
-    ) -> PrefixNamespace | None:
-        """Open the prefixes of this model and this spec."""
-        if self._prefixes is None:
-            return None
-        if not isinstance(decoder, TransformersDecoder) or not isinstance(cache, TransformersCache):
-            raise TypeError("prefixes need a transformers model: its weights identify them")
-        return self._prefixes.open_namespace(decoder.model, cache)
 
 
 @explain.register

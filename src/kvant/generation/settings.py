@@ -5,15 +5,15 @@ The module does not import torch, so a command rejects invalid values at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvant.errors import ContextError, PromptError, SpecError
-from kvant.sizes import as_bytes
+from kvant.platform.sizes import as_bytes
 
 if TYPE_CHECKING:
-    from kvant.generation.grammar import CompiledGrammar
+    from kvant.generation.grammar import Grammar
 
 MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
 STRATEGIES = ("always", "disabled", "long", "adaptive")
@@ -32,7 +32,7 @@ class Sampling:
     presence_penalty: float = 0.0  # subtracted from the logit of each generated token,
     frequency_penalty: float = 0.0  # and this times its count
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias), added to its logit
-    grammar: CompiledGrammar | None = None  # constrains the reply
+    grammar: Grammar | None = None  # constrains the reply
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -63,6 +63,12 @@ class Sampling:
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
         return any(penalties) or bool(self.logit_bias) or self.grammar is not None
 
+    def check_tokens(self, vocab_size: int | None) -> None:
+        """Raise for a bias of a token outside the vocabulary."""
+        for token, _ in self.logit_bias:
+            if not 0 <= token < (1 << 31 if vocab_size is None else vocab_size):
+                raise ValueError(f"logit_bias of token {token}: the vocabulary has {vocab_size}")
+
     def derive_choice(self, index: int) -> Sampling:
         """Return a copy with the seed of one of several continuations."""
         return replace(self, seed=derive_seed(self.seed, index))
@@ -71,6 +77,33 @@ class Sampling:
     def keeps_all_tokens(self) -> bool:
         """Whether no filter (top-k, top-p, min-p) excludes tokens."""
         return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The keyword arguments of every function that samples; see the fields of `Sampling`."""
+
+    sampling: Sampling | None  # the others replace its fields
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logit_bias: Mapping[int, float] | None
+    grammar: Grammar | None
+
+
+def make_sampling(options: SamplingOptions, default: Sampling | None = None) -> Sampling:
+    """Return `sampling`, or else `default`, with the fields that the other options name."""
+    values: dict[str, Any] = {**options}
+    if unknown := sorted(values.keys() - SamplingOptions.__annotations__.keys()):
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
+    sampling = values.pop("sampling", None) or default or Sampling()
+    if "logit_bias" in values:
+        values["logit_bias"] = tuple(sorted((values["logit_bias"] or {}).items()))
+    return replace(sampling, **values)
 
 
 def derive_seed(seed: int | None, index: int) -> int | None:

@@ -1,7 +1,6 @@
-"""Cache strategies of the generation loop: what to store, what to recompute.
+"""Keep the cache of one sequence within a budget of bytes.
 
-The adaptive strategy stays within a budget: before a forward would exceed it, it recodes the cache
-to a smaller spec.
+Before a forward would exceed the budget, the cache is recoded to a smaller spec.
 """
 
 from __future__ import annotations
@@ -9,22 +8,21 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Protocol, TypeVar
 
+from kvant.cache import Cache
 from kvant.codecs import Affine
-from kvant.contracts import Codec, Retention
+from kvant.contracts import Codec
 from kvant.errors import CacheError
-from kvant.generation.decoder import SequenceCache
-from kvant.generation.settings import check_strategy
+from kvant.hf import TransformersCache
+from kvant.platform.sizes import format_size
 from kvant.recipes import CacheSpec, iterate_attention
-from kvant.retention import DEFAULT_WINDOW_SINKS, Window
-from kvant.sizes import as_bytes, format_size
+from kvant.retention import DEFAULT_WINDOW_SINKS, Retention, Window
 from kvant.spec import describe_spec
 
-T = TypeVar("T")
+SequenceCache = Cache | TransformersCache  # of one sequence
 SpecSizer = Callable[[CacheSpec], float]  # bytes under a spec; infinite if it does not fit the rows
 log = logging.getLogger("kvant")
 
@@ -45,13 +43,8 @@ class AdaptiveStrategy:
         default=None, init=False, repr=False, compare=False
     )
 
-    def should_cache(self, num_tokens: int) -> bool:
-        return True
-
-    def choose_first_chunk(self, chunk_size: int) -> int:
-        return 1
-
     def make_room(self, cache: SequenceCache, coming: int) -> None:
+        """Make room for `coming` tokens; called before each forward and after the first."""
         needed_nbytes = cache.nbytes_after(coming)
         if needed_nbytes <= self.budget or (cache.spec, needed_nbytes) == self._unreachable:
             return
@@ -120,11 +113,12 @@ class AdaptiveStrategy:
 
 def list_smaller_formats(spec: CacheSpec) -> list[CacheSpec]:
     """Return the specs with fewer bits that store the same rows, the nearest first."""
-    return [
-        form
-        for form in _deduplicate(_lower_codecs(spec, step) for step in CODEC_LADDER)
-        if form != spec
-    ]
+    smaller: list[CacheSpec] = []
+    for codec in CODEC_LADDER:
+        form = _lower_codecs(spec, codec)
+        if form not in (spec, *smaller):
+            smaller.append(form)
+    return smaller
 
 
 def _find_window_limit(spec: CacheSpec, coming: int) -> int:
@@ -168,81 +162,3 @@ def limit_window(spec: CacheSpec, window: int) -> CacheSpec:
     return spec.map_layers(
         lambda layer: replace(layer, retention=narrow_retention(layer.retention))
     )
-
-
-def _deduplicate(items: Iterable[T]) -> list[T]:
-    seen: list[T] = []
-    for item in items:
-        if item not in seen:
-            seen.append(item)
-    return seen
-
-
-class Strategy(Protocol):
-    """How the generation loop uses a cache; an exact cache gives the same tokens with each."""
-
-    def should_cache(self, num_tokens: int) -> bool:
-        """Return whether to cache a sequence of this length; it must stay true as it grows."""
-
-    def choose_first_chunk(self, chunk_size: int) -> int:
-        """Return how many tokens the first forward of a prompt prefills."""
-
-    def make_room(self, cache: SequenceCache, coming: int) -> None:
-        """Make room for `coming` tokens; called before each forward and after the first."""
-
-
-@dataclass(frozen=True)
-class AlwaysStrategy:
-    """Cache everything."""
-
-    def should_cache(self, num_tokens: int) -> bool:
-        return True
-
-    def choose_first_chunk(self, chunk_size: int) -> int:
-        return chunk_size
-
-    def make_room(self, cache: SequenceCache, coming: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class DisabledStrategy:
-    """Cache nothing and recompute everything: slow, the reference for all others."""
-
-    def should_cache(self, num_tokens: int) -> bool:
-        return False
-
-    def choose_first_chunk(self, chunk_size: int) -> int:
-        return chunk_size
-
-    def make_room(self, cache: SequenceCache, coming: int) -> None: ...
-
-
-@dataclass(frozen=True)
-class LongStrategy:
-    """Cache only sequences longer than `threshold` tokens."""
-
-    threshold: int = 512
-
-    def should_cache(self, num_tokens: int) -> bool:
-        return num_tokens > self.threshold
-
-    def choose_first_chunk(self, chunk_size: int) -> int:
-        return chunk_size
-
-    def make_room(self, cache: SequenceCache, coming: int) -> None: ...
-
-
-ALWAYS = AlwaysStrategy()
-
-
-def make_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> Strategy:
-    """Make a strategy by name; `threshold` is for long, `budget` for adaptive."""
-    check_strategy(name, threshold, budget)
-    if budget is not None:
-        return AdaptiveStrategy(as_bytes(budget))
-    strategies: dict[str, Strategy] = {
-        "always": ALWAYS,
-        "disabled": DisabledStrategy(),
-        "long": LongStrategy(threshold),
-    }
-    return strategies[name]

@@ -1,27 +1,30 @@
 """Caches of kvant for models of Hugging Face transformers."""
 
 from kvant.attention import explain
-from kvant.hf.attach import attach, detach, explain_model, get_attachments
-from kvant.hf.build import PairedCache, cache_for, load_cache
+from kvant.hf.attach import (
+    PairedCache,
+    attach,
+    cache_for,
+    detach,
+    explain_model,
+    get_attachments,
+    load_cache,
+)
 from kvant.hf.cache import TransformersCache
-from kvant.hf.forward import TokenForward
 from kvant.hf.model import (
+    TokenForward,
     check_text_model,
     compute_model_fingerprint,
     find_text_model,
     get_cache_argument,
     get_text_model,
     get_transformers_model,
+    has_cross_attention,
+    make_comparable,
+    named_attributes,
+    named_modules,
+    supports_chunked_prefill,
     unwrap_model,
-)
-from kvant.hf.model_layers import has_cross_attention, supports_chunked_prefill
-from kvant.hf.module_attributes import make_comparable, named_attributes, named_modules
-from kvant.hf.replay import (
-    NATIVE_REPLAY,
-    CaptureFunction,
-    Replayer,
-    capture_graph,
-    make_capture_function,
 )
 from kvant.hf.support import Support, SupportLevel, get_support
 
@@ -29,17 +32,13 @@ explain.register(TransformersCache, TransformersCache.explain)
 explain.register(PairedCache, PairedCache.explain)
 
 __all__ = [
-    "NATIVE_REPLAY",
-    "CaptureFunction",
     "PairedCache",
-    "Replayer",
     "Support",
     "SupportLevel",
     "TokenForward",
     "TransformersCache",
     "attach",
     "cache_for",
-    "capture_graph",
     "check_text_model",
     "compute_model_fingerprint",
     "detach",
@@ -52,7 +51,6 @@ __all__ = [
     "get_transformers_model",
     "has_cross_attention",
     "load_cache",
-    "make_capture_function",
     "make_comparable",
     "named_attributes",
     "named_modules",

@@ -18,10 +18,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from kvant.hf.handles import get_shared_source
-from kvant.hf.lazy_tensor import materialize_tensor
-from kvant.hf.masks import LazyMask, make_lazy_mask_function
-from kvant.hf.pending_attention import AttentionCall
+from kvant.hf.handles import AttentionCall, get_shared_source
+from kvant.hf.masks import LazyMask, make_lazy_mask_function, materialize_tensor
 
 AttentionForward = Callable[..., tuple[Tensor, Tensor | None]]
 EAGER_FUNCTION_NAME = "eager_attention_forward"

@@ -19,11 +19,11 @@ from kvant.errors import CacheError
 from kvant.hf.cache_context import CacheContext
 from kvant.hf.cache_methods import CacheMethods
 from kvant.hf.layers import make_layer, make_recurrences
-from kvant.hf.model_layers import ModelLayer
+from kvant.hf.model import ModelLayer
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import CacheSpec
 
-INITIAL_DRAFT_TOKENS = 32  # drafts up to this length rewind exactly; a longer one raises it
+INITIAL_DRAFT_TOKENS = 32  # drafts up to this length rewind exactly; longer drafts increase it
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
@@ -32,8 +32,8 @@ class TransformersCache(CacheMethods, HFCache):
     """The cache of one batch of sequences, for a transformers model.
 
     `states` is the kvant cache that stores the rows. Opaque layers, whose state only transformers
-    understands, use its classes; an operation that they do not support is refused. `columns` is the
-    width of the attention mask that has `padding`.
+    understands, use its classes; an operation that they do not support is refused. `padding` is the
+    left padding of each sequence, and `columns` the width of the attention mask it was read from.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TransformersCache(CacheMethods, HFCache):
         self._first_attention_index = next(
             (i for i, info in enumerate(layer_info) if info.attends), None
         )
-        recurrences: list[Any] = context.states.external_states
+        recurrences: list[Any] = list(context.states.holder.external_states.values())
         self._recurrent_progress = RecurrentProgress(layer_info, recurrences)
         layers = [
             make_layer(context, i, info, existing_layers.get(i))
@@ -95,7 +95,8 @@ class TransformersCache(CacheMethods, HFCache):
         if self.context.record_past and layer_idx == self._first_attention_index:
             count = key_states.shape[2]
             self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
-            self.states.external_speculation = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
+            is_draft = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
+            self.states.holder.external_speculation = is_draft
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
@@ -120,9 +121,9 @@ class TransformersCache(CacheMethods, HFCache):
         return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens in the cache; an incomplete forward does not count."""
+        """Return the number of tokens in the cache; an incomplete forward does not count."""
         states = self.context.states
-        if states.contents.leaves:
+        if states.state.layout.names:
             return states.length
         length: int = super().get_seq_length(layer_idx)
         return length
@@ -142,7 +143,8 @@ class TransformersCache(CacheMethods, HFCache):
 
         True after the first forward, and also after a reset.
         """
-        rows = all(leaf.storage is not None for _, leaf in self.states.contents.list_attention())
+        state = self.states.state
+        rows = all(leaf.index in state.storages for leaf in state.layout.attention)
         return rows and all(state.has_shapes for state in self._recurrent_progress.recurrences)
 
     # ---- operations on all layers
@@ -202,7 +204,7 @@ class TransformersCache(CacheMethods, HFCache):
             layer.batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
-        """Start speculation: rewinds are exact, and a chunk attends as single tokens would."""
+        """Start speculation: rewinds are exact, and a draft reads what it would read alone."""
         super().activate_past_recording()
         self.context.record_past = True
         if self.states.length:
@@ -241,7 +243,7 @@ class TransformersCache(CacheMethods, HFCache):
         return self.wrap_states(self.states.merge_with([cache.states for cache in others]))
 
     def import_sequence(self, other: TransformersCache) -> TransformersCache:
-        """Copy `other`, which starts with this cache's tokens, into the pools of this cache."""
+        """Return a copy of `other` in the pools of this cache; `other` extends its tokens."""
         self._check_same_model([other])
         return self.wrap_states(self.states.import_sequence(other.states))
 
@@ -294,7 +296,7 @@ class TransformersCache(CacheMethods, HFCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        """Checkpoint the end of a turn: `generate` sets this on a cache that the user passes."""
+        """Checkpoint the cached tokens when `generate` starts: it sets this on a user's cache."""
         self._user_defined = self._checks_use_cache = value
         self._first_num_tokens = 0
         if value and self._recurrent_progress.recurrences and self.states.length:
@@ -341,7 +343,7 @@ class TransformersCache(CacheMethods, HFCache):
 def _is_generating() -> bool:
     """Return whether `generate` of transformers is on the call stack.
 
-    Rows have no positions that would tell repeated tokens from new ones.
+    The rows do not show whether tokens are new or repeated, since they come without positions.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GENERATE_CODE:

@@ -53,7 +53,7 @@ class CacheContext:
     @property
     def change_counts(self) -> tuple[int, int]:
         """Counters that differ once the addresses of tensors may have changed."""
-        return self.states.num_changes, self.num_moves
+        return self.states.holder.num_changes, self.num_moves
 
     def compute_start(self, batch: int) -> tuple[int, ...] | None:
         """Return the padding of each row of a batch; beams repeat that of their sequence."""
@@ -79,7 +79,7 @@ class CacheContext:
 
     def check_not_appended(self, index: int) -> None:
         """Refuse a second append to a layer in one forward; the first layer starts a new one."""
-        if self.states.has_appended(index) and index != min(self.states.layers):
+        if index != min(self.states.layers):
             raise CacheError(
                 f"layer {index} got rows twice in one forward: if the second rows are of an "
                 "encoder, they need a separate cache; set add_cross_attention=True in the "

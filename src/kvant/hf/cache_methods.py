@@ -9,11 +9,12 @@ from itertools import groupby
 from typing import Any
 
 from kvant.cache import Cache, constrain_spec
+from kvant.cache.transitions import end_padding
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf.cache_context import AttentionStats, CacheContext
 from kvant.hf.layers import AttentionLayer
-from kvant.hf.model_layers import ModelLayer, make_cache_spec
+from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.recipes import AnySpec, CacheSpec, GroupSpec, LayerSpec, Recipe, iterate_attention
 from kvant.renamed import RenamedAttribute
 from kvant.spec import format_codecs
@@ -21,7 +22,10 @@ from kvant.spec import format_codecs
 
 @dataclass(frozen=True)
 class CacheExplanation:
-    """One line for each run of equal layers, and for replayed tokens."""
+    """The text of `explain`: one line for each run of equal layers, then lines about replays.
+
+    A replay decodes a token by a captured forward, such as a CUDA graph.
+    """
 
     lines: tuple[str, ...]
 
@@ -94,7 +98,10 @@ def _describe_reads(context: CacheContext, index: int) -> str:
 
 
 class CacheMethods:
-    """Methods that change all layers or none; most are refused for caches with opaque layers."""
+    """Methods that change all layers or none.
+
+    Most are refused for a cache with opaque layers, whose state only transformers understands.
+    """
 
     layer_info: tuple[ModelLayer, ...]
     context: CacheContext
@@ -200,7 +207,7 @@ class CacheMethods:
             self.states.ensure_slack(slack)
 
     def recode(self, spec: AnySpec) -> None:
-        """Re-encode the stored tokens by another spec, within the windows of the model."""
+        """Convert the stored rows to another spec; the windows of the model still apply."""
         cache_spec = self._resolve_spec(spec)
         self._invalidate_pending()
         self.states.recode(cache_spec)
@@ -211,11 +218,11 @@ class CacheMethods:
         return self.states.tokens_until_prune
 
     def prompt_mode(self) -> AbstractContextManager[None]:
-        """Treat every append within the context as part of a prompt, so that none prunes."""
+        """Treat every append within the context as part of a prompt, so that it does not prune."""
         return self.states.prompt_mode()
 
     def speculation_mode(self) -> AbstractContextManager[None]:
-        """Treat chunks within the context as drafts: they attend as single tokens would."""
+        """Treat chunks within the context as drafts: a token reads the rows it would read alone."""
         return self.states.speculation_mode()
 
     def snapshot(self) -> Snapshot:
@@ -257,9 +264,10 @@ class CacheMethods:
         if to == 0 < self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
         self.states.rewind(to)
-        # From now on masks define the padding, except with sinks, which need it before the rows.
+        # With sinks, padding must be known before rows are appended. Without, masks define it.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
-            self.states.end_padding()
+            holder = self.states.holder
+            holder.state = end_padding(holder.state)
 
     def _resolve_spec(self, spec: AnySpec) -> CacheSpec:
         """Return the spec of each layer after a recode to `spec`."""
@@ -286,6 +294,6 @@ class CacheMethods:
             )
 
     def _invalidate_pending(self) -> None:
-        """Make handles that the model still has raise an error."""
+        """Invalidate the handles that the model still has: to use one raises an error."""
         for layer in self._list_attention_layers():
             layer.invalidate_pending()

@@ -1,8 +1,9 @@
 """Multi-head latent attention on the stored latents, without expanding them.
 
 transformers expands all cached latents c into keys W c and values at every step (`expand_kv`).
-Since that is linear, the queries can be folded instead: q . (W c) = (W^T q) . c. A layer is folded
-only if a test call shows that its `expand_kv` computes just that.
+Since that is linear, W can be folded into the queries instead (weight absorption):
+q . (W c) = (W^T q) . c. A layer is folded only if a test call shows that its `expand_kv` computes
+this product.
 """
 
 from __future__ import annotations
@@ -16,20 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvant.hf.handles import KVHandle, make_handles
-from kvant.hf.pending_attention import AttentionCall, PendingAttention, SideName, read_dense_rows
+from kvant.hf.handles import (
+    AttentionCall,
+    KVHandle,
+    PendingAttention,
+    SideName,
+    make_handles,
+    read_dense_rows,
+)
 
 ExpandFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class PendingLatentAttention(PendingAttention):
-    """Latents in place of keys, and rotated channels in place of values, before expansion."""
+    """The attention of a layer before `expand_kv`, which receives latents and rotated channels.
+
+    Latents take the place of keys, and the RoPE channels of the keys take that of values.
+    """
 
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
         heads, dim = view.keys.heads, view.keys.dim
-        lead, rank = (view.batch, heads, self.num_columns), view.value_dim
-        return (*lead, rank), (*lead, dim - rank)
+        leading, rank = (view.batch, heads, self.num_columns), view.value_dim
+        return (*leading, rank), (*leading, dim - rank)
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
         """Return None: latents are not keys and values yet."""
@@ -57,13 +67,13 @@ class ExpandedLatents:
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         module = self.module
         batch, _, num_columns, _ = self.latents.shape
-        lead, plain_dim = (batch, _count_heads(module), num_columns), module.qk_nope_head_dim
-        return (*lead, plain_dim + self.rotated.shape[-1]), (*lead, module.v_head_dim)
+        leading, nope_dim = (batch, _count_heads(module), num_columns), module.qk_nope_head_dim
+        return (*leading, nope_dim + self.rotated.shape[-1]), (*leading, module.v_head_dim)
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        module, plain_dim = self.module, self.module.qk_nope_head_dim
+        module, nope_dim = self.module, self.module.qk_nope_head_dim
         to_keys, to_values = _split_weights(module)
-        folded = torch.cat([q[..., :plain_dim] @ to_keys, q[..., plain_dim:]], -1)
+        folded = torch.cat([q[..., :nope_dim] @ to_keys, q[..., nope_dim:]], -1)
         scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
         out = PendingAttention.attend(self.pending, folded, call._replace(scale=scale))
         return None if out is None else out @ to_values.transpose(-1, -2)
@@ -77,7 +87,7 @@ class ExpandedLatents:
 
 
 def enable_folding(module: Any) -> None:
-    """Replace the `expand_kv` of a module by one that folds handles."""
+    """Replace the `expand_kv` of a module by one that leaves handles unexpanded."""
     module.__dict__["expand_kv"] = partial(_expand_kv, module)
 
 
@@ -87,7 +97,10 @@ def disable_folding(module: Any) -> None:
 
 
 def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold a pair of handles; expand anything else as the module does."""
+    """Return handles for a pair of handles, unexpanded; expand anything else as the module does.
+
+    Attention on the returned handles folds the weights into the queries.
+    """
     expand = MethodType(type(module).expand_kv, module)
     if (
         type(latents) is not KVHandle
@@ -141,8 +154,8 @@ def _count_heads(module: Any) -> int:
 
 def _split_weights(module: Any) -> tuple[Tensor, Tensor]:
     """Return the weights of keys [heads, nope, rank] and of values [heads, v, rank]."""
-    plain_dim = module.qk_nope_head_dim
+    nope_dim = module.qk_nope_head_dim
     weight: Tensor = module.kv_b_proj.weight.view(
-        _count_heads(module), plain_dim + module.v_head_dim, module.kv_lora_rank
+        _count_heads(module), nope_dim + module.v_head_dim, module.kv_lora_rank
     )
-    return weight[:, :plain_dim], weight[:, plain_dim:]
+    return weight[:, :nope_dim], weight[:, nope_dim:]

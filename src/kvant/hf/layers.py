@@ -27,15 +27,16 @@ from kvant.cache import GroupLayer, PagedLayer
 from kvant.contracts import View
 from kvant.errors import CacheError
 from kvant.hf.cache_context import AttentionStats, CacheContext
-from kvant.hf.handles import KVHandle, make_handles
-from kvant.hf.latents import PendingLatentAttention
-from kvant.hf.model_layers import ModelLayer, is_window_narrowed
-from kvant.hf.pending_attention import (
+from kvant.hf.handles import (
+    KVHandle,
     KVSource,
     PendingAttention,
     PendingCrossAttention,
     PendingPromptAttention,
+    make_handles,
 )
+from kvant.hf.latents import PendingLatentAttention
+from kvant.hf.model import ModelLayer, is_window_narrowed
 from kvant.hf.recurrence import Recurrence
 from kvant.models.shapes import CROSS
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
@@ -45,7 +46,11 @@ CPU = torch.device("cpu")
 
 
 class AttentionLayer(CacheLayerMixin):
-    """One attention layer of the model; its recipe says how its rows are stored."""
+    """One attention layer of the model; its recipe says how its rows are stored.
+
+    `update` returns handles in place of keys and values. A handle computes its rows only when an
+    operation needs them. The pending attention of a forward is the source of its handles.
+    """
 
     is_compileable = False
     is_croppable = True
@@ -63,23 +68,12 @@ class AttentionLayer(CacheLayerMixin):
         if layer_info.latent_width is not None:
             self.pending_type = PendingLatentAttention
         self.dtype = torch.float32
-        # The cache contents for which `_paged_layer` and `_is_window_narrowed` are valid.
-        self._known_contents: Any = None
-        self._paged_layer: PagedLayer
-        self._is_window_narrowed = False
+        cached_layer = context.states[index]
+        self.paged_layer: PagedLayer = (
+            cached_layer["attention"] if isinstance(cached_layer, GroupLayer) else cached_layer
+        )
         self._pending_ref: weakref.ref[PendingAttention] | None = None  # kept alive by the handles
         super().__init__()
-
-    @property
-    def paged_layer(self) -> PagedLayer:
-        """The layer that stores the rows; a recode or a restore replaces it."""
-        contents = self.context.states.contents
-        if contents is not self._known_contents:
-            state = contents.indexed_layers[self.index]
-            self._paged_layer = state["attention"] if isinstance(state, GroupLayer) else state
-            self._is_window_narrowed = is_window_narrowed(self.layer_info, self._paged_layer.spec)
-            self._known_contents = contents
-        return self._paged_layer
 
     @property
     def is_window_narrowed(self) -> bool:
@@ -126,36 +120,32 @@ class AttentionLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad:
             _warn_about_gradients()
-        count, context = key_states.shape[2], self.context
-        state = (
-            self._paged_layer
-            if context.states.contents is self._known_contents
-            else self.paged_layer
-        )
-        tracker, is_window_narrowed = state.tracker, self._is_window_narrowed
-        if state.leaf in tracker.state.appended_leaves:
+        count, context, paged_layer = key_states.shape[2], self.context, self.paged_layer
+        if paged_layer.has_appended:
             context.check_not_appended(self.index)
         if not context.first_forward_done:
-            context.check_first_forward(state.length, count)
-        start, stored = None, False
+            context.check_first_forward(paged_layer.length, count)
+        start, reads_stored = None, False
         if count > 1:
-            # If `stored`, the tokens of the chunk read stored rows, as single tokens would.
-            speculated = tracker.in_speculation or (context.record_past and state.length > 0)
-            stored = speculated or state.spec.prefill == "stored"
-        if context.padding is not None and state.length == 0:
+            # If `reads_stored`, each token of the chunk reads the stored rows it would read alone.
+            is_draft = paged_layer.holder.in_speculation or (
+                context.record_past and paged_layer.length > 0
+            )
+            reads_stored = is_draft or paged_layer.spec.prefill == "stored"
+        if context.padding is not None and paged_layer.length == 0:
             context.check_padding_columns(count)
             start = context.compute_start(key_states.shape[0])
         rows: tuple[Tensor, ...] = (key_states, value_states)
         if self.layer_info.latent_width is not None:  # stored as one tensor
             rows = (torch.cat(rows, -1),)
-        view = state.append(*rows, start=start, prefill="stored" if stored else None)
+        view = paged_layer.append(*rows, start=start, prefill="stored" if reads_stored else None)
         pending = None if self._pending_ref is None else self._pending_ref()
         if pending is not None:
             pending.is_current = False
         if (
             count > 1
             and view.page_table.num_columns == count
-            and not (stored or is_window_narrowed)
+            and not (reads_stored or self.is_window_narrowed)
             and view.query_listener is None
         ):
             # A first chunk attends to its own rows, which are dense.
@@ -170,7 +160,7 @@ class AttentionLayer(CacheLayerMixin):
             return make_handles(
                 self._make_pending_prompt(view, key_states, value_states), self.dtype, self.device
             )
-        return make_handles(self._make_pending(view, count, stored), self.dtype, self.device)
+        return make_handles(self._make_pending(view, count, reads_stored), self.dtype, self.device)
 
     def record_replay(self) -> None:
         """Count a replayed forward, which stored the row of a token and attended to the pages."""
@@ -181,9 +171,9 @@ class AttentionLayer(CacheLayerMixin):
         return self.context.states.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that the next `update` returns, and the first one's column."""
+        """Return how many keys the next `update` returns, and the mask column of the first."""
         length = self.get_seq_length()
-        if query_length == 1 and self.context.states.ragged:
+        if query_length == 1 and self.context.states.state.ragged:
             return 1, length  # each sequence has its own length and window: no common mask
         past = length if self.layer_info.window is None else min(length, self.layer_info.window - 1)
         return past + query_length, length - past
@@ -193,7 +183,7 @@ class AttentionLayer(CacheLayerMixin):
         return min((limit for limit in limits if limit is not None), default=-1)
 
     def invalidate_pending(self) -> None:
-        """Make handles that the model still has raise an error."""
+        """Invalidate the handles that the model still has: to use one raises an error."""
         pending = None if self._pending_ref is None else self._pending_ref()
         if pending is not None:
             pending.is_current = False
@@ -244,15 +234,15 @@ class AttentionLayer(CacheLayerMixin):
         num_columns, window = view.page_table.num_columns, self._window
         if window is not None and num_columns - count >= window:
             num_columns = window - 1 + count
-        # Exact formats store rows unchanged, so all queries of the chunk see the same rows.
-        stored_prefill = stored_prefill and not self._paged_layer.spec.exact
+        # Exact formats store rows unchanged: reading stored rows makes no difference.
+        stored_prefill = stored_prefill and not self.recipe.exact
         pending = self.pending_type(
             view,
             count,
             num_columns,
             self.dtype,
             self.attention_stats,
-            self._is_window_narrowed,
+            self.is_window_narrowed,
             stored_prefill,
         )
         pending.model_has_gqa = self.layer_info.model_has_gqa
@@ -331,12 +321,15 @@ class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
 
 
 class CrossAttentionLayer(DynamicLayer):
-    """Rows of an image or an encoder inside a text model; commits of the cache ignore them."""
+    """Rows of an image or an encoder inside a text model.
+
+    The cache does not wait for them: a forward is complete once every text layer has appended.
+    """
 
     def __init__(self, context: CacheContext, index: int) -> None:
         self.context = context
         self.index = index
-        self._row_counts: list[tuple[int, int]] = []  # (length of the text before, rows)
+        self._row_counts: list[tuple[int, int]] = []  # (text length, rows) of each update
         super().__init__()
 
     @property
@@ -375,10 +368,10 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # A layer after the last text layer runs when `length` already counts this forward.
-        is_last = self.index > max(self.context.states.layers, default=self.index)
+        # After the last text layer, `length` already counts this forward, so a start may equal it.
+        follows_text = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
-            (start, count) for start, count in self._row_counts if start < length + is_last
+            (start, count) for start, count in self._row_counts if start < length + follows_text
         ]
         if len(row_counts) < len(self._row_counts):
             assert self._keys is not None and self._values is not None

@@ -1,25 +1,88 @@
-"""Find the transformers model that a user passes, and describe its forward and weights."""
+"""Find the transformers model that a user passes; describe its layers, forward and weights."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from reprlib import repr as short
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
-from kvant.weights import named_weights
+from kvant.errors import SpecError
+from kvant.models.shapes import ATTENTION_KINDS, CHUNKED, CROSS, EMPTY, RECURRENT_KINDS, fit_spec
+from kvant.recipes import AnySpec, CacheSpec, LayerSpec
+from kvant.spec import parse
+from kvant.weights.packing import named_weights
+
+PLAIN_TYPES = (bool, int, float, str)
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules as `nn.Module.named_modules` does, but faster."""
+    modules, visited = [], set[int]()
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        modules.append((name, module))
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        stack += [(f"{name}.{key}" if name else key, child) for key, child in reversed(children)]
+    return modules
+
+
+def named_attributes(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the names and values of the attributes of all modules."""
+    attributes = (item for _, module in named_modules(model) for item in vars(module).items())
+    return [(name, value) for name, value in attributes if name not in MODULE_ATTRIBUTES]
+
+
+@contextmanager
+def restore_modules(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes and buffers of all modules after the context, also training mode.
+
+    In-place changes to a tensor, a list or a dictionary are not undone.
+    """
+    modules = [module for _, module in named_modules(model)]
+    saved = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in saved:
+            for name in vars(module).keys() - attributes:
+                del module.__dict__[name]
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def make_comparable(value: Any) -> object:
+    """Return the plain parts of a value as an immutable object; None if it has none."""
+    if isinstance(value, PLAIN_TYPES):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((key, item) for key, item in value.items() if isinstance(item, PLAIN_TYPES))
+    if isinstance(value, list | tuple):
+        return tuple(item for item in value if isinstance(item, PLAIN_TYPES))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted((item for item in value if isinstance(item, PLAIN_TYPES)), key=repr))
+    return None
 
 
 def unwrap_model(model: Any) -> PreTrainedModel | None:
-    """Return the transformers model inside wrappers of torch.compile or peft; None inside others.
+    """Return the transformers model inside wrappers of torch.compile or peft, else None.
 
-    `generate` of transformers never calls the forward that torch.compile compiled.
+    Unwrapping loses nothing: `generate` never calls the forward that torch.compile compiled.
     """
     while not isinstance(model, PreTrainedModel):
         inner = _get_wrapped_model(model) if isinstance(model, nn.Module) else None
@@ -72,7 +135,7 @@ def list_generating_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 NAMED_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# The name since transformers 5.24, the name before, and the name in Mamba before.
+# Since transformers 5.24; before it; before it in Mamba models.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
@@ -83,7 +146,7 @@ def get_cache_argument(model: PreTrainedModel) -> str:
 
 
 def get_forward_arguments(model: PreTrainedModel) -> set[str]:
-    """Return the named arguments of a model's forward, also those that `**kwargs` pass to bases."""
+    """Return the names of a forward's arguments, also those that it passes on to base classes."""
     return _collect_argument_names(model.forward, *_list_forwards(type(model)))
 
 
@@ -100,7 +163,10 @@ def takes_cache(model: PreTrainedModel) -> bool:
 
 
 def _collect_argument_names(*forwards: Callable[..., Any]) -> set[str]:
-    """Return the named arguments of the forwards up to, and with, the first without `**kwargs`."""
+    """Return the names of the arguments that the first forward accepts.
+
+    A forward with `**kwargs` passes them on to the next, so that one's arguments count too.
+    """
     names = set[str]()
     for forward in forwards:
         parameters = inspect.signature(forward).parameters.values()
@@ -182,3 +248,175 @@ def _sample_values(weight: Tensor) -> Tensor:
     offsets = torch.linspace(0, weight.numel() - 1, NUM_SAMPLED_VALUES, dtype=torch.float64).long()
     indices = torch.unravel_index(offsets.to(weight.device), weight.shape)
     return weight.detach()[indices].cpu().double()
+
+
+# In these models a forward of several tokens ignores the cached state, whatever the cache (seen in
+# transformers 5.23). So after the first chunk they must read one token at a time.
+UNCHUNKED_MODEL_TYPES = ("mamba", "falcon_mamba", "jamba", "zamba")
+
+# Decoders with cross-attention that their configuration does not mention.
+CROSS_ATTENTION_MODEL_TYPES = ("blip_text_model", "whisper")
+# Decoders whose cross-attention takes decoder rows for encoder rows, whatever the cache.
+BROKEN_CROSS_ATTENTION_MODEL_TYPES = ("big_bird",)
+
+# Decoders whose decoded tokens attend to padding despite the mask (transformers 5.24). So their
+# padding must be stored.
+PADDING_VISIBLE_MODEL_TYPES = ("prophetnet",)
+
+
+@dataclass(frozen=True)
+class ModelLayer:
+    """One layer, as transformers describes it."""
+
+    type: str
+    options: Mapping[str, Any]  # arguments of the transformers cache layer of this type
+    latent_width: int | None = None  # width of the latents that keys and values expand from
+    model_has_gqa: bool = True  # some layer of the model has grouped queries
+
+    @property
+    def attends(self) -> bool:
+        return self.type in ATTENTION_KINDS
+
+    @property
+    def recurs(self) -> bool:
+        return self.type in RECURRENT_KINDS
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether only transformers understands the state of the layer."""
+        return not (self.attends or self.recurs or self.type == EMPTY)
+
+    @property
+    def window(self) -> int | None:
+        """The attention window, or chunk size, of the model; None: all positions."""
+        return self.options.get("sliding_window")
+
+    @property
+    def is_chunked(self) -> bool:
+        return self.type == CHUNKED
+
+
+def get_model_layers(model: PreTrainedModel) -> tuple[ModelLayer, ...]:
+    """Return the layers of the decoder of a model."""
+    if not model._supports_default_dynamic_cache():
+        raise SpecError(
+            f"{type(model).__name__} does not use the cache of transformers: kvant cannot replace "
+            "its own; leave kvant out and call model.generate(...)"
+        )
+    if not takes_cache(model):
+        raise SpecError(
+            f"{type(model).__name__} keeps no cache: its forward takes none; leave kvant out and "
+            "call model.generate(...)"
+        )
+    config = model.config.get_text_config(decoder=True)
+    types, options = get_layer_types_and_kwargs(config)
+    unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
+    if unknown:
+        raise SpecError(
+            f"layers of {', '.join(unknown)}: this version of transformers cannot cache them"
+        )
+    cross_layers = getattr(config, "cross_attention_layers", None) or ()
+    types = [CROSS if index in cross_layers else name for index, name in enumerate(types)]
+    latents = {module.layer_idx: module.kv_lora_rank for module in find_latent_modules(model)}
+    has_gqa = any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
+    layers = [
+        ModelLayer(layer_type, layer_options, latents.get(index), has_gqa)
+        for index, (layer_type, layer_options) in enumerate(zip(types, options, strict=False))
+    ]
+    # If the decoder has another number of layers, cut the list or repeat its last layer.
+    count = _count_decoder_layers(model.config, len(layers))
+    return tuple(layers[:count] + layers[-1:] * (count - len(layers)))
+
+
+def _count_decoder_layers(config: Any, count: int) -> int:
+    """Return the number of decoder layers, `count` if the configuration does not tell it.
+
+    `count` is the number of layers that transformers lists, which may be those of the encoder.
+    """
+    counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
+    return next((number for number in counts if number is not None), count)
+
+
+def has_cross_attention(model: PreTrainedModel) -> bool:
+    """Return whether the layers also read rows of an encoder."""
+    config = model.config
+    has_encoder = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    return has_encoder or config.model_type in CROSS_ATTENTION_MODEL_TYPES
+
+
+def supports_chunked_prefill(model: PreTrainedModel) -> bool:
+    """Return whether a forward of several tokens continues from the cached state."""
+    return model.config.model_type not in UNCHUNKED_MODEL_TYPES
+
+
+def hides_padding(model: PreTrainedModel) -> bool:
+    """Return whether decoded tokens do not attend to padding, so that it need not be stored."""
+    return model.config.model_type not in PADDING_VISIBLE_MODEL_TYPES
+
+
+def find_latent_modules(model: PreTrainedModel) -> Iterator[Any]:
+    """Return the modules that cache latents and expand them with `expand_kv`."""
+    return (m for m in model.modules() if callable(getattr(m, "expand_kv", None)))
+
+
+def make_cache_spec(layers: tuple[ModelLayer, ...], spec: AnySpec) -> CacheSpec:
+    """Fit a spec to the layers of a model, as `kvant.plan` does."""
+    cache_spec = fit_spec(layers, spec)
+    if isinstance(spec, str) and not any(layer.attends for layer in layers):
+        _check_format_applies(spec, layers)
+    return cache_spec
+
+
+def _check_format_applies(spec: str, layers: tuple[ModelLayer, ...]) -> None:
+    """Refuse a format for a model without keys and values."""
+    if parse(spec, 1) != parse("raw", 1):
+        types = ", ".join(sorted({layer.type for layer in layers}))
+        raise SpecError(
+            f"spec {short(spec)} formats keys and values, but no layer of this model has any "
+            f"({types}): recurrent states are stored as they are; allowed: raw; nearest: raw"
+        )
+
+
+def is_window_narrowed(layer: ModelLayer, recipe: LayerSpec) -> bool:
+    """Return whether the window of the recipe is narrower than that of the model."""
+    window = recipe.retention.window
+    return window is not None and (layer.window is None or window < layer.window)
+
+
+def check_cross_attention(model: PreTrainedModel, spec: CacheSpec) -> None:
+    """Refuse specs and models for which cross-attention would read wrong rows."""
+    if model.config.model_type in BROKEN_CROSS_ATTENTION_MODEL_TYPES:
+        raise SpecError(
+            f"{type(model).__name__} with add_cross_attention reads decoder rows as encoder rows "
+            "from any cache: generate with use_cache=False"
+        )
+    for index, recipe in enumerate(spec.layers):
+        window = recipe.retention.window if isinstance(recipe, LayerSpec) else None
+        if window is not None:
+            raise SpecError(
+                f"layer {index}: window={window} on a model that reads an encoder, whose "
+                "cross-attention needs every row; leave the window out"
+            )
+
+
+class TokenForward:
+    """A model called by the argument names of its forward."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._cache_argument = get_cache_argument(model)
+        names = get_forward_arguments(model)
+        self.takes_positions = "position_ids" in names
+        self._takes_logits_to_keep = "logits_to_keep" in names
+
+    def __call__(self, ids: Tensor, positions: Tensor, cache: Any, num_logits: int = 1) -> Tensor:
+        """Return logits [sequences, >= num_logits, vocabulary] of `ids` [sequences, tokens].
+
+        With `cache=None` nothing is cached.
+        """
+        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
+        if self.takes_positions:
+            arguments["position_ids"] = positions
+        if self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = num_logits
+        return cast(Tensor, self.model(input_ids=ids, **arguments).logits)

@@ -36,7 +36,7 @@ from kvant.cache.recurrent import (
 )
 from kvant.contracts import Fields, LayerStats, Snapshot
 from kvant.errors import CacheError, RewindError, SnapshotMismatch
-from kvant.hf.model_layers import ModelLayer
+from kvant.hf.model import ModelLayer
 from kvant.recipes import RecurrentSpec
 
 # Name in files -> attribute of a transformers layer.

@@ -25,8 +25,13 @@ from kvant.contracts import Codec, Frame
 from kvant.errors import SpecError
 from kvant.hf.attention import use_kvant_attention
 from kvant.hf.cache import TransformersCache
-from kvant.hf.model import get_cache_argument, get_text_model
-from kvant.hf.model_layers import get_model_layers, has_cross_attention, make_cache_spec
+from kvant.hf.model import (
+    get_cache_argument,
+    get_model_layers,
+    get_text_model,
+    has_cross_attention,
+    make_cache_spec,
+)
 from kvant.models import max_context
 from kvant.recipes import CacheSpec, LayerSpec, iterate_attention
 from kvant.retention import KeepAll

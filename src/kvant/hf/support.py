@@ -26,12 +26,10 @@ from transformers import PreTrainedModel
 
 from kvant.cache import merge
 from kvant.errors import CacheError
-from kvant.hf.attach import attach, detach, get_attachments
+from kvant.hf.attach import attach, cache_for, detach, get_attachments
 from kvant.hf.attention import get_transformers_implementation
-from kvant.hf.build import cache_for
 from kvant.hf.cache import TransformersCache
-from kvant.hf.forward import TokenForward
-from kvant.hf.module_attributes import restore_modules
+from kvant.hf.model import TokenForward, restore_modules
 
 log = logging.getLogger("kvant")
 
@@ -89,7 +87,7 @@ _known_support: dict[tuple[object, ...], Support] = {}
 
 
 def get_support(model: PreTrainedModel) -> Support:
-    """Return the support of a model; the first call for a class and configuration runs it."""
+    """Return the support of a model; the first call for its class and settings runs the model."""
     device = find_model_device(model)
     if device is None:  # all weights are on meta
         return Support(SupportLevel.RAGGED_BATCH)
@@ -144,11 +142,11 @@ def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict
             reason = f"{name} {NO_CONTINUATION} ({_shorten_error(error)}): {USE_GENERATE}"
             return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=False)
         if support is None:
-            turns = check.find_reason_for_turns()
+            reason_for_turns = check.find_reason_for_turns()
             support = (
                 Support(SupportLevel.RAGGED_BATCH)
-                if turns is None
-                else Support(SupportLevel.ONE_SEQUENCE, turns)
+                if reason_for_turns is None
+                else Support(SupportLevel.ONE_SEQUENCE, reason_for_turns)
             )
     return SupportVerdict(support, check.holds_for_class)
 
@@ -234,7 +232,7 @@ class _ModelCheck:
     def _compute_logits(
         self, prompts: list[list[int]], starts: list[int], cache: TransformersCache
     ) -> Tensor:
-        """Return logits [sequences, vocabulary] of the last token of each row."""
+        """Return logits [sequences, vocabulary] of the last token of each sequence."""
         ids = torch.tensor(prompts, device=self.device)
         start = torch.tensor(starts, device=ids.device)[:, None]
         positions = start + torch.arange(ids.shape[1], device=ids.device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvant.torch_modes import is_tracing
+from kvant.native.record import COUNTED, ELEMENTS, FOUR, POINTER, ROWS, RecordType
+from kvant.platform.torch_modes import is_tracing
 
 ABI_VERSION = 16
 LIBRARY_NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
@@ -132,7 +132,8 @@ def check_refusal(refusal: bytes | None) -> None:
         raise RuntimeError(f"the native library refuses a request: {refusal.decode()}")
 
 
-STEP_STRUCT = struct.Struct("@3q")  # kvant_step
+STEP_STRUCT = RecordType("function request request_nbytes")  # kvant_step
+RUN_STRUCT = RecordType(COUNTED.format("steps"))  # kvant_run_request
 
 
 def compile_requests(requests: Sequence[NativeRequest]) -> Callable[[], bytes | None]:
@@ -145,7 +146,7 @@ def compile_requests(requests: Sequence[NativeRequest]) -> Callable[[], bytes | 
     buffers.append(ctypes.create_string_buffer(steps, len(steps)))
     functions = get_library().functions
     assert functions is not None
-    run_request = STEP_STRUCT.pack(ctypes.addressof(buffers[-1]), len(steps), len(requests))
+    run_request = RUN_STRUCT.pack(ctypes.addressof(buffers[-1]), len(steps), len(requests))
     run: Any = partial(functions.kvant_run, run_request)
     run.keepalive = buffers, [keepalive for _, _, keepalive in requests]  # memory it points to
     return cast(Callable[[], "bytes | None"], run)
@@ -166,7 +167,10 @@ def _share_openmp_threads(functions: ctypes.CDLL) -> None:
     functions.kvant_share_team(ctypes.cast(team, ctypes.c_void_p))
 
 
-ROTATE_STRUCT = struct.Struct("@16q")  # kvant_rotate_request
+ROTATE_STRUCT = RecordType(  # kvant_rotate_request
+    f"{ROWS.format('rows')} dtype batch heads count dim",
+    f"{POINTER.format('signs')} last {POINTER.format('out')} threads",
+)
 ROTATABLE_DIMS = range(16, 256 + 1, 16)
 SignArray = ctypes.Array[ctypes.c_float]  # by channel: +-1 / sqrt(channels of its block)
 
@@ -212,7 +216,11 @@ def rotate_rows(x: Tensor, signs: SignArray, *, signs_last: bool) -> Tensor:
     return out
 
 
-NORM_STRUCT = struct.Struct("@7qd3q")  # kvant_norm_request
+NORM_STRUCT = RecordType(  # kvant_norm_request
+    f"{POINTER.format('rows')} {POINTER.format('weight')} dtype count dim eps",
+    f"{POINTER.format('out')} threads",
+    doubles=("eps",),
+)
 NORM_DIMS = range(32, 32768 + 1, 32)
 
 
@@ -233,7 +241,10 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-MULTIPLY_STRUCT = struct.Struct("@13q")  # kvant_multiply_request
+MULTIPLY_STRUCT = RecordType(  # kvant_multiply_request
+    *(POINTER.format(name) for name in ("rows", "weight", "bias")),
+    f"count width outs part {POINTER.format('out')} threads",
+)
 PACKED_OUT_BLOCK, PACKED_IN_BLOCK = 64, 16  # outputs and columns of a packed weight's blocks
 
 
@@ -257,7 +268,11 @@ def multiply_packed(
     return out
 
 
-MAP_STRUCT = struct.Struct("@25q")  # kvant_map_request
+MAP_STRUCT = RecordType(  # kvant_map_request
+    f"operation dtype {FOUR.format('shape')}",
+    *(ELEMENTS.format(name) for name in ("a", "b", "out")),
+    "threads",
+)
 MAP_OPERATIONS = ("copy", "negate", "add", "multiply", "look_up")
 NUM_16_BIT_VALUES = 1 << 16
 

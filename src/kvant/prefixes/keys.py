@@ -12,11 +12,14 @@ give the same bytes.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from os import cpu_count
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -24,19 +27,106 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from kvant.hf import make_comparable, named_attributes, named_modules
-from kvant.openmp import use_one_thread
+from kvant.hf import (
+    TransformersCache,
+    make_comparable,
+    named_attributes,
+    named_modules,
+    supports_chunked_prefill,
+)
+from kvant.platform.openmp import use_one_thread
 from kvant.recipes import CacheSpec, iterate_attention
+from kvant.spec import describe_spec
 from kvant.spec.headers import dumps
-from kvant.weights import PackedWeight, named_weights
+from kvant.weights.packing import PackedWeight, is_packed, named_weights
 
-PAGE_TOKENS = 64  # tokens of a page key
+PAGE_TOKENS = 64  # tokens that one page key covers
 KEY_VERSION = b"kvant prefix 2"
 # Part of the root key if a layer selects pages. The first version of selection did not always read
 # the first page of a sequence, so its stored rows differ under the same spec.
 SELECTION_VERSION = b"kvant selection 2"
 NUM_PROBED_VALUES = 16  # values of a weight that are compared to notice a write
 MediaDigests = Sequence[tuple[int, bytes]]  # offset in the page, and digest
+
+
+class NamespaceKeys(NamedTuple):
+    """Keys of a model, a spec and salts."""
+
+    tree_key: bytes = b""  # the root key with salts
+    pools_key: bytes = b""  # the root key without salts: all salts share pools
+    metadata: Mapping[str, str] = {}  # for humans: model, spec
+
+
+class ModelKeys:
+    """Make the keys of one model, spec and salts; again when the weights have to be checked."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TransformersCache,
+        salts: tuple[str, ...],
+        check_interval: float,
+        *,
+        exact: bool,
+    ) -> None:
+        """The weights are checked again after `check_interval` seconds.
+
+        With `exact`, the settings that change only how rows are rounded are part of the keys.
+        """
+        self.spec = cache.spec
+        self.no_prefixes_reason: str | None = None  # why prefixes are not cached for this model
+        if any(layer.is_opaque for layer in cache.layer_info):
+            self.no_prefixes_reason = "transformers manages some of its layers"
+        elif not supports_chunked_prefill(model):
+            self.no_prefixes_reason = "it does not support chunked prefill"
+        self._is_unsupported = self.no_prefixes_reason is not None
+        self._model = ref(model)
+        self._backend = str(cache.backend)
+        self._salts = salts
+        self._exact = exact
+        self._check_interval = check_interval
+        self._checked: tuple[float, NamespaceKeys | None] = (-math.inf, None)
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model; None once it is freed."""
+        return self._model()
+
+    def fork(self, salt: str | None = None) -> ModelKeys:
+        """Return a copy; with a `salt`, of its keys."""
+        copy = ModelKeys.__new__(ModelKeys)
+        copy.__dict__.update(self.__dict__)
+        if salt is not None:
+            copy._salts = self._salts[:1] + ((salt,) if salt else ())
+            copy.invalidate()
+        return copy
+
+    def invalidate(self) -> None:
+        """Check the weights again at the next use: the model may have been changed."""
+        self._checked = (-math.inf, None)
+
+    def refresh(self) -> NamespaceKeys | None:
+        """Return the keys, made again if the weights check is due; None if no key is possible."""
+        checked_at, keys = self._checked
+        if time.monotonic() - checked_at >= self._check_interval:
+            checked_at, keys = time.monotonic(), self._make()
+            self._checked = checked_at, keys
+        return keys
+
+    def _make(self) -> NamespaceKeys | None:
+        model = self.model
+        if self._is_unsupported or model is None:
+            return None
+        self.no_prefixes_reason = explain_no_fingerprint(model)
+        if self.no_prefixes_reason is not None:
+            return None
+        root_key = make_root_key(model, self.spec)
+        rounding = ""
+        if self._exact:
+            rounding = f"{self._backend} {model.config._attn_implementation} {is_packed(model)}"
+        tree_key = salt_key(root_key, self._salts[0], rounding, *self._salts[1:])
+        metadata = {"model": type(model).__name__, "spec": describe_spec(self.spec)}
+        return NamespaceKeys(tree_key, root_key, metadata)
 
 
 def digest(*parts: bytes) -> bytes:
@@ -61,7 +151,7 @@ def make_root_key(model: PreTrainedModel, spec: CacheSpec) -> bytes:
 
 def salt_key(root: bytes, *salts: str) -> bytes:
     """Return a root key that only readers with these salts share."""
-    return digest(root, *(word.encode() for word in salts))
+    return digest(root, *(salt.encode() for salt in salts))
 
 
 def make_page_key(parent: bytes, tokens: Sequence[int], media: MediaDigests = ()) -> bytes:
@@ -103,7 +193,7 @@ def fingerprint(model: PreTrainedModel) -> bytes:
     """Hash a model's weights, adapters, buffers and configuration.
 
     A tensor is hashed again when its version, its address, or one of a few probed values changes.
-    A write that changes none of these is not noticed: into `.data`, beside the probed values.
+    A write through `.data` that misses the probed values changes none of these. It is not noticed.
     """
     attributes = named_attributes(model)
     attribute_tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
@@ -159,7 +249,7 @@ IGNORED_CONFIG_KEYS = (
 
 
 def _filter_config(config: Any) -> Any:
-    """Return a configuration in JSON without keys that do not affect the rows."""
+    """Return a configuration as a JSON value, without keys that do not affect the rows."""
     return _to_json_value(config.to_dict())
 
 

@@ -1,4 +1,4 @@
-"""The deadline of a store lookup, and the memory allocated for it."""
+"""Limit the time of a store lookup, and free its memory when it is cancelled."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ ClearableT = TypeVar("ClearableT", bound=Clearable)
 
 
 class LookupDeadline:
-    """The deadline of one store lookup, and the memory allocated for it; for any thread.
+    """The deadline of one store lookup, and the memory allocated for it; thread-safe.
 
     `cancel` frees this memory at once, even if the store never answers.
     """
 
     def __init__(self, get_seconds_left: Callable[[], float] = lambda: math.inf) -> None:
         """`get_seconds_left` returns the seconds that the request still waits."""
-        self.end_time = math.inf  # monotonic seconds, when a prefill instead would be done
+        self.end_time = math.inf  # monotonic seconds, at which a prefill would be done
         self.is_cancelled = False
         self._get_seconds_left = get_seconds_left
         self._lock = Lock()
         self._allocations: list[Clearable] = []
 
     def compute_seconds_left(self) -> float:
-        """Return the seconds left; 0 after a cancel."""
+        """Return the seconds until the request gives up or `end_time`; 0 after a cancel."""
         if self.is_cancelled:
             return 0.0
         return min(self._get_seconds_left(), self.end_time - time.monotonic())
@@ -52,7 +52,7 @@ class LookupDeadline:
             return allocation
 
     def release(self, allocation: Clearable) -> None:
-        """Free an allocation, unless a cancel did."""
+        """Free an allocation, unless `cancel` already freed it."""
         with self._lock:
             if allocation in self._allocations:
                 self._allocations.remove(allocation)

@@ -13,13 +13,13 @@ import torch
 
 from kvant.cache.page_set import PageId
 from kvant.cache.restore_buffer import RestoreBuffer
-from kvant.cache.storage import find_runs
+from kvant.pages.storage import find_runs
 from kvant.prefixes.lookup_deadline import LookupDeadline
 from kvant.prefixes.threads import DaemonExecutor
 from kvant.stores import Blob, BlobLayout
 
 MAX_RESTORE_THREADS = 4  # for one prefix
-MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, copied to the device in one go
+MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, which is copied to the device at once
 DEADLINE_POLL_S = 0.1  # seconds between checks of the deadline
 
 PageRun = tuple[int, range]  # a layer group, and numbers of consecutive pages
@@ -27,10 +27,10 @@ GetPage = Callable[[PageId], "Blob | None"]  # a page from a store
 
 
 class RestoreProgress(NamedTuple):
-    """How far a prefix is complete."""
+    """How many tokens of a prefix were read."""
 
     length: int  # no page before this length is missing
-    num_prefilled: int  # first tokens that count as prefilled, by the pages that were read
+    num_prefilled: int  # first tokens that were prefilled, as far as the read pages tell
 
 
 class PageReader:

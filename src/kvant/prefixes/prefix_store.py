@@ -53,7 +53,7 @@ log = logging.getLogger("kvant")
 CANCEL_TIMEOUT_S = 1.0  # seconds that cancelling a write waits for a copy in progress
 MAX_COPY_BYTES = 8 << 20  # of pages that are copied at a time for a write
 MIN_TAIL_DIVISOR = 20  # a tail is written if it has more than 1 / 20 of the prefix's tokens
-MAX_KNOWN_PAGES = 1 << 14  # names in each set of page names: about 400 bytes each
+MAX_KNOWN_PAGES = 1 << 14  # page names that are remembered per purpose: about 400 bytes each
 
 
 @dataclass(frozen=True)
@@ -121,42 +121,42 @@ class PrefixWrite:
                 self.prefix_store.record_part(name, part)
             else:
                 missing.append(pending)
-        for group in self._group_pending(missing):
-            for blob in self._copy_blobs(group):
+        for batch in self._split_into_batches(missing):
+            for blob in self._copy_blobs(batch):
                 if self.page_set is None:
                     return
                 self.prefix_store.put(blob)
                 yield len(blob.payload.data)
 
     @staticmethod
-    def _group_pending(pending: Sequence[PendingBlob]) -> Iterator[Sequence[PendingBlob]]:
-        """Yield batches of pages of one layer group that are copied at once, and tail states."""
-        for _, group in groupby(pending, lambda blob: None if blob.page is None else blob.page[0]):
-            blobs = list(group)
-            size = max(1, MAX_COPY_BYTES // max(blobs[0].nbytes, 1))
-            yield from (blobs[i : i + size] for i in range(0, len(blobs), size))
+    def _split_into_batches(blobs: Sequence[PendingBlob]) -> Iterator[Sequence[PendingBlob]]:
+        """Yield batches to copy at once: pages of one layer group, or a tail state."""
+        for _, run in groupby(blobs, lambda blob: None if blob.page is None else blob.page[0]):
+            same_group = list(run)
+            size = max(1, MAX_COPY_BYTES // max(same_group[0].nbytes, 1))
+            yield from (same_group[i : i + size] for i in range(0, len(same_group), size))
 
-    def _copy_blobs(self, group: Sequence[PendingBlob]) -> list[Blob]:
+    def _copy_blobs(self, batch: Sequence[PendingBlob]) -> list[Blob]:
         """Copy a batch of blobs out of the cache; [] after a cancel."""
         with self._copy_lock:
-            return [] if self.page_set is None else self._make_blobs(group, self.page_set)
+            return [] if self.page_set is None else self._make_blobs(batch, self.page_set)
 
-    def _make_blobs(self, group: Sequence[PendingBlob], page_set: PageSet) -> list[Blob]:
+    def _make_blobs(self, batch: Sequence[PendingBlob], page_set: PageSet) -> list[Blob]:
         """Make blobs of pages of one layer group, or of a tail state."""
-        pages = [pending.page for pending in group if pending.page is not None]
+        pages = [pending.page for pending in batch if pending.page is not None]
         if not pages:
             tail, begin = page_set.snapshot_tail_state(), (len(self.page_names) - 1) * PAGE_TOKENS
             payload = BlobPayload.from_fields(tail.tensors)
-            return [self._make_blob(group[0], begin, len(self.tokens), payload, tail.numbers)]
+            return [self._make_blob(batch[0], begin, len(self.tokens), payload, tail.numbers)]
         layer_group = pages[0][0]
         size = page_set.layer_groups[layer_group].page
         layout = BlobLayout.from_shapes(get_page_shapes(page_set.cache, layer_group))
         data = torch.zeros(len(pages), layout.nbytes, dtype=torch.uint8)
-        numbers = [number for _, number in pages]
-        page_set.copy_pages(layer_group, numbers, layout.view_fields(data))
+        page_numbers = [number for _, number in pages]
+        page_set.copy_pages(layer_group, page_numbers, layout.view_fields(data))
         return [
             self._make_blob(pending, number * size, (number + 1) * size, BlobPayload(layout, row))
-            for pending, number, row in zip(group, numbers, data, strict=True)
+            for pending, number, row in zip(batch, page_numbers, data, strict=True)
         ]
 
     def _make_blob(
@@ -167,9 +167,10 @@ class PrefixWrite:
         payload: BlobPayload,
         numbers: Mapping[str, int] | None = None,
     ) -> Blob:
-        names = pending.page_name, pending.part, self.page_names[begin // PAGE_TOKENS]
+        name, parent_name = pending.page_name, self.page_names[begin // PAGE_TOKENS]
         tokens, num_prefilled = self.tokens[begin:end], min(self.num_prefilled, end)
-        return Blob(*names, tokens, payload, numbers or {}, num_prefilled, self.metadata)
+        header = name, pending.part, parent_name, tokens
+        return Blob(*header, payload, numbers or {}, num_prefilled, self.metadata)
 
 
 class PrefixStore:
@@ -200,7 +201,7 @@ class PrefixStore:
     ) -> PrefixWrite:
         """Queue a write of the blobs that the store lacks; the cache must not change.
 
-        `max_length` limits the tokens. If pages suffice, a short tail is not worth a blob.
+        `max_length` limits the tokens. If pages suffice, a short tail is not written.
         """
         names = _name_pages(root, tokens)
         page_set = PageSet(cache)
@@ -271,17 +272,17 @@ class PrefixStore:
         `cache` has the layer groups of the model; it may be empty.
         """
         names = _name_pages(root, tokens)
-        first = num_cached // PAGE_TOKENS
-        parts_of = [
+        num_cached_pages = num_cached // PAGE_TOKENS
+        parts_by_page = [
             parts & self._known_parts.get(name, set()) if name in self._rejected_pages else parts
             for name, parts in zip(names, self.tiers.has(names), strict=True)
         ]
-        for name, parts in zip(names, parts_of, strict=True):
+        for name, parts in zip(names, parts_by_page, strict=True):
             if name in self._known_parts:
                 self._known_parts[name] &= parts  # a store may have dropped some
         sizes = list_page_sizes(cache)
-        for count in range(len(names) - 1, first - 1, -1):
-            parts, length = parts_of[count], count * PAGE_TOKENS
+        for count in range(len(names) - 1, num_cached_pages - 1, -1):
+            parts, length = parts_by_page[count], count * PAGE_TOKENS
             page_names = tuple(names[: count + 1])
             max_end = min(len(tokens), length + PAGE_TOKENS - 1)
             for end in sorted({_parse_tail_length(part) for part in parts}, reverse=True):
@@ -294,9 +295,9 @@ class PrefixStore:
                 for group, size in enumerate(sizes)
                 if not length % size
             }
-            is_whole = len(last_parts) == len(sizes) and last_parts <= parts
+            has_last_pages = len(last_parts) == len(sizes) and last_parts <= parts
             is_usable = num_cached < length < len(tokens)  # one token is left to prefill
-            if pages_suffice and is_whole and is_usable:
+            if pages_suffice and has_last_pages and is_usable:
                 yield StoreHit(length, page_names, None)
 
     def restore(
@@ -307,7 +308,7 @@ class PrefixStore:
         device: torch.device,
         deadline: LookupDeadline,
     ) -> RestoredPrefix | None:
-        """Restore a hit into the pools of `base_cache`; None if a blob fails or is late.
+        """Restore a hit into the pools of `base_cache`; None if it fails or is late.
 
         `base_cache` is of the same model and spec, and empty or with the first tokens. The shapes
         in a blob are compared with those of `base_cache` before any tensor is used.
@@ -338,6 +339,10 @@ class PrefixStore:
         names = ("restored", "tokens_restored", "late", "refused")
         return {**{name: self._counts[name] for name in names}, **self.tiers.stats()}
 
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait `seconds` at most for queued writes; return whether all are done."""
+        return self.tiers.flush(seconds)
+
     def close(self, seconds: float | None = None) -> None:
         """Wait `seconds` at most for queued writes; a store that does not answer ends the wait."""
         if self._shares_tiers:
@@ -357,14 +362,15 @@ class PrefixStore:
     ) -> RestoredPrefix | None:
         if not base_cache.has_shapes:
             raise ValueError("the shapes of the model are unknown: prefill a token first")
-        like, sizes = base_cache.states, list_page_sizes(base_cache.states)
-        shapes = {group: get_page_shapes(like, group) for group in range(len(sizes))}
+        template, sizes = base_cache.states, list_page_sizes(base_cache.states)
+        shapes = {group: get_page_shapes(template, group) for group in range(len(sizes))}
         if hit.tail_state_part is None:
-            tail_state, num_prefilled = make_empty_tail_state(like, hit.length, shapes), hit.length
+            tail_state = make_empty_tail_state(template, hit.length, shapes)
+            num_prefilled = hit.length
         else:
             index = len(hit.page_names) - 1
             tail_tokens = tokens[index * PAGE_TOKENS : hit.length]
-            check = partial(_check_tail, like, hit.length)
+            check = partial(_check_tail, template, hit.length)
             tail = self._get_blob(hit, index, hit.tail_state_part, tail_tokens, check)
             if tail is None:
                 return None
@@ -380,7 +386,7 @@ class PrefixStore:
             part, check = f"k{group}-{number}", partial(_check_page, layouts[group])
             return self._get_blob(hit, end // PAGE_TOKENS, part, tokens[begin:end], check)
 
-        buffer = deadline.allocate(lambda: RestoreBuffer(like, hit.length, tail_state))
+        buffer = deadline.allocate(lambda: RestoreBuffer(template, hit.length, tail_state))
         if buffer is None:
             return None
         with buffer:
@@ -392,9 +398,9 @@ class PrefixStore:
                 executor.shutdown()
             self._counts["late"] += reader.is_late
             length = progress.length
-            if length < hit.length:  # round down to an end of pages of all groups
-                is_cuttable = hit.tail_state_part is None
-                length = length // lcm(*sizes) * lcm(*sizes) if is_cuttable else 0
+            if length < hit.length:  # round down to a length at which pages of all groups end
+                can_be_shorter = hit.tail_state_part is None
+                length = length // lcm(*sizes) * lcm(*sizes) if can_be_shorter else 0
             if not length:
                 return None
             cache = base_cache.wrap_states(buffer.finish(length))

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import NamedTuple
 
 TIME_SMOOTHING = 0.5  # weight of the newest time in the mean
-RETRY_SPEEDUP = 1.5  # a skipped restore divides the estimates by this, so one is tried again
+RETRY_SPEEDUP = 1.5  # each skipped restore divides the estimated times by this
 
 
 class TimedRestore(NamedTuple):
@@ -58,14 +58,14 @@ class RestoreTimes:
     def can_restore_within(self, count: int, seconds: float) -> bool:
         """Return whether `count` tokens may be restored in `seconds`.
 
-        Each refusal lowers the estimates, so that a store that was slow once is tried again.
+        Each False answer lowers the estimates, so that a store that was slow once is tried again.
         """
         with self._lock:
             if self._bound_seconds(count) <= seconds:
                 return True
-            for size, time in self._by_size.items():
-                self._by_size[size] = time._replace(seconds=time.seconds / RETRY_SPEEDUP)
+            for size, mean in self._by_size.items():
+                self._by_size[size] = mean._replace(seconds=mean.seconds / RETRY_SPEEDUP)
             return False
 
     def _bound_seconds(self, count: int) -> float:
-        return max((time.bound_seconds(count) for time in self._by_size.values()), default=0.0)
+        return max((mean.bound_seconds(count) for mean in self._by_size.values()), default=0.0)

@@ -1,8 +1,8 @@
 """Run calls that may block on a store in daemon threads.
 
 A store that never answers must not keep a process alive. `concurrent.futures` would: it joins its
-threads at exit. Daemon threads are joined only briefly. They are joined at all because a thread
-that exit kills inside torch aborts the process.
+threads at exit without a timeout. The threads here are daemons, joined at exit for a short time
+only. Without this join, exit could kill a thread inside torch, which aborts the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from kvant.openmp import use_one_thread
+from kvant.platform.openmp import use_one_thread
 
 T = TypeVar("T")
 Call = Callable[[], None]
@@ -37,7 +37,7 @@ def start_daemon(call: Call, name: str) -> None:
 
 
 class DaemonExecutor:
-    """Run calls in order in up to `count` daemon threads, until `shutdown`."""
+    """Run calls in up to `count` daemon threads, first come first served, until `shutdown`."""
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()

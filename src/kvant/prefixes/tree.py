@@ -4,24 +4,20 @@
                           [entry]   +- 64 tokens  [entry] [entry]
 
 Each node is a page of 64 tokens, found by its key; its tokens are compared as well. An entry is a
-cache of one sequence over shared pools, at the last node of its whole pages. An entry *serves* a
-length if a prompt can resume from its first tokens up to there. Every entry serves its own length.
-If pages suffice (no window, state or dense tail), it also serves the end of each of its pages.
+cache of one sequence over shared pools, at the node of its last whole page. An entry *serves* a
+length if a prompt with the same first tokens can resume at this length. Every entry serves its own
+length. If pages suffice (no window, state or dense tail), it also serves the end of each page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvant.cache import Cache
 from kvant.hf import TransformersCache
 from kvant.prefixes.keys import PAGE_TOKENS, make_page_key, make_page_keys
 from kvant.prefixes.prefix_store import PrefixWrite, RestoredPrefix
-
-CHECKPOINT_INTERVAL = 2048  # tokens between checkpoints of a long prompt
-MIN_LONG_PROMPT = 4096  # a prompt with more tokens to prefill is long
-MAX_INTERVAL_CHECKPOINTS = 4  # of a long prompt: the last ones
 
 
 @dataclass(eq=False)
@@ -92,11 +88,7 @@ class PrefixMatch:
 class PrefixTree:
     """The entries under one root key."""
 
-    def __init__(
-        self, root_key: bytes, pools_key: bytes, *, pages_suffice: bool, metadata: Mapping[str, str]
-    ) -> None:
-        self.pools_key = pools_key
-        self.metadata = metadata  # for humans: model, spec
+    def __init__(self, root_key: bytes, *, pages_suffice: bool) -> None:
         self.pages_suffice = pages_suffice  # entries can be resumed at the end of any page
         self.root = TreeNode(root_key, (), 0, None)
 
@@ -199,7 +191,7 @@ class PrefixTree:
     def _find_candidates(
         self, node: TreeNode, tokens: Sequence[int], *, last: bool
     ) -> Iterator[PrefixEntry]:
-        """Yield the entries at a node; if it is the last, also one below its most similar child."""
+        """Yield the entries at a node; after the last node, also one of the most similar branch."""
         yield from node.entries
         if last and node.children:
             page = tokens[node.length : node.length + PAGE_TOKENS]
@@ -218,7 +210,8 @@ class PrefixTree:
     def _find_mismatch(self, node: TreeNode, tokens: Sequence[int]) -> PrefixMismatch | None:
         """Return the first difference from the most similar branch after a node.
 
-        None if there is no branch, or if one agrees with `tokens` to the end of either.
+        Return None without a branch, or if a branch equals the next tokens up to the end of the
+        shorter.
         """
         page = tuple(tokens[node.length : node.length + PAGE_TOKENS])
         branches = [entry.tail_tokens for entry in node.entries]
@@ -236,14 +229,14 @@ class PrefixTree:
 
 
 def _count_common_tokens(node: TreeNode, entry: PrefixEntry, tokens: Sequence[int]) -> int:
-    """Count the first tokens that `tokens` share with an entry at or below a node on their path."""
+    """Count common first tokens of an entry and `tokens`; both start with the path to `node`."""
     if entry.node is node:
         return node.length + _count_common_items(entry.tail_tokens, tokens[node.length :])
-    page = entry.node
-    while page.parent is not None and page.parent is not node:
-        page = page.parent
+    child = entry.node
+    while child.parent is not None and child.parent is not node:
+        child = child.parent
     return node.length + _count_common_items(
-        page.tokens, tokens[node.length : node.length + PAGE_TOKENS]
+        child.tokens, tokens[node.length : node.length + PAGE_TOKENS]
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.hf import TransformersCache, cache_for, get_cache_argument, supports_chunked_prefill
-from kvant.hf.model_layers import get_model_layers, make_cache_spec
+from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.retention import KeepAll
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvant import hf
 from kvant.errors import UnsupportedView
-from kvant.hf.model_layers import get_model_layers, make_cache_spec
+from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.probing import verdicts
 from kvant.probing.assessment import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.probing.divergence import make_empty_cache, make_unbounded_spec

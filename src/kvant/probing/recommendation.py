@@ -18,13 +18,13 @@ from kvant.hf import get_text_model, get_transformers_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
+from kvant.platform.sizes import format_size, parse_size
 from kvant.probing import verdicts
 from kvant.probing.assessment import ProbeProgress, ignore_progress
 from kvant.probing.divergence import Divergence, make_unbounded_spec
 from kvant.probing.evaluator import FormatTrial, ProbeTrial, SpecEvaluator, make_trial
 from kvant.recipes import AnySpec
 from kvant.retention import DEFAULT_WINDOW_SINKS
-from kvant.sizes import format_size, parse_size
 from kvant.spec.auto import (
     MAX_KL,
     MAX_LOST,

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.hf import make_comparable, named_attributes, named_modules
-from kvant.weights import named_weights
+from kvant.weights.packing import named_weights
 
 KEY_VERSION = "kvant verdict 2"  # change it if trials give other results
 MAX_FILES = 256

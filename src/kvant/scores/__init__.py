@@ -1,15 +1,15 @@
 """Scores that rank the rows of a cache for pruning, registered under their names in specs."""
 
-from kvant.contracts import Score
 from kvant.lazy import Registry
+from kvant.retention import Score
 
 SCORES: Registry[type[Score]] = Registry(
     {
-        "snapkv": "kvant.scores.snapkv:SnapKV",
-        "expected": "kvant.scores.expected:ExpectedAttention",
-        "keydiff": "kvant.scores.keydiff:KeyDiff",
-        "tova": "kvant.scores.tova:Tova",
-        "random": "kvant.scores.random:RandomScore",
+        "snapkv": "kvant.scores.rules:SnapKV",
+        "expected": "kvant.scores.rules:ExpectedAttention",
+        "keydiff": "kvant.scores.rules:KeyDiff",
+        "tova": "kvant.scores.rules:Tova",
+        "random": "kvant.scores.rules:RandomScore",
     }
 )
 

@@ -47,7 +47,7 @@ from ray.serve.config import (
 )
 from ray.serve.schema import LoggingConfig
 
-from kvant.devices import parse_device
+from kvant.platform.devices import parse_device
 from kvant.prefixes import Prefixes
 from kvant.probing import attach_checked
 from kvant.serve.routed_request import RoutedRequest

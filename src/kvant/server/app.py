@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvant import malloc
+from kvant.platform import malloc
 from kvant.server.connections import MAX_HEADER_BYTES
 from kvant.server.errors import add_error_handlers
 from kvant.server.response_writers import ErrorResponse, make_error

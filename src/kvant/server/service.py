@@ -20,9 +20,9 @@ from typing import Any
 from kvant.engine import Engine, Stream, Usage
 from kvant.errors import CacheError, CapacityError, EngineError, GrammarError
 from kvant.generation import Grammar, Messages, Step
-from kvant.generation.grammar import compile_grammar
+from kvant.generation.grammar import make_matcher
 from kvant.generation.tools import supports_tools
-from kvant.server.access import ApiKeys
+from kvant.server.access import ApiKeys, TenantStats
 from kvant.server.metrics import ServerMetrics
 from kvant.server.output_parsing import (
     CallListParser,
@@ -35,7 +35,6 @@ from kvant.server.output_parsing import (
 )
 from kvant.server.protocol import SamplingParams
 from kvant.server.response_writers import ResponseWriter
-from kvant.server.tenants import TenantStats
 from kvant.server.tokenizer_pool import Prompt, ServerBusy, TokenizerPool
 
 log = logging.getLogger("kvant")
@@ -68,7 +67,7 @@ class Service:
         self.created = int(time.time())
         self._template = find_template(engine.model, engine.tokenizer)
         with suppress(GrammarError):  # compile now: the first grammar of a model takes a second
-            compile_grammar(Grammar.json(), engine.tokenizer, engine.end_tokens)
+            make_matcher(Grammar.json(), engine.tokenizer, engine.end_tokens)
         self._tokenizer_pool = TokenizerPool()
         self._is_closing = False
         self._max_choices = engine.max_sequences + max_waiting

@@ -9,16 +9,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvant import checkpoints, malloc
+from kvant import checkpoints
 from kvant.attention import check_backend
-from kvant.devices import parse_device, parse_dtype
 from kvant.engine import Engine
 from kvant.errors import SpecError
+from kvant.platform import malloc
+from kvant.platform.devices import parse_device, parse_dtype
+from kvant.platform.sizes import parse_size
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.server.access import ApiKeys
 from kvant.server.service import Service
-from kvant.sizes import parse_size
 from kvant.spec import as_spec
 from kvant.spec.auto import check_spec_or_auto, is_auto
 from kvant.stores import open_tiers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvant.errors import SpecError
-from kvant.sizes import parse_size
+from kvant.platform.sizes import parse_size
 from kvant.spec.language import check_words
 
 AUTO = "auto"

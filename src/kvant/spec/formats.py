@@ -106,7 +106,7 @@ class LayerFormat:
         name = self.keys.dtype or self.values.dtype
         if name is None:
             return None
-        from kvant.dtypes import DTYPES
+        from kvant.platform.dtypes import DTYPES
 
         return DTYPES[name]
 

@@ -21,9 +21,9 @@ import torch
 
 from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
-from kvant.contracts import Codec, Frame, PageSelection, Pruning, Retention, Score
-from kvant.dtypes import DTYPES
+from kvant.contracts import Codec, Frame, PageSelection
 from kvant.errors import SpecError
+from kvant.platform.dtypes import DTYPES
 from kvant.recipes import (
     RECIPES_BY_KIND,
     CacheSpec,
@@ -31,7 +31,7 @@ from kvant.recipes import (
     Recipe,
     RecurrentSpec,
 )
-from kvant.retention import RETENTIONS
+from kvant.retention import RETENTIONS, Pruning, Retention, Score
 from kvant.scores import SCORES
 from kvant.spec.formats import find_nearest
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from kvant.contracts import Retention
 from kvant.errors import SpecError
 from kvant.recipes import (
     RECIPES_BY_KIND,
@@ -29,7 +28,7 @@ from kvant.recipes import (
     SharedSpec,
     iterate_attention,
 )
-from kvant.retention import DEFAULT_WINDOW_SINKS, KeepAll, Window
+from kvant.retention import DEFAULT_WINDOW_SINKS, KeepAll, Retention, Window
 from kvant.spec.formats import MAX_LAYERS, CodecOptions, LayerFormat, format_codecs, parse_format
 from kvant.spec.options import (
     ADAPTIVE,
@@ -185,7 +184,7 @@ def check_layer(layer: LayerSpec, path: str, previous: Recipes) -> None:
 
 
 def check_dtype(dtype: Any, path: str) -> None:
-    from kvant.dtypes import DTYPES
+    from kvant.platform.dtypes import DTYPES
 
     if dtype not in DTYPES.values():
         raise SpecError(f"{path}.dtype is {dtype}; allowed: {', '.join(DTYPES)}; nearest: float32")

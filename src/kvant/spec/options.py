@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
-from kvant.contracts import PageSelection, Pruning
+from kvant.contracts import PageSelection
 from kvant.errors import SpecError
+from kvant.retention import Pruning
 from kvant.scores import SCORES
 from kvant.spec.formats import (
     ROTATABLE_FAMILIES,

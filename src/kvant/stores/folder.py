@@ -29,7 +29,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from kvant.errors import BlobError, StoreError
-from kvant.sizes import format_size
+from kvant.platform.sizes import format_size
 from kvant.stores.contract import (
     HEAD,
     PAGE_NAME,

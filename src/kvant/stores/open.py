@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from kvant.errors import StoreError
-from kvant.sizes import as_bytes
+from kvant.platform.sizes import as_bytes
 from kvant.stores.contract import Store, redact_url
 from kvant.stores.folder import FolderStore
 from kvant.stores.object_store import OBJECT_STORE_SCHEMES, ObjectStore

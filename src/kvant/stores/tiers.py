@@ -21,7 +21,7 @@ from threading import Condition, Thread, current_thread, get_ident
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
-from kvant.openmp import use_one_thread
+from kvant.platform.openmp import use_one_thread
 from kvant.stores.blob import Blob, pack_blob, parse_named_blob
 from kvant.stores.contract import Bytes, Store
 

@@ -16,10 +16,13 @@ from kvant.attention.native import structs
 from kvant.attention.native.structs import (
     ATTEND_STRUCT,
     CHOOSE_STRUCT,
+    KEYS_SIDE,
     NATIVE_TILES,
     NULL_POINTER,
     NULL_ROWS,
+    SIDES,
     STORE_STRUCT,
+    VALUES_SIDE,
 )
 from kvant.attention.page_selection import compute_page_ranges, count_max_pages, refresh_summary
 from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, Tiles, View
@@ -29,7 +32,6 @@ from kvant.page_table import AppendPlan
 MAX_GROUP = 16  # query heads per key head in the kernels
 CPU = torch.device("cpu")
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # subclasses may have no storage
-KEYS_MEMO_KEY, VALUES_MEMO_KEY = (structs.MEMO_KEY, "keys"), (structs.MEMO_KEY, "values")
 NULL_SIDE = (*NULL_POINTER, *NULL_ROWS)
 NULL_PAGES = (*NULL_POINTER, 0)
 
@@ -80,8 +82,8 @@ class NativeBackend:
         return selected
 
     def attend(self, request: AttentionRequest, view: View) -> tuple[Tensor, Tensor | None]:
-        keys = view.keys.derived.get(KEYS_MEMO_KEY) or structs.get_side(view.keys, "keys")
-        values = view.values.derived.get(VALUES_MEMO_KEY) or structs.get_side(view.values, "values")
+        keys = view.keys.derived.get(KEYS_SIDE) or structs.get_side(view.keys, "keys")
+        values = view.values.derived.get(VALUES_SIDE) or structs.get_side(view.values, "values")
         new_rows, q, mask, logits = view.new_rows, request.q, request.mask, request.sink_logits
         selected = request.selected_pages
         assert isinstance(mask, Mask)
@@ -135,7 +137,7 @@ class NativeBackend:
         heads = page = 0
         side_records: list[int] = []
         for name, stored in sides.items():
-            side = stored.derived.get((structs.MEMO_KEY, name)) or structs.get_side(stored, name)
+            side = stored.derived.get(SIDES[name]) or structs.get_side(stored, name)
             x = rows[name]
             heads, page = side.heads, side.page
             if side.store_refusal is not None or type(x) is not Tensor or x.dtype != side.dtype:

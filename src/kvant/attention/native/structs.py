@@ -1,7 +1,7 @@
 """Pack the structs of src/native/kvant.h as records of 8-byte integers, in C order.
 
-Records that many calls share are packed once and cached in the `derived` dictionary of the object
-that they describe: `PagedTensors`, `PageTable` or `AppendPlan`.
+Records that many calls share are packed once and stored in `derived` of the object that they
+describe: `PagedTensors`, `PageTable` or `AppendPlan`.
 
 A tile of keys holds 16 rows x 4 bytes of codes, so that one load has the same channels of 16 rows.
 Sealed bytes in canonical order, and the same bytes in tiles (rows a, b, ..., columns 0, 1, ...):
@@ -13,8 +13,7 @@ Sealed bytes in canonical order, and the same bytes in tiles (rows a, b, ..., co
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,7 +24,9 @@ from torch import Tensor
 
 from kvant.codecs.codebook import Floats, compute_boundaries, compute_levels
 from kvant.contracts import Codec, Fields, Form, PagedTensors, Tiles
+from kvant.derived import Memo
 from kvant.native import DTYPE_CODES, count_remaining_bytes
+from kvant.native.record import COUNTED, OPEN, PAGES, POINTER, ROWS, TABLE, RecordType
 from kvant.page_table import AppendPlan, Ints, PageTable
 
 TILE_SHAPES = {  # by field: rows of a tile, and neighbouring values of a row in it
@@ -82,14 +83,40 @@ def rearrange_tiles(
     return into
 
 
-SIDE_STRUCT = struct.Struct("@28q")
-PAGE_TABLE_STRUCT = struct.Struct("@15q")
-ATTEND_STRUCT = struct.Struct("@25q 2d 17q")
-PLAN_STRUCT = struct.Struct("@9q")
-NUMBERS_POINTER = slice(5, 7)  # address and bytes of the numbers in a page table's record
-NUM_COPIES_INDEX, NUM_SEALS_INDEX = 2, 8  # in an append plan's record
-STORE_STRUCT = struct.Struct("@22q")
-CHOOSE_STRUCT = struct.Struct("@23q")
+SIDE_STRUCT = RecordType(
+    "format bits group dtype dim corrected arrangement",
+    OPEN.format("open"),
+    *(PAGES.format(name) for name in ("codes", "scale", "bias")),
+    *(POINTER.format(name) for name in ("levels", "boundaries")),
+)
+PAGE_TABLE_STRUCT = RecordType(
+    "batch page tail dense_until sinks",
+    *(POINTER.format("numbers"), TABLE.format("sealed"), TABLE.format("open")),
+)
+ATTEND_STRUCT = RecordType(
+    *(POINTER.format(name) for name in ("keys", "values", "page_table")),
+    "heads group queries",
+    *(ROWS.format(name) for name in ("new_keys", "new_values")),
+    "num_new num_dense causal window mask_sinks chunk scale softcap",
+    POINTER.format("sink_logits"),
+    f"{ROWS.format('q')} q_dtype {POINTER.format('out')} out_dtype",
+    *(POINTER.format("lse"), COUNTED.format("selected"), "threads"),
+    doubles=("scale", "softcap"),
+)
+PLAN_STRUCT = RecordType(*(COUNTED.format(name) for name in ("copies", "writes", "seals")))
+STORE_STRUCT = RecordType(
+    f"sides batch heads page count {POINTER.format('plan')} threads",
+    *(POINTER.format("first"), ROWS.format("first_rows")),
+    *(POINTER.format("second"), ROWS.format("second_rows")),
+)
+CHOOSE_STRUCT = RecordType(
+    f"{POINTER.format('page_table')} heads group queries dim {ROWS.format('q')} q_dtype",
+    f"{PAGES.format('bounds')} dtype {POINTER.format('ranges')}",
+    f"{COUNTED.format('selected')} threads",
+)
+# Of the numbers in a page table's record, and in an append plan's record.
+NUMBERS_POINTER = slice(PAGE_TABLE_STRUCT.index("numbers"), PAGE_TABLE_STRUCT.index("sealed"))
+NUM_COPIES_INDEX, NUM_SEALS_INDEX = map(PLAN_STRUCT.index, ("num_copies", "num_seals"))
 
 NATIVE_TILES = NativeTiles()
 FORMAT_CODES = {"raw": 0, "affine": 1, "codebook": 2, "float": 3}
@@ -98,7 +125,6 @@ MAX_DIM, READ_PAGE_MULTIPLE, STORE_PAGE_MULTIPLE = 256, 64, 16  # limits of the 
 ODD_BIT_WIDTHS = (3, 5)  # bit planes of these widths need rows of a multiple of 32 channels
 NULL_ROWS = (0, 0, 0, 0, 0)
 NULL_POINTER = (0, 0)
-MEMO_KEY = "native"  # in the `derived` dictionaries
 
 RecordInts = tuple[int, ...]
 
@@ -124,11 +150,26 @@ class NativeSide(NamedTuple):
     record: Ints | None
 
 
+class PointedRecord(NamedTuple):
+    """The record of a page table or of an append plan."""
+
+    pointer: RecordInts  # address and bytes of `record`
+    record: Ints
+    keepalive: Sequence[Ints] = ()  # other memory that the record points to
+
+
+SIDES: dict[str, Memo[NativeSide]] = {name: Memo(f"native {name}") for name in ("keys", "values")}
+KEYS_SIDE, VALUES_SIDE = SIDES.values()
+TABLE_RECORD: Memo[PointedRecord] = Memo("native page table")
+TABLE_TEMPLATE: Memo[Ints] = Memo("native page table, except its numbers")
+PLAN_RECORD: Memo[PointedRecord] = Memo("native append plan")
+
+
 def get_side(tensors: PagedTensors, name: str) -> NativeSide:
     """Return the cached record of a side, packed on first use."""
-    side: NativeSide | None = tensors.derived.get((MEMO_KEY, name))
+    side = tensors.derived.get(SIDES[name])
     if side is None:
-        side = tensors.derived[MEMO_KEY, name] = _make_side(tensors, name)
+        side = tensors.derived[SIDES[name]] = _make_side(tensors, name)
     return side
 
 
@@ -243,25 +284,24 @@ def _make_float_array(
 
 def get_page_table_pointer(page_table: PageTable) -> RecordInts:
     """Return address and bytes of a page table's record, packed on first use."""
-    entry: tuple[RecordInts, object] | None = page_table.derived.get(MEMO_KEY)
+    entry = page_table.derived.get(TABLE_RECORD)
     if entry is None:
-        entry = page_table.derived[MEMO_KEY] = _make_page_table_record(page_table)
-    return entry[0]
+        entry = page_table.derived[TABLE_RECORD] = _make_page_table_record(page_table)
+    return entry.pointer
 
 
 def get_page_table_record(page_table: PageTable) -> Ints:
     """Return a page table's record."""
     get_page_table_pointer(page_table)
-    record: Ints = page_table.derived[MEMO_KEY][1][0]
-    return record
+    return page_table.derived[TABLE_RECORD].record
 
 
-def _make_page_table_record(page_table: PageTable) -> tuple[RecordInts, tuple[Ints, Ints]]:
-    numbers, record = page_table.numbers, page_table.derived_from_tables.get(MEMO_KEY)
+def _make_page_table_record(page_table: PageTable) -> PointedRecord:
+    numbers, record = page_table.numbers, page_table.derived_from_tables.get(TABLE_TEMPLATE)
     if record is None:
         group, paging = page_table.layer_group, page_table.layer_group.paging
         tail = -1 if paging.tail is None else paging.tail
-        record = page_table.derived_from_tables[MEMO_KEY] = np.array(
+        record = page_table.derived_from_tables[TABLE_TEMPLATE] = np.array(
             (
                 *(len(numbers), paging.page, tail, paging.dense_until, group.sinks, 0, 0),
                 *_make_table_record(page_table.sealed_table),
@@ -272,7 +312,7 @@ def _make_page_table_record(page_table: PageTable) -> tuple[RecordInts, tuple[In
     record = record.copy()
     numbers = np.ascontiguousarray(numbers)
     record[NUMBERS_POINTER] = numbers.__array_interface__["data"][0], numbers.nbytes
-    return (record.__array_interface__["data"][0], record.nbytes), (record, numbers)
+    return PointedRecord(get_pointer(record), record, (numbers,))
 
 
 def _make_table_record(table: Ints) -> RecordInts:
@@ -285,12 +325,13 @@ def _make_table_record(table: Ints) -> RecordInts:
 
 def get_plan_pointer(plan: AppendPlan) -> RecordInts:
     """Return address and bytes of a plan's record of copies, writes and seals."""
-    entry: tuple[RecordInts, object] | None = plan.derived.get(MEMO_KEY)
+    entry = plan.derived.get(PLAN_RECORD)
     if entry is None:
         parts = [np.ascontiguousarray(p) for p in (plan.copies, plan.writes, plan.seals)]
         record = np.array(make_plan_record(*parts), np.int64)
-        entry = plan.derived[MEMO_KEY] = (get_pointer(record), (record, parts))
-    return entry[0]
+        entry = PointedRecord(get_pointer(record), record, parts)
+        plan.derived[PLAN_RECORD] = entry
+    return entry.pointer
 
 
 def make_plan_record(*parts: Ints) -> RecordInts:

@@ -21,8 +21,9 @@ from torch import Tensor
 from kvant.codecs.codebook import compute_levels
 from kvant.codecs.packing import BIT_PLANES, INTERLEAVE_BLOCK
 from kvant.contracts import Codec, Fields, Form
+from kvant.derived import Memo
 from kvant.page_table import LENGTH, PADDING, AppendPlan, Ints, LayerGroup, PageTable
-from kvant.torch_modes import no_inference_mode
+from kvant.platform.torch_modes import no_inference_mode
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and queries
@@ -224,18 +225,21 @@ class TritonPageTable:
     @classmethod
     def from_page_table(cls, page_table: PageTable, device: torch.device) -> TritonPageTable:
         """Copy a page table to the device, once for all layers that share it."""
-        key = ("triton", device)
-        table: TritonPageTable | None = page_table.derived.get(key)
+        tables = page_table.derived.setdefault(DEVICE_TABLES, {})
+        table = tables.get(device)
         if table is None:
             page = page_table.layer_group.page
             num_sealed = int((page_table.stop_sealed - page_table.first_sealed).max(initial=0))
             open_rows = int((page_table.seq_lens - page_table.first_open * page).max(initial=0))
             widths = _get_table_widths(page_table)
             integers = torch.from_numpy(_flatten_page_table(page_table, widths)).to(device)
-            table = page_table.derived[key] = cls(
+            table = tables[device] = cls(
                 integers, NUM_SEQUENCE_NUMBERS + widths[0], num_sealed * page, open_rows
             )
         return table
+
+
+DEVICE_TABLES: Memo[dict[torch.device, TritonPageTable]] = Memo("tables on devices")
 
 
 class StaticTritonPageTable(TritonPageTable):

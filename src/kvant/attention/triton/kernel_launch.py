@@ -29,7 +29,7 @@ from kvant.attention.triton.arguments import (
 )
 from kvant.contracts import AttentionRequest, Mask, View
 from kvant.page_table import LayerGroup
-from kvant.triton_runtime import use_device
+from kvant.platform.triton_runtime import use_device
 
 BLOCK_ROWS = 64  # rows per iteration of a kernel; sealed pages are a multiple of it
 TARGET_PROGRAMS = 264  # two per multiprocessor of large GPUs: rows are split to reach it

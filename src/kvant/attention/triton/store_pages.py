@@ -30,6 +30,7 @@ from kvant.attention.triton.arguments import (
 )
 from kvant.codecs.codebook import compute_boundaries
 from kvant.contracts import Fields, PagedTensors
+from kvant.derived import Memo
 from kvant.page_table import (
     SEAL_COLUMN,
     SEAL_SLOT,
@@ -43,8 +44,8 @@ from kvant.page_table import (
     AppendPlan,
     Ints,
 )
-from kvant.torch_modes import no_inference_mode
-from kvant.triton_runtime import use_device
+from kvant.platform.torch_modes import no_inference_mode
+from kvant.platform.triton_runtime import use_device
 
 ROWS_PER_PROGRAM = 16
 # Columns of an entry, as in kernels/store.py.
@@ -90,15 +91,18 @@ class DevicePlan:
     @classmethod
     def from_plan(cls, plan: AppendPlan, page: int, device: torch.device) -> DevicePlan:
         """Copy a plan's entries to the device, once for all layers that share the plan."""
-        key = ("triton", device)
-        device_plan: DevicePlan | None = plan.derived.get(key)
+        device_plans = plan.derived.setdefault(DEVICE_PLANS, {})
+        device_plan = device_plans.get(device)
         if device_plan is None:
             writes, seals = _make_write_entries(plan, page), _make_seal_entries(plan, page)
             entries = torch.from_numpy(np.concatenate([writes, seals])).to(device)
             max_rows = int(writes[:, ENTRY_NUM_ROWS].max(initial=0))
             device_plan = cls(entries[: len(writes)], max_rows, entries[len(writes) :])
-            plan.derived[key] = device_plan
+            device_plans[device] = device_plan
         return device_plan
+
+
+DEVICE_PLANS: Memo[dict[torch.device, DevicePlan]] = Memo("plans on devices")
 
 
 def _make_write_entries(plan: AppendPlan, page: int) -> Ints:

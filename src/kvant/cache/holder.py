@@ -1,0 +1,328 @@
+"""The mutable part of a cache: its present state, its last forward, and the lock for both.
+
+Layers and their cache refer to the same holder. The pools count the slots that it lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvant.cache.forward import Forward, collect_queries
+from kvant.cache.layout import AttentionLeaf, RecurrentLeaf
+from kvant.cache.pruning import prune_state
+from kvant.cache.recurrent import StateHistory
+from kvant.cache.state import CacheState
+from kvant.cache.transitions import shrink_pools
+from kvant.contracts import ExternalState, LayerStats
+from kvant.page_table import Ints, PageTable
+from kvant.pages.pool import GroupSlots, Pool, Slots, bound_slots_after
+from kvant.pages.storage import Storage
+
+logger = logging.getLogger("kvant")
+
+HOLDER_SERIALS = itertools.count()  # serials of holders
+EMPTY_SLOTS = np.zeros(0, np.int64)
+
+
+class StateHolder:
+    """The state and the last forward of a cache; `external_states` are updated by the model."""
+
+    def __init__(
+        self, state: CacheState, external_states: Mapping[str, ExternalState] | None = None
+    ) -> None:
+        self.serial = next(HOLDER_SERIALS)
+        self.forward: Forward | None = None
+        self.state = state
+        self.external_states = dict(external_states or {})  # by leaf name
+        warned = set[str]()  # each warning is issued once per cache
+        self.stats = {name: LayerStats(warned=warned) for name in state.layout.names}
+        for name, external_state in self.external_states.items():
+            external_state.stats.warned = warned
+            self.stats[name] = external_state.stats
+        self.num_abandoned = 0  # forwards that were rolled back
+        self.num_changes = 0  # operations that may have changed the bytes of the cache
+        self.backend: str | None = None  # None: the first that supports the view
+        self.in_speculation = False  # chunks may be drafts: within `speculation_mode`,
+        self.external_speculation = False  # or because the model library says so
+        self.in_prompt = False  # all tokens are of a prompt: within `prompt_mode`
+        state.pools.add_holder(self)
+
+    def __del__(self) -> None:
+        """Leave the slots to the next allocation: this may run inside of a pool operation."""
+        state: CacheState | None = self.__dict__.get("state")
+        for group, pools in enumerate(state.pools if state is not None else ()):
+            for pool, slots in zip(pools, self._list_group_slots(group), strict=True):
+                pool.holders.pop(self.serial, None)
+                pool.orphaned_slots.append((self.serial, slots))
+
+    @property
+    def lock(self) -> RLock:
+        """Shared by all caches over these pools."""
+        return self.state.pools.lock
+
+    # ---- slots
+
+    def list_slots(self, pool: Pool) -> Ints:
+        """Return the slots of `pool` that this cache holds."""
+        for group, pools in enumerate(self.state.pools):
+            if pool in pools:
+                return self._list_group_slots(group)[pools.index(pool)]
+        return EMPTY_SLOTS
+
+    def count_slots(self, group: int) -> tuple[int, int]:
+        """Return the open and the sealed slots that this cache holds or that are free."""
+        pools = self.state.pools[group]
+        if any(pool.orphaned_slots for pool in pools):
+            with self.state.pools.guard_counts():
+                for pool in pools:
+                    pool.collect_orphans()
+        slots = self._list_group_slots(group)
+        num_open, num_sealed = (
+            len(np.unique(pool_slots)) + pool.num_free
+            for pool_slots, pool in zip(slots, pools, strict=True)
+        )
+        return num_open, num_sealed
+
+    def bound_slots_after(
+        self, group: int, page_table: PageTable, num_new_tokens: int
+    ) -> tuple[int, int]:
+        """Return the most slots after `num_new_tokens` more tokens, in chunks or single ones."""
+        present, is_shared = self.count_slots(group), self.state.pools[group].is_shared
+        needed = bound_slots_after(page_table, num_new_tokens, is_shared=is_shared)
+        return max(present[0], needed[0]), max(present[1], needed[1])
+
+    def get_committed_table(self, leaf: AttentionLeaf) -> PageTable | None:
+        return self.state.page_tables[leaf.group] if self.state.page_tables else None
+
+    def get_page_table(self, leaf: AttentionLeaf) -> PageTable | None:
+        """Return the table of a layer, with the rows of an open forward included.
+
+        This reads one state, so it is safe while another thread commits.
+        """
+        state, forward = self.state, self.forward
+        if forward is not None and leaf.index in forward.appended and forward.is_open(state):
+            return forward.plans[leaf.group].new_table
+        return state.page_tables[leaf.group] if state.page_tables else None
+
+    def get_history(self, leaf: RecurrentLeaf) -> StateHistory:
+        """Return the states of a recurrent layer, with that of an open forward included."""
+        state, forward = self.state, self.forward
+        if forward is not None and leaf.index in forward.appended and forward.is_open(state):
+            return forward.histories[leaf.history]
+        return state.histories[leaf.history]
+
+    def get_storage(self, leaf: int) -> Storage | None:
+        """Return the tensors of a layer, with those of an open forward; None before any rows."""
+        state, forward = self.state, self.forward
+        if forward is not None and leaf in forward.storages and forward.is_open(state):
+            return forward.storages[leaf]
+        return state.storages.get(leaf)
+
+    def _list_group_slots(self, group: int) -> Slots:
+        state, forward, parts = self.state, self.forward, []
+        if state.page_tables:
+            table = state.page_tables[group]
+            parts.append((table.list_open_slots(), table.list_sealed_slots()))
+        if forward is not None and forward.is_open(state) and group in forward.plans:
+            parts.append(forward.plans[group].allocated_slots)
+        parts += [slots for retired_group, slots in state.retired_slots if retired_group == group]
+        by_pool = tuple(zip(*parts, strict=True)) or ((EMPTY_SLOTS,), (EMPTY_SLOTS,))
+        return np.concatenate(by_pool[0]), np.concatenate(by_pool[1])
+
+    # ---- forwards
+
+    @property
+    def open_forward(self) -> Forward | None:
+        """The forward that has appended to some layers, or has planned to; None: there is none."""
+        forward = self.forward
+        if forward is None or not (forward.plans or forward.appended):
+            return None
+        return forward if forward.is_open(self.state) else None
+
+    def begin_append(self, leaf: int, count: int) -> Forward:
+        """Return the open forward, or begin one; the first token after a prompt prunes it.
+
+        A forward has failed if this layer has its rows already, or if no layer has any: it is
+        rolled back.
+        """
+        self.num_changes += 1
+        if self.state.unreported_length is not None:
+            self._report_length()
+        forward = self.open_forward
+        if forward is not None:
+            if forward.appended and leaf not in forward.appended:
+                return forward
+            self.rollback()
+        if self.state.layout.prunes:
+            self._collect_queries()
+            if not self.is_prompt(count):
+                self.prune()
+        return self.begin_forward(count)
+
+    def begin_forward(self, count: int) -> Forward:
+        """Begin a forward of `count` tokens; none is open."""
+        if self.state.retired_slots:
+            self.free_retired_pages()
+        self.forward = forward = Forward(self.state, is_prompt=self.is_prompt(count))
+        return forward
+
+    def is_prompt(self, count: int) -> bool:
+        """Return whether a forward of `count` tokens is part of a prompt."""
+        return self.in_prompt or (
+            count > 1 and not (self.in_speculation or self.external_speculation)
+        )
+
+    def commit_layer(
+        self, forward: Forward, leaf: int, history: tuple[int, StateHistory] | None = None
+    ) -> bool:
+        """Record that a layer has its rows or state; return whether this commits the forward."""
+        if history is not None:
+            forward.histories[history[0]] = history[1]
+        if len(forward.appended) + 1 < len(self.state.layout.leaf_groups):
+            forward.appended.add(leaf)
+            return False
+        self.commit(forward)
+        return True
+
+    def commit(self, forward: Forward) -> None:
+        """Adopt the state after a forward whose layers all have their rows."""
+        old = self.state
+        self.state = forward.commit(old, has_external_states=bool(self.external_states))
+        if self.external_states:
+            self._report_length()
+        if len(self.state.lengths) > 1:
+            logger.warning(
+                "layers hold different numbers of tokens: %s", sorted(self.state.lengths)
+            )
+        if len(self.state.retired_slots) > len(old.retired_slots):
+            self.compact()
+        forward.state = self.state  # so that it keeps no old tensors
+
+    def rollback(self) -> None:
+        """Roll back an incomplete forward."""
+        self.num_changes += 1
+        self._report_length()
+        forward = self.open_forward
+        if forward is None:
+            self._collect_queries()
+            return
+        forward.queries = {}
+        num_layers = len(self.state.layout.leaf_groups)
+        if forward.appended:
+            logger.warning(
+                "a forward appended to %d of %d layers only: its tokens are rolled back",
+                len(forward.appended),
+                num_layers,
+            )
+            self.num_abandoned += 1
+        self.state = replace(
+            self.state,
+            retired_slots=self.state.retired_slots + forward.allocated_slots,
+            num_ended_forwards=self.state.num_ended_forwards + 1,
+        )
+        if forward.appended:
+            for external_state in self.external_states.values():
+                external_state.invalidate()
+
+    def _report_length(self) -> None:
+        """Report a committed forward to external states, unless it was reported."""
+        length = self.state.unreported_length
+        if length is not None:
+            for external_state in self.external_states.values():
+                external_state.advance_to(length)
+            self.state = replace(self.state, unreported_length=None)
+
+    def _collect_queries(self) -> None:
+        """Retain the queries of the last forward, if it was committed."""
+        newest = self.forward.queries if self.forward is not None else {}
+        if newest:
+            self.state = replace(self.state, pruning_queries=collect_queries(self.state, newest))
+            self.forward = None
+
+    # ---- other operations
+
+    def adopt(self, state: CacheState, allocated_slots: Iterable[GroupSlots] = ()) -> None:
+        """Replace the state; call within `guard_counts` of its pools.
+
+        `allocated_slots` were allocated for its tables, which count them again. The slots of the
+        old tables are dropped last.
+        """
+        self.num_changes += 1
+        self.free_retired_slots()
+        old = self.state
+        state.pools.add_references(state.page_tables)
+        state = replace(state, num_ended_forwards=old.num_ended_forwards + 1)
+        if state.pools is old.pools:
+            retired = (*allocated_slots, *old.list_table_slots())
+            self.state = replace(state, retired_slots=retired)
+            self.forward = None
+            self.free_retired_slots()
+            return
+        state.pools.add_holder(self)
+        with old.pools.guard_counts():
+            self.state = replace(state, retired_slots=tuple(allocated_slots))
+            old.pools.drop_references(old.list_table_slots())
+            old.pools.remove_holder(self)
+        self.forward = None
+        self.free_retired_slots()
+
+    def replace_state(self, **changes: Any) -> None:
+        """Replace parts of the state that hold no slots."""
+        self.num_changes += 1
+        self.state = replace(self.state, **changes)
+
+    @property
+    def query_nbytes(self) -> int:
+        """Bytes of the queries retained for a prune."""
+        newest = {} if self.forward is None else self.forward.queries
+        queries = (*self.state.pruning_queries.values(), *newest.values())
+        return sum(entry.queries.nbytes for entry in queries)
+
+    def free_retired_pages(self) -> None:
+        """Free the pages that the last forward released; its views become invalid."""
+        if self.state.retired_slots:
+            with self.state.pools.guard_counts():
+                self.free_retired_slots()
+
+    def free_retired_slots(self) -> None:
+        """Free the slots that the last forward released; call within `guard_counts`."""
+        retired = self.state.retired_slots
+        if retired:
+            self.state = replace(self.state, retired_slots=())
+            self.state.pools.drop_references(retired)
+
+    def prune(self) -> int:
+        """Drop the rows that recipes do not retain; return how many per head, on average."""
+        with self.state.pools.guard_counts():
+            pruned, allocated, num_removed = prune_state(self.state, self.stats)
+            if pruned is self.state:
+                return 0
+            if not allocated:
+                self.state = pruned
+                return 0
+            self.adopt(pruned, allocated)
+        self.compact(after_prune=True)
+        return num_removed
+
+    def compact(self, *, after_prune: bool = False) -> None:
+        """Shrink pools that a chunk or a prune left larger than the tokens need.
+
+        This is optional: without memory for the copy, the next chunk tries again.
+        """
+        for group, layer_group in enumerate(self.state.layout.layer_groups):
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                pruned = after_prune and layer_group.pruning is not None
+                state = shrink_pools(self.state, group, after_prune=pruned)
+                if state is not None:
+                    for pool in state.pools[group]:
+                        pool.add_holder(self)
+                    self.state = state

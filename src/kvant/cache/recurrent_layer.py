@@ -1,0 +1,104 @@
+"""One recurrent layer of a cache: it stores a copy of its state after each forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvant.cache.forward import Forward
+from kvant.cache.holder import StateHolder
+from kvant.cache.layout import RecurrentLeaf
+from kvant.cache.recurrent import (
+    EMPTY_STATE,
+    RecurrentBase,
+    RecurrentState,
+    StateHistory,
+    copy_in_stored_dtype,
+    get_shapes,
+    get_stored_dtype,
+)
+from kvant.contracts import Fields, LayerStats
+from kvant.platform.torch_modes import refuse_transforms
+from kvant.recipes import RecurrentSpec
+
+
+class RecurrentLayer(RecurrentBase):
+    """One recurrent layer of a cache."""
+
+    def __init__(self, holder: StateHolder, name: str) -> None:
+        self.holder = holder
+        self.name = name
+
+    @property
+    def leaf(self) -> RecurrentLeaf:
+        """Its recipe and its place in the state."""
+        leaf = self.holder.state.layout.leaves[self.name]
+        assert isinstance(leaf, RecurrentLeaf)
+        return leaf
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        return self.leaf.spec
+
+    @property
+    def stats(self) -> LayerStats:
+        return self.holder.stats[self.name]
+
+    @property
+    def history(self) -> StateHistory:
+        return self.holder.get_history(self.leaf)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the state."""
+        return self.history.current.length
+
+    def nbytes_after_append(self, count: int, tensors: Fields) -> int:
+        """Return the bytes allocated after an append with the same arguments."""
+        _check_append(count, tensors)
+        self._check_shapes(tensors)
+        stored_tensors = {
+            name: tensor.to("meta", get_stored_dtype(tensor.dtype))
+            for name, tensor in tensors.items()
+        }
+        # Count tensors that a checkpoint shares with the current state: they outlive the append.
+        checkpoint_nbytes = replace(self.history, current=EMPTY_STATE).nbytes
+        return checkpoint_nbytes + sum(tensor.nbytes for tensor in stored_tensors.values())
+
+    def append(self, count: int, state: Fields) -> None:
+        """Store a copy of the state after `count` more tokens."""
+        refuse_transforms("append")
+        _check_append(count, state)
+        leaf, holder = self.leaf, self.holder
+        with holder.lock:
+            forward = holder.begin_append(leaf.index, count)
+            self._check_shapes(state)
+            _check_batch(forward, state)
+            tensors = {name: copy_in_stored_dtype(tensor) for name, tensor in state.items()}
+            history = self.history
+            current = RecurrentState(history.current.length + count, tensors)
+            self.stats.appends += 1
+            history = replace(history, current=current)
+            holder.commit_layer(forward, leaf.index, (leaf.history, history))
+
+    def _check_shapes(self, tensors: Fields) -> None:
+        old = get_shapes(self.history.current.tensors)
+        if self.length and get_shapes(tensors) != old:
+            raise ValueError(f"state {get_shapes(tensors)} for a layer of {old}")
+
+
+def _check_batch(forward: Forward, tensors: Fields) -> None:
+    """Refuse a state whose batch differs from that of the open forward."""
+    batch = next((tensor.shape[0] for tensor in tensors.values()), 0)
+    for plan in forward.plans.values():
+        if batch and plan.old_table.batch != batch:
+            raise ValueError(
+                f"a state of {batch} sequences, where another layer of this forward got rows "
+                f"of {plan.old_table.batch}"
+            )
+
+
+def _check_append(count: int, tensors: Fields) -> None:
+    if count < 0:
+        raise ValueError(f"append of {count} tokens: 0 or more")
+    if any(tensor.ndim == 0 for tensor in tensors.values()):
+        raise ValueError(f"state {get_shapes(tensors)}: [batch, ...] is needed")

@@ -1,0 +1,1 @@
+"""Pages without rows: slots in pools, transitions of page tables, and the tensors of slots."""

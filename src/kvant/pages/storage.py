@@ -1,0 +1,381 @@
+"""The tensors of one layer, indexed by slot.
+
+Large tensors on a CPU are memory mappings of their own. Untouched memory of a mapping costs
+nothing, up to one huge page (2 MiB) after the last row. Freed memory returns to the system. A
+process allocator guarantees neither: it reuses touched memory and retains gaps between live blocks.
+With it, a cache of hundreds of MiB took half as much memory again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.contracts import Fields, PagedTensors, PageSummary, Tiles
+from kvant.derived import Derived
+from kvant.page_table import Ints, LayerGroup, PageTable
+from kvant.pages.pool import bound_slots
+from kvant.platform.torch_modes import no_inference_mode
+from kvant.recipes import LayerSpec
+
+MIN_MAPPING_BYTES = 1 << 17  # smaller tensors use the allocator: a mapping is rounded up to pages
+MIN_HUGE_PAGE_BYTES = 1 << 27  # larger mappings ask for huge pages, which need fewer TLB entries
+# 0: this system has no anonymous mappings.
+MMAP_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+
+TileSelector = Callable[[torch.device], Tiles | None]  # the byte order of sealed pages on a device
+
+
+def reserve_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor."""
+    with no_inference_mode():
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        large = MMAP_FLAGS and device.type == "cpu" and nbytes >= MIN_MAPPING_BYTES
+        if large and type(torch.empty(0, device=device)) is Tensor:  # not a fake tensor
+            return torch.frombuffer(_map_memory(nbytes), dtype=dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _map_memory(nbytes: int) -> mmap.mmap:
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"{nbytes} bytes for a cache cannot be allocated: use a smaller format, a window or a "
+            "shorter context (kvant.plan)"
+        ) from error
+    if nbytes >= MIN_HUGE_PAGE_BYTES and (huge := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+        with suppress(OSError):  # huge pages are disabled
+            mapping.madvise(huge)
+    return mapping
+
+
+def retile(
+    name: str, field: Tensor, old: Tiles | None, new: Tiles | None, into: Tensor | None = None
+) -> Tensor:
+    """Convert a field of sealed pages from `old` to `new` tiles; None: canonical order.
+
+    The result is written to `into`, if given.
+    """
+    if old == new:
+        return field if into is None else into.copy_(field)
+    if old is None or new is None:
+        convert = new.pack if new is not None else old.unpack  # type: ignore[union-attr]
+        return convert(name, field, into)
+    return new.pack(name, old.unpack(name, field), into)
+
+
+MAX_PAGES_PER_MOVE = 32  # bounds the scratch of a move
+RESERVE_FACTOR = 4  # over-allocation on a CPU, where address space costs nothing
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The heads, widths, dtypes and device of all rows of a layer."""
+
+    heads: int
+    dims: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+
+    @classmethod
+    def from_rows(cls, rows: Fields) -> Geometry:
+        keys = rows["keys"]
+        dims = {name: tensor.shape[3] for name, tensor in rows.items()}
+        dtypes = {name: tensor.dtype for name, tensor in rows.items()}
+        return cls(keys.shape[1], dims, dtypes, keys.device)
+
+    def with_dtype(self, dtype: torch.dtype | None) -> Geometry:
+        """Return the geometry in the dtype of a recipe, if it sets one."""
+        return self if dtype is None else replace(self, dtypes=dict.fromkeys(self.dims, dtype))
+
+    def matches(self, rows: Fields) -> bool:
+        """Return whether `rows` have this geometry; called for every token."""
+        shape = rows["keys"].shape
+        if len(shape) != 4:
+            return False
+        batch, _, count, _ = shape
+        for name, tensor in rows.items():
+            if tensor.shape != (batch, self.heads, count, self.dims[name]):
+                return False
+            if tensor.dtype != self.dtypes[name] or tensor.device != self.device:
+                return False
+        return True
+
+    def __str__(self) -> str:
+        parts = [f"{name} {self.dims[name]} wide in {self.dtypes[name]}" for name in self.dims]
+        return f"{self.heads} heads, {', '.join(parts)} on {self.device}"
+
+    def open_nbytes(self, spec: LayerSpec) -> int:
+        """Return the bytes of one open page."""
+        return sum(
+            self.heads * spec.page * dim * self.dtypes[name].itemsize
+            for name, dim in self.dims.items()
+        )
+
+    def sealed_nbytes(self, spec: LayerSpec) -> int:
+        """Return the bytes of one sealed page, and of its key bounds if pages are selected."""
+        bounds = 2 * self.heads * self.dims["keys"] * self.dtypes["keys"].itemsize
+        return (0 if spec.select is None else bounds) + sum(
+            shape[0] * shape[1] * shape[2] * dtype.itemsize
+            for name in self.dims
+            for shape, dtype in self.fields(spec, name).values()
+        )
+
+    def fields(
+        self, spec: LayerSpec, name: str
+    ) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
+        """Return shape and dtype of each field of a sealed page of one side."""
+        if not spec.seals:
+            return {}
+        return {
+            field_name: (
+                (self.heads, field.height(spec.page), field.width),
+                field.dtype or self.dtypes[name],
+            )
+            for field_name, field in spec.sides[name].fields(self.dims[name]).items()
+        }
+
+
+def pages_nbytes(
+    geometry: Geometry, spec: LayerSpec, layer_group: LayerGroup, lengths: Sequence[int]
+) -> int:
+    """Return the bytes of the pages of sequences of these lengths."""
+    max_open, max_sealed = bound_slots(layer_group, lengths)
+    return int(max_open * geometry.open_nbytes(spec) + max_sealed * geometry.sealed_nbytes(spec))
+
+
+class Storage:
+    """The tensors of a layer, shared by caches that share pages."""
+
+    def __init__(self, spec: LayerSpec, geometry: Geometry, select_tiles: TileSelector) -> None:
+        self.spec = spec
+        self.geometry = geometry
+        self.select_tiles = select_tiles
+        self.tiles = select_tiles(geometry.device)
+        self.num_slots = 0, 0  # allocated, of open and of sealed pages
+        self.used_slots = 0, 0  # requested so far
+        self.sides: dict[str, PagedTensors] = {}
+        self._allocate_tensors((0, 0))
+
+    @cached_property
+    def open_nbytes(self) -> int:
+        return self.geometry.open_nbytes(self.spec)
+
+    @cached_property
+    def sealed_nbytes(self) -> int:
+        return self.geometry.sealed_nbytes(self.spec)
+
+    def ensure_slots(self, num_open: int, num_sealed: int) -> None:
+        """Allocate at least this many slots; pages in present slots are preserved."""
+        if num_open > self.num_slots[0] or num_sealed > self.num_slots[1]:
+            needed = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
+            try:
+                self._allocate_tensors(
+                    (
+                        self._grow_size(needed[0], self.num_slots[0]),
+                        self._grow_size(needed[1], self.num_slots[1]),
+                    )
+                )
+            except MemoryError:
+                self._allocate_tensors(needed)
+        self.used_slots = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
+
+    def copy_to_device(self, device: torch.device) -> Storage:
+        """Return a copy on `device`, with the same slots; itself if it is there already."""
+        copy = Storage(self.spec, replace(self.geometry, device=device), self.select_tiles)
+        if (device, copy.tiles) == (self.geometry.device, self.tiles):
+            return self
+        copy.ensure_slots(*self.used_slots)
+        retiling = copy if device.type != "cpu" else self  # a GPU retiles faster than the transfer
+        for name, source in self.sides.items():
+            target, (num_open, num_sealed) = copy.sides[name], self.used_slots
+            target.open[:num_open].copy_(source.open[:num_open])
+            for field, pages in source.sealed.items():
+                for first in range(0, num_sealed, MAX_PAGES_PER_MOVE):
+                    batch = slice(first, min(first + MAX_PAGES_PER_MOVE, num_sealed))
+                    field_batch = pages[batch].to(retiling.geometry.device)
+                    field_batch = retile(f"{name}.{field}", field_batch, self.tiles, copy.tiles)
+                    target.sealed[field][batch].copy_(field_batch)
+        return copy
+
+    def relocate_pages(
+        self, old_table: PageTable, new_table: PageTable, num_slots: tuple[int, int]
+    ) -> Storage:
+        """Return a storage with the pages of `old_table` in the slots of `new_table`.
+
+        If a table is unchanged, its tensors are shared.
+        """
+        copy = Storage(self.spec, self.geometry, self.select_tiles)
+        unchanged = (
+            old_table.open_table is new_table.open_table,
+            old_table.sealed_table is new_table.sealed_table,
+        )
+        copy.ensure_slots(
+            *(
+                0 if is_unchanged else n
+                for is_unchanged, n in zip(unchanged, num_slots, strict=True)
+            )
+        )
+        if not unchanged[0]:
+            copy._copy_open_from(self, old_table, new_table)
+        if not unchanged[1]:
+            copy._copy_sealed_from(self, old_table, new_table)
+        sides = {
+            name: replace(
+                stored,
+                open=self.sides[name].open if unchanged[0] else stored.open,
+                sealed=self.sides[name].sealed if unchanged[1] else stored.sealed,
+                summary=self.sides[name].summary if unchanged[1] else stored.summary,
+                derived=Derived(),
+            )
+            for name, stored in copy.sides.items()
+        }
+        allocated, used = (
+            (old[0] if unchanged[0] else new[0], old[1] if unchanged[1] else new[1])
+            for old, new in ((self.num_slots, copy.num_slots), (self.used_slots, copy.used_slots))
+        )
+        copy.__dict__.update(sides=sides, num_slots=allocated, used_slots=used)
+        return copy
+
+    def copy_pages_from(
+        self,
+        other: Storage,
+        old_table: PageTable,
+        new_table: PageTable,
+        only_slots: tuple[Ints, Ints] | None = None,
+    ) -> None:
+        """Copy pages from `other`, where `old_table` has them, to the slots of `new_table`.
+
+        `only_slots` restricts the copy to these new slots, of open and of sealed pages.
+        """
+        open_slots, sealed_slots = (None, None) if only_slots is None else only_slots
+        self._copy_open_from(other, old_table, new_table, open_slots)
+        self._copy_sealed_from(other, old_table, new_table, sealed_slots)
+
+    def _copy_open_from(
+        self,
+        other: Storage,
+        old_table: PageTable,
+        new_table: PageTable,
+        only_slots: Ints | None = None,
+    ) -> None:
+        slots = _select_slot_pairs(
+            old_table.list_open_slots(), new_table.list_open_slots(), only_slots
+        )
+        for name, stored in self.sides.items():
+            copy_pages({"open": other.sides[name].open}, {"open": stored.open}, *slots)
+
+    def _copy_sealed_from(
+        self,
+        other: Storage,
+        old_table: PageTable,
+        new_table: PageTable,
+        only_slots: Ints | None = None,
+    ) -> None:
+        slots = _select_slot_pairs(
+            old_table.list_sealed_slots(), new_table.list_sealed_slots(), only_slots
+        )
+        for name, stored in self.sides.items():
+            copy_pages(other.sides[name].sealed, stored.sealed, *slots)
+
+    def _grow_size(self, needed: int, current: int) -> int:
+        if needed <= current:
+            return current
+        return (
+            RESERVE_FACTOR * needed if self.geometry.device.type == "cpu" else needed + needed // 8
+        )
+
+    def _allocate_tensors(self, num_slots: tuple[int, int]) -> None:
+        """Reallocate the tensors with `num_slots` slots."""
+        sides, geometry = {}, self.geometry
+        for name, codec in self.spec.sides.items():
+            shape = (geometry.heads, self.spec.page, geometry.dims[name])
+            old = self.sides.get(name)
+            rows = self._grow_tensor(
+                None if old is None else old.open, shape, geometry.dtypes[name], num_slots, 0
+            )
+            fields = {
+                field_name: self._grow_tensor(
+                    None if old is None else old.sealed[field_name], shape, dtype, num_slots, 1
+                )
+                for field_name, (shape, dtype) in geometry.fields(self.spec, name).items()
+            }
+            summary = self._make_summary(old, num_slots) if name == "keys" else None
+            sides[name] = PagedTensors(codec, rows, fields, self.tiles, summary)
+        # One call, so that an interrupt cannot separate the tensors from their sizes.
+        self.__dict__.update(sides=sides, num_slots=num_slots)
+
+    def _make_summary(
+        self, old_tensors: PagedTensors | None, num_slots: tuple[int, int]
+    ) -> PageSummary | None:
+        """Return the key bounds, if the layer selects pages."""
+        if self.spec.select is None:
+            return None
+        old = None if old_tensors is None else old_tensors.summary
+        shape = (self.geometry.heads, 2, self.geometry.dims["keys"])
+        slot_versions = np.zeros(num_slots[1], np.int64)
+        if old is not None:  # before the bounds: writers write bounds first
+            slot_versions[: self.used_slots[1]] = old.slot_versions[: self.used_slots[1]]
+        bounds = self._grow_tensor(
+            None if old is None else old.bounds, shape, self.geometry.dtypes["keys"], num_slots, 1
+        )
+        return (
+            old if old is not None and old.bounds is bounds else PageSummary(bounds, slot_versions)
+        )
+
+    def _grow_tensor(
+        self,
+        old: Tensor | None,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        num_slots: tuple[int, int],
+        pool_index: int,
+    ) -> Tensor:
+        if old is not None and num_slots[pool_index] == self.num_slots[pool_index]:
+            return old
+        new = reserve_tensor((num_slots[pool_index], *shape), dtype, self.geometry.device)
+        if old is not None:
+            used = self.used_slots[pool_index]
+            new[:used] = old[:used]
+        return new
+
+
+def _select_slot_pairs(
+    old_slots: Ints, new_slots: Ints, only_slots: Ints | None
+) -> tuple[Ints, Ints]:
+    """Return the source and target slots of a copy, restricted to `only_slots` if given."""
+    if only_slots is None:
+        return old_slots, new_slots
+    mask = np.isin(new_slots, only_slots)
+    return old_slots[mask], new_slots[mask]
+
+
+def find_runs(old_slots: Ints, new_slots: Ints) -> list[tuple[slice, slice]]:
+    """Return slices of slots that are consecutive on both sides, to copy them together."""
+    ends = np.flatnonzero((np.diff(old_slots) != 1) | (np.diff(new_slots) != 1)) + 1
+    first, stop = [0, *ends.tolist()], [*ends.tolist(), len(old_slots)]
+    return [
+        (
+            slice(int(old_slots[i]), int(old_slots[i]) + n),
+            slice(int(new_slots[i]), int(new_slots[i]) + n),
+        )
+        for i, n in ((i, j - i) for i, j in zip(first, stop, strict=True))
+        if n
+    ]
+
+
+def copy_pages(source: Fields, target: Fields, old_slots: Ints, new_slots: Ints) -> None:
+    """Copy pages from slots to slots, field by field, without temporary tensors."""
+    runs = find_runs(old_slots, new_slots)
+    for name, tensor in target.items():
+        for source_slots, target_slots in runs:
+            tensor[target_slots].copy_(source[name][source_slots])

@@ -1,0 +1,354 @@
+"""Decode tokens by a forward that is captured once and then replayed.
+
+On a GPU the forward is captured as a CUDA graph (graph.py), on a CPU by capture.py.
+
+    plan_token  ->  replay: q, k, v; store the row; attend  ->  commit_token
+    allocates the slot of the row                               adopts the next state
+
+After every token the cache is as ordinary forwards would have left it. Pages that fall due are
+sealed by `plan_token`, or on a CPU by the replay. A graph is valid while tensors keep their
+addresses, which a capacity guarantees. If a forward cannot be captured, `refusal` has the reason,
+and ordinary forwards decode instead.
+
+A Replayer keeps the memory that a graph reads, but not the cache. It notices changes of the model
+within MODEL_CHECK_INTERVAL tokens, or when another cache is decoded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DummyLayer
+
+from kvant.attention.triton.arguments import StaticTritonPageTable
+from kvant.cache.token import commit_token, list_page_buffers, plan_token, record_sealed_pages
+from kvant.contracts import View
+from kvant.errors import CapacityError, UnsupportedView
+from kvant.hf.attention import use_kvant_attention
+from kvant.hf.cache import TransformersCache
+from kvant.hf.handles import PendingAttention
+from kvant.hf.layers import AttentionLayer
+from kvant.hf.model import make_comparable, named_attributes
+from kvant.page_table import AppendPlan
+from kvant.platform.torch_modes import no_inference_mode
+from kvant.replay.cache import ReplayCache
+from kvant.replay.capture import Replay
+from kvant.replay.graph import CaptureFunction, StaticForward
+from kvant.replay.native_step import NativeDecodeStep, StaticNativePageTable
+from kvant.replay.steps import DecodeStep, StaticPageTable
+from kvant.replay.triton_step import TritonDecodeStep
+from kvant.weights.norms import is_fused
+from kvant.weights.packing import get_weight_address, get_weight_memory
+
+
+class ReplayBackend(NamedTuple):
+    """The classes and rules of replay on one type of device."""
+
+    make_page_table: Callable[[AppendPlan, torch.device], StaticPageTable]
+    make_step: Callable[[View, Any], DecodeStep]  # with a page table of that kind
+    num_warmup_forwards: int  # ordinary forwards first, since a capture costs several of them
+    runs_eagerly_first: bool  # run the first forward of steps without a capture
+    seals_pages: bool  # a step also copies and seals the pages that fall due
+    enables_kvant_attention: bool  # a model that is not attached needs kvant's attention
+
+
+TRITON_REPLAY = ReplayBackend(
+    StaticTritonPageTable,
+    TritonDecodeStep.from_view,
+    num_warmup_forwards=0,
+    runs_eagerly_first=True,
+    seals_pages=False,
+    enables_kvant_attention=True,
+)
+NATIVE_REPLAY = ReplayBackend(
+    StaticNativePageTable,
+    NativeDecodeStep.from_view,
+    num_warmup_forwards=4,
+    runs_eagerly_first=False,
+    seals_pages=True,
+    enables_kvant_attention=False,
+)
+
+
+def explain_unreplayable(model: PreTrainedModel) -> str | None:
+    """Return the reason why a replay would differ from the model, None if it would not."""
+    if model.training:
+        return "the model is in training mode"
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        return f"the model lies on {', '.join(sorted(devices))}"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast caches converted weights, which a replay would read for ever"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
+            return f"{name or 'the model'} has hooks, which a replay does not call"
+        if "forward" in vars(module) and not is_fused(module):
+            return f"{name or 'the model'} has a forward of its own, which a replay does not call"
+    return None
+
+
+def collect_baked_values(model: PreTrainedModel) -> list[object]:
+    """Return the values that a capture fixes: modes, addresses, and attributes of modules."""
+    addresses = [get_weight_address(x) for x in chain(model.parameters(), model.buffers())]
+    values = ((name, make_comparable(value)) for name, value in named_attributes(model))
+    return [get_torch_modes(), *addresses, *values]
+
+
+def get_torch_modes() -> tuple[object, ...]:
+    """Return the global settings that a capture fixes."""
+    return torch.get_num_threads(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+
+
+log = logging.getLogger("kvant")
+MODEL_CHECK_INTERVAL = 64  # tokens; a check of all modules takes as long as some layers
+FAILED_CAPTURES: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and the reason
+# (ids [B, 1], positions [B, 1], cache) -> logits
+ModelForward = Callable[[Tensor, Tensor, Any], Tensor]
+
+
+class ReplayPaused(Exception):
+    """A temporary reason not to replay, which may be gone at the next token."""
+
+
+class BoundForward(NamedTuple):
+    """A forward whose steps are bound to pages at fixed addresses."""
+
+    page_tables: Sequence[StaticPageTable]  # by layer group
+    steps: Sequence[DecodeStep]  # by attention layer
+    ids: Tensor  # [B, 1]: the tokens
+    run: StaticForward  # after a capture its replay
+    has_run: bool = False
+    is_captured: bool = False
+
+
+class ReplayedToken(NamedTuple):
+    """The state after a token, which shows what has changed by the next one."""
+
+    cache: ref[TransformersCache]
+    change_counts: tuple[int, int]
+    buffers: list[object]
+    modes: tuple[object, ...]
+
+    def is_unchanged(self, cache: TransformersCache) -> bool:
+        """Whether nothing else has changed the cache, its buffers or torch's modes since."""
+        if self.cache() is not cache or cache.context.change_counts != self.change_counts:
+            return False
+        # Another cache of the same pool may have reallocated its buffers.
+        buffers = list_page_buffers(cache.states)
+        return all(map(is_, buffers, self.buffers)) and self.modes == get_torch_modes()
+
+
+class Replayer:
+    """Replayed forwards of one model over one set of pools.
+
+    The capture is reused for other caches with the same number of sequences in the same pools.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_forward: ModelForward,
+        capture: CaptureFunction,
+        backend: ReplayBackend = TRITON_REPLAY,
+    ) -> None:
+        self.model = model
+        self.model_forward = model_forward
+        self.capture = capture
+        self.backend = backend
+        self.refusal: str | None = None
+        # The error of a replay; it becomes the refusal once an ordinary forward succeeds.
+        self._pending_refusal: str | None = None
+        self._capture_failed = False  # that error came from the capture
+        self._baked_values: list[object] = []  # of the model
+        self._keepalive: list[Any] = []  # memory of the weights, which the graph reads
+        self._num_tokens = 0
+        self._num_warmups = 0  # ordinary forwards so far
+        # One assignment replaces each, so an interrupt leaves the old one or the new one.
+        self._bound: BoundForward | None = None
+        self._last_token: ReplayedToken | None = None
+
+    def compute_logits(self, cache: TransformersCache, tokens: list[int]) -> Tensor | None:
+        """Replay one token of each sequence, and return logits that are valid until the next.
+
+        None: run an ordinary forward instead, then call `confirm_forward`.
+        """
+        self._pending_refusal, self._capture_failed = None, False
+        refusal = self.refusal or FAILED_CAPTURES.get(self.model)
+        if refusal is None:
+            try:
+                if self._num_warmups < self.backend.num_warmup_forwards:
+                    self._record_warmup()
+                    return None
+                return self._replay_token(cache, tokens)
+            except CapacityError:  # the cache is full, or the token needs an ordinary append
+                return None
+            except ReplayPaused as error:
+                refusal = str(error)
+            except UnsupportedView as error:
+                refusal = self.refusal = str(error)
+            except Exception as error:  # models fail to be captured in any way
+                refusal = self._pending_refusal = _format_error(error)
+            if self.refusal or self._pending_refusal:
+                self._bound = self._last_token = None
+                self._keepalive, self._baked_values = [], []
+            log.info("tokens are not replayed: %s", refusal)
+        cache.context.replay_stats.refusal = refusal
+        return None
+
+    def confirm_forward(self) -> None:
+        """Make the error of a replay final: an ordinary forward succeeded on the same token."""
+        if self._pending_refusal is not None:
+            self.refusal = self._pending_refusal
+            if self._capture_failed:  # do not try again for other caches
+                FAILED_CAPTURES[self.model] = self._pending_refusal
+
+    def _record_warmup(self) -> None:
+        """Count an ordinary forward; from the first one on, the model must not change."""
+        if not self._num_warmups:
+            self._save_baked_values(collect_baked_values(self.model))
+        self._num_warmups += 1
+
+    def _save_baked_values(self, values: list[object]) -> None:
+        """Keep the baked values, and the memory of the weights."""
+        self._keepalive = [
+            get_weight_memory(x) for x in chain(self.model.parameters(), self.model.buffers())
+        ]
+        self._baked_values = values
+
+    def _check_backend(self, requested: str | None) -> None:
+        if self._bound is not None and requested not in (None, self._bound.steps[0].backend):
+            raise ReplayPaused(
+                f"backend={requested!r} is requested, but the replay uses "
+                f"{self._bound.steps[0].backend}"
+            )
+
+    def _replay_token(self, cache: TransformersCache, tokens: list[int]) -> Tensor:
+        layers, states = _list_attention_layers(cache), cache.states
+        self._check_backend(states.backend)
+        unchanged = self._last_token is not None and self._last_token.is_unchanged(cache)
+        buffers = list_page_buffers(states)
+        self._last_token = None  # until this token is committed
+        plans = plan_token(states, seals=self.backend.seals_pages)
+        self._num_tokens += 1
+        if not unchanged or self._num_tokens % MODEL_CHECK_INTERVAL == 0:
+            self._check_model()
+        bound = self._bound
+        if unchanged and bound is not None and all(plan.is_steady for plan in plans):
+            for page_table in bound.page_tables:
+                page_table.advance()
+        else:
+            buffers = list_page_buffers(states)
+            bound = self._bound = self._bind_pages(cache, layers, plans)
+            self._check_backend(states.backend)
+        bound.ids.copy_(torch.tensor(tokens)[:, None])
+        out = self._run_forward()
+        backend = bound.steps[0].backend
+        if not commit_token(states, backend, buffers):
+            raise ReplayPaused("another cache reallocated the pages during the replay")
+        if self.backend.seals_pages and any(len(plan.seals) for plan in plans):
+            record_sealed_pages(states, plans, backend)
+        for layer in layers:
+            layer.record_replay()
+        self._last_token = ReplayedToken(
+            ref(cache), cache.context.change_counts, buffers, get_torch_modes()
+        )
+        stats = cache.context.replay_stats
+        stats.num_tokens += self._bound is not None and self._bound.is_captured
+        stats.refusal = None
+        return out
+
+    def _check_model(self) -> None:
+        """Drop the capture if the model has changed since."""
+        if (reason := explain_unreplayable(self.model)) is not None:
+            raise ReplayPaused(reason)
+        if (current := collect_baked_values(self.model)) != self._baked_values:
+            previous = self._baked_values
+            self._bound = None
+            self._save_baked_values(current)
+            if previous and self.backend.num_warmup_forwards:
+                self._num_warmups = 0
+                raise ReplayPaused("the model has changed")
+
+    def _bind_pages(
+        self, cache: TransformersCache, layers: list[AttentionLayer], plans: list[AppendPlan]
+    ) -> BoundForward:
+        """Bind the steps to the current pages; if tensors moved, drop the capture."""
+        views = [
+            layer.paged_layer.make_view(plans[layer.paged_layer.leaf.group]) for layer in layers
+        ]
+        if self._bound is not None and _rebind(self._bound, views, plans):
+            return self._bound
+        self._bound = None
+        device = self.model.device
+        tables = [self.backend.make_page_table(plan, device) for plan in plans]
+        with no_inference_mode():
+            ids = torch.zeros(plans[0].old_table.batch, 1, dtype=torch.int64, device=device)
+        pairs = zip(views, (tables[layer.paged_layer.leaf.group] for layer in layers), strict=True)
+        steps = [self.backend.make_step(*pair) for pair in pairs]
+        forward = self._make_forward(ReplayCache(cache.layers, steps))
+        return BoundForward(tables, steps, ids, forward)
+
+    def _make_forward(self, cache: ReplayCache) -> StaticForward:
+        def forward(ids: Tensor, lengths: Tensor) -> Tensor:
+            with (
+                use_kvant_attention(self.model)
+                if self.backend.enables_kvant_attention
+                else nullcontext()
+            ):
+                return self.model_forward(ids, lengths[:, None] - 1, cache)
+
+        return forward
+
+    def _run_forward(self) -> Tensor:
+        """Run the forward; on a GPU first without a capture, so that kernels are compiled."""
+        bound = self._bound
+        assert bound is not None
+        arguments = bound.ids, bound.page_tables[0].lengths
+        if not bound.is_captured and (bound.has_run or not self.backend.runs_eagerly_first):
+            try:
+                captured = self.capture(bound.run, *arguments)
+            except (torch.OutOfMemoryError, UnsupportedView):
+                raise
+            except Exception:
+                self._capture_failed = True
+                raise
+            bound = self._bound = bound._replace(run=captured, is_captured=True)
+            if isinstance(captured, Replay):
+                return captured.out
+        if not bound.has_run:
+            self._bound = bound._replace(has_run=True)
+        return bound.run(*arguments)
+
+
+def _rebind(bound: BoundForward, views: Sequence[View], plans: Sequence[AppendPlan]) -> bool:
+    """Continue with later views and plans; return False if the capture does not fit them."""
+    if len(bound.steps) != len(views) or len(bound.page_tables) != len(plans):
+        return False
+    pairs = zip(bound.steps, views, strict=True), zip(bound.page_tables, plans, strict=True)
+    return all(step.rebind(view) for step, view in pairs[0]) and all(
+        table.update(plan) for table, plan in pairs[1]
+    )
+
+
+def _format_error(error: Exception) -> str:
+    """Format an error as one line; some messages contain whole programs."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _list_attention_layers(cache: TransformersCache) -> list[AttentionLayer]:
+    """Return the attention layers of a cache; refuse layers that a replay cannot serve."""
+    layers = [layer for layer in cache.layers if not isinstance(layer, DummyLayer)]
+    for layer in layers:
+        if type(layer) is not AttentionLayer:
+            raise UnsupportedView(f"layers of {type(layer).__name__} cannot be replayed")
+        if layer.pending_type is not PendingAttention:
+            raise UnsupportedView("layers of latents cannot be replayed")
+    return layers

@@ -1,0 +1,1 @@
+"""16-bit weights packed for the CPU, and the kernels that multiply with them."""

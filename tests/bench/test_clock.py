@@ -50,7 +50,7 @@ def test_wall_clock_measures_a_call_until_it_returns() -> None:
 
 
 class RecordingDevice(BenchDevice):
-    """A CPU that records what it is told before a turn and before a call."""
+    """A CPU that records the calls of the harness before a turn and before a call."""
 
     def __init__(self) -> None:
         self.order: list[str] = []

@@ -169,7 +169,7 @@ class Batch:
     def record_prefill_time(self, count: int, seconds: float) -> None:
         """Record that `count` prompt tokens were prefilled in `seconds`."""
         if self._namespace is not None:
-            self._namespace.record_prefill_time(count, seconds)
+            self._namespace.pools.record_prefill_time(count, seconds)
 
     def estimate_prefill_seconds(self, count: int) -> float:
         """Return the expected seconds of a prefill; infinity before the first measurement."""

@@ -421,7 +421,7 @@ class Prefiller:
             with self.cache.prompt_mode():
                 logits = self._run_forward(tokens, begin, stop, num_logits=1)
             if self.prefixes is not None:
-                self.prefixes.record_prefill_time(stop - begin, time.perf_counter() - start)
+                self.prefixes.pools.record_prefill_time(stop - begin, time.perf_counter() - start)
             if is_prompt and self._num_prefilled == begin:
                 self._num_prefilled = stop
             if stop in checkpoint_positions:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from kvant.cache.usage import CacheUsage, measure_usage
 from kvant.hf import TransformersCache
 from kvant.prefixes.checkpoints import pages_suffice
-from kvant.prefixes.keys import NamespaceKeys
+from kvant.prefixes.keys import PAGE_TOKENS, NamespaceKeys
 from kvant.prefixes.prefix_store import PrefixStore
 from kvant.prefixes.restore_times import TIME_SMOOTHING
 from kvant.prefixes.tree import PrefixEntry, PrefixMatch, PrefixTree
@@ -58,6 +58,9 @@ class EvictionRules(NamedTuple):
         )
 
 
+EVICT_ANY = EvictionRules()
+
+
 class Evicted(NamedTuple):
     """The result of an eviction."""
 
@@ -92,14 +95,14 @@ class PrefixPools:
             caches = [entry.cache.states for entry in entries]
             return measure_usage([*caches, *(c for e in entries for c in e.pending_caches)])
 
-    def record_prefill_time(self, seconds_per_token: float) -> None:
-        """Add a measured prefill to the mean."""
+    def record_prefill_time(self, count: int, seconds: float) -> None:
+        """Record that `count` prompt tokens were prefilled in `seconds`."""
+        if count < PAGE_TOKENS:  # short chunks say little about long ones
+            return
+        new = seconds / count
         with self._lock:
-            mean = self._seconds_per_token
-            mean = seconds_per_token if mean == math.inf else mean
-            self._seconds_per_token = (
-                TIME_SMOOTHING * seconds_per_token + (1 - TIME_SMOOTHING) * mean
-            )
+            mean = new if self._seconds_per_token == math.inf else self._seconds_per_token
+            self._seconds_per_token = TIME_SMOOTHING * new + (1 - TIME_SMOOTHING) * mean
 
     def estimate_prefill_seconds(self, count: int) -> float:
         """Return the expected seconds of a prefill; infinity before the first measurement."""
@@ -239,7 +242,7 @@ class PrefixMemory:
         self,
         nbytes: int,
         pools: PrefixPools | None = None,
-        rules: EvictionRules = EvictionRules(),  # noqa: B008
+        rules: EvictionRules = EVICT_ANY,
     ) -> Evicted:
         """Evict prefixes until `nbytes` are freed or none is left; with `pools`, only theirs."""
         with self._lock_for_change():

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvant.errors import CacheError
 from kvant.hf import TransformersCache
 from kvant.prefixes.checkpoints import CheckpointPlanner, pages_suffice
-from kvant.prefixes.keys import PAGE_TOKENS, ModelKeys, NamespaceKeys
+from kvant.prefixes.keys import ModelKeys, NamespaceKeys
 from kvant.prefixes.lookup_deadline import STORE_TIMEOUT_S, LookupDeadline
 from kvant.prefixes.memory import PrefixMemory, PrefixPools
 from kvant.prefixes.prefix_store import PrefixStore, RestoredPrefix
@@ -225,11 +225,6 @@ class PrefixNamespace:
         self.memory.reject(self._keys, tokens)
 
     # ---- in memory
-
-    def record_prefill_time(self, count: int, seconds: float) -> None:
-        """Record that `count` prompt tokens were prefilled in `seconds`."""
-        if count >= PAGE_TOKENS:  # shorter chunks say little about long ones
-            self.pools.record_prefill_time(seconds / count)
 
     def match_prefix(
         self, tokens: Sequence[int], base_cache: TransformersCache, num_prefilled: int

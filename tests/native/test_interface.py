@@ -17,17 +17,7 @@ import pytest
 import torch
 
 from kvant import Cache, attend
-from kvant.attention.native import structs
-from kvant.native import (
-    MAP_STRUCT,
-    MULTIPLY_STRUCT,
-    NORM_STRUCT,
-    ROTATE_STRUCT,
-    RUN_STRUCT,
-    STEP_STRUCT,
-    get_library,
-    rotate_rows,
-)
+from kvant.native import get_library, header, rotate_rows
 from kvant.page_table import FIRST_OPEN, FIRST_SEALED, FIRST_VISIBLE, LENGTH, STOP_SEALED
 from native.cases import AFFINE, FOUR, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, all_places, load_functions, places
@@ -36,20 +26,7 @@ from native.memory import make_memory
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
 )
-RECORDS = {
-    "kvant_side": structs.SIDE_STRUCT,
-    "kvant_extent": structs.PAGE_TABLE_STRUCT,
-    "kvant_request": structs.ATTEND_STRUCT,
-    "kvant_store_request": structs.STORE_STRUCT,
-    "kvant_steps": structs.PLAN_STRUCT,
-    "kvant_rotate_request": ROTATE_STRUCT,
-    "kvant_norm_request": NORM_STRUCT,
-    "kvant_choose_request": structs.CHOOSE_STRUCT,
-    "kvant_multiply_request": MULTIPLY_STRUCT,
-    "kvant_map_request": MAP_STRUCT,
-    "kvant_step": STEP_STRUCT,
-    "kvant_run_request": RUN_STRUCT,
-}
+DECLARED = {s.c_name: s for s in vars(header).values() if isinstance(s, header.NativeStruct)}
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +109,17 @@ def test_every_pointer_has_its_byte_count(name: str) -> None:
             assert paths[paths.index(place.path) + 1] == nbytes_of(place.path)
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_record_size_equals_its_struct(name: str) -> None:
-    assert RECORDS[name].size == ctypes.sizeof(STRUCTS[name])
+@pytest.mark.parametrize("name", STRUCTS)
+def test_fields_are_those_of_the_header(name: str) -> None:
+    struct_type, declared = STRUCTS[name], DECLARED[name]
+    fields = [*places(struct_type())]
+    assert list(declared.names) == [field.path for field in fields]
+    assert declared.doubles == {f.path for f in fields if f.kind is ctypes.c_double}
+    assert len(declared.pack(*declared.null)) == ctypes.sizeof(struct_type)
+
+
+def test_every_declared_struct_is_in_the_header() -> None:
+    assert DECLARED.keys() == STRUCTS.keys()
 
 
 @pytest.mark.parametrize("missing", [1, 16])

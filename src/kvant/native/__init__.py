@@ -21,7 +21,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvant.native.record import COUNTED, ELEMENTS, FOUR, POINTER, ROWS, RecordType
+from kvant.native.header import (
+    ELEMENTS_STRUCT,
+    MAP_STRUCT,
+    MULTIPLY_STRUCT,
+    NORM_STRUCT,
+    NULL_POINTER,
+    ROTATE_STRUCT,
+    RUN_STRUCT,
+    STEP_STRUCT,
+)
 from kvant.platform.torch_modes import is_tracing
 
 ABI_VERSION = 16
@@ -132,10 +141,6 @@ def check_refusal(refusal: bytes | None) -> None:
         raise RuntimeError(f"the native library refuses a request: {refusal.decode()}")
 
 
-STEP_STRUCT = RecordType("function request request_nbytes")  # kvant_step
-RUN_STRUCT = RecordType(COUNTED.format("steps"))  # kvant_run_request
-
-
 def compile_requests(requests: Sequence[NativeRequest]) -> Callable[[], bytes | None]:
     """Return a call that runs requests in order; it returns a refusal for `check_refusal`."""
     buffers = [ctypes.create_string_buffer(packed, len(packed)) for _, packed, _ in requests]
@@ -167,10 +172,6 @@ def _share_openmp_threads(functions: ctypes.CDLL) -> None:
     functions.kvant_share_team(ctypes.cast(team, ctypes.c_void_p))
 
 
-ROTATE_STRUCT = RecordType(  # kvant_rotate_request
-    f"{ROWS.format('rows')} dtype batch heads count dim",
-    f"{POINTER.format('signs')} last {POINTER.format('out')} threads",
-)
 ROTATABLE_DIMS = range(16, 256 + 1, 16)
 SignArray = ctypes.Array[ctypes.c_float]  # by channel: +-1 / sqrt(channels of its block)
 
@@ -216,11 +217,6 @@ def rotate_rows(x: Tensor, signs: SignArray, *, signs_last: bool) -> Tensor:
     return out
 
 
-NORM_STRUCT = RecordType(  # kvant_norm_request
-    f"{POINTER.format('rows')} {POINTER.format('weight')} dtype count dim eps",
-    f"{POINTER.format('out')} threads",
-    doubles=("eps",),
-)
 NORM_DIMS = range(32, 32768 + 1, 32)
 
 
@@ -241,10 +237,6 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-MULTIPLY_STRUCT = RecordType(  # kvant_multiply_request
-    *(POINTER.format(name) for name in ("rows", "weight", "bias")),
-    f"count width outs part {POINTER.format('out')} threads",
-)
 PACKED_OUT_BLOCK, PACKED_IN_BLOCK = 64, 16  # outputs and columns of a packed weight's blocks
 
 
@@ -260,7 +252,7 @@ def multiply_packed(
     out = x.new_empty((*x.shape[:-1], out_features))
     request = MULTIPLY_STRUCT.pack(
         *(x.data_ptr(), x.nbytes, *weight),
-        *((0, 0) if bias is None else (bias.data_ptr(), bias.nbytes)),
+        *(NULL_POINTER if bias is None else (bias.data_ptr(), bias.nbytes)),
         *(x.numel() // width, width, out_features, k_block, out.data_ptr(), out.nbytes),
         torch.get_num_threads(),
     )
@@ -268,11 +260,6 @@ def multiply_packed(
     return out
 
 
-MAP_STRUCT = RecordType(  # kvant_map_request
-    f"operation dtype {FOUR.format('shape')}",
-    *(ELEMENTS.format(name) for name in ("a", "b", "out")),
-    "threads",
-)
 MAP_OPERATIONS = ("copy", "negate", "add", "multiply", "look_up")
 NUM_16_BIT_VALUES = 1 << 16
 
@@ -289,7 +276,7 @@ def map_elements(operation: str, out: Tensor, a: Tensor, b: Tensor | None = None
         MAP_STRUCT.pack(
             *(MAP_OPERATIONS.index(operation), DTYPE_CODES[out.dtype], *shape),
             *_make_elements_record(a),
-            *((0,) * 6 if b is None else _make_elements_record(b)),
+            *(ELEMENTS_STRUCT.null if b is None else _make_elements_record(b)),
             *_make_elements_record(out),
             torch.get_num_threads(),
         ),

@@ -16,6 +16,7 @@ from kvant.attention.native import NativeBackend, structs
 from kvant.contracts import AttentionRequest, PagedTensors, View
 from kvant.derived import Derived
 from kvant.errors import UnsupportedView
+from kvant.native.header import PAGE_TABLE_STRUCT, PLAN_STRUCT
 from kvant.page_table import LENGTH, PADDING, WRITE_ROW, AppendPlan, Ints, PageTable
 from kvant.replay.steps import DecodeStep, check_step_view
 
@@ -30,8 +31,8 @@ class StaticNativePageTable:
         group = page_table.layer_group
         self.capacity = group.capacity or 2 * int(page_table.seq_lens.max(initial=0)) + group.page
         numbers = np.zeros_like(page_table.numbers)
-        self._record = np.zeros(structs.PAGE_TABLE_STRUCT.size // 8, np.int64)
-        self._plan_record = np.zeros(structs.PLAN_STRUCT.size // 8, np.int64)
+        self._record = np.array(PAGE_TABLE_STRUCT.null, np.int64)
+        self._plan_record = np.array(PLAN_STRUCT.null, np.int64)
         self.page_table = PageTable(
             group,
             numbers,
@@ -62,7 +63,7 @@ class StaticNativePageTable:
         """Advance every sequence by one token that needs no new page and seals none."""
         self.page_table.numbers[:, LENGTH] += 1
         self._writes[:, WRITE_ROW] += 1
-        self._plan_record[[structs.NUM_COPIES_INDEX, structs.NUM_SEALS_INDEX]] = 0
+        self._plan_record[structs.COPY_AND_SEAL_COUNTS] = 0
 
     def update(self, plan: AppendPlan) -> bool:
         """Copy the plan's page table and writes; return False if its sequences are others."""

@@ -13,26 +13,24 @@ import torch
 from torch import Tensor
 
 from kvant.attention.native import structs
-from kvant.attention.native.structs import (
-    ATTEND_STRUCT,
-    CHOOSE_STRUCT,
-    KEYS_SIDE,
-    NATIVE_TILES,
-    NULL_POINTER,
-    NULL_ROWS,
-    SIDES,
-    STORE_STRUCT,
-    VALUES_SIDE,
-)
+from kvant.attention.native.structs import KEYS_SIDE, NATIVE_TILES, SIDES, VALUES_SIDE
 from kvant.attention.page_selection import compute_page_ranges, count_max_pages, refresh_summary
 from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, Tiles, View
 from kvant.native import DTYPE_CODES, call_native, get_library, make_rows_record
+from kvant.native.header import (
+    ATTEND_STRUCT,
+    CHOOSE_STRUCT,
+    NULL_POINTER,
+    ROWS_STRUCT,
+    STORE_SIDE_STRUCT,
+    STORE_STRUCT,
+)
 from kvant.page_table import AppendPlan
 
 MAX_GROUP = 16  # query heads per key head in the kernels
 CPU = torch.device("cpu")
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # subclasses may have no storage
-NULL_SIDE = (*NULL_POINTER, *NULL_ROWS)
+NULL_ROWS = ROWS_STRUCT.null
 NULL_PAGES = (*NULL_POINTER, 0)
 
 
@@ -147,7 +145,7 @@ class NativeBackend:
             side_records += side.record_pointer
             side_records += make_rows_record(x)
         if len(sides) == 1:
-            side_records += NULL_SIDE
+            side_records += STORE_SIDE_STRUCT.null
         elif len(sides) != 2:
             return False
         record = STORE_STRUCT.pack(

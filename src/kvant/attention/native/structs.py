@@ -26,7 +26,7 @@ from kvant.codecs.codebook import Floats, compute_boundaries, compute_levels
 from kvant.contracts import Codec, Fields, Form, PagedTensors, Tiles
 from kvant.derived import Memo
 from kvant.native import DTYPE_CODES, count_remaining_bytes
-from kvant.native.record import COUNTED, OPEN, PAGES, POINTER, ROWS, TABLE, RecordType
+from kvant.native.header import NULL_POINTER, PAGE_TABLE_STRUCT, PAGES_STRUCT, PLAN_STRUCT
 from kvant.page_table import AppendPlan, Ints, PageTable
 
 TILE_SHAPES = {  # by field: rows of a tile, and neighbouring values of a row in it
@@ -83,58 +83,17 @@ def rearrange_tiles(
     return into
 
 
-SIDE_STRUCT = RecordType(
-    "format bits group dtype dim corrected arrangement",
-    OPEN.format("open"),
-    *(PAGES.format(name) for name in ("codes", "scale", "bias")),
-    *(POINTER.format(name) for name in ("levels", "boundaries")),
-)
-PAGE_TABLE_STRUCT = RecordType(
-    "batch page tail dense_until sinks",
-    *(POINTER.format("numbers"), TABLE.format("sealed"), TABLE.format("open")),
-)
-ATTEND_STRUCT = RecordType(
-    *(POINTER.format(name) for name in ("keys", "values", "page_table")),
-    "heads group queries",
-    *(ROWS.format(name) for name in ("new_keys", "new_values")),
-    "num_new num_dense causal window mask_sinks chunk scale softcap",
-    POINTER.format("sink_logits"),
-    f"{ROWS.format('q')} q_dtype {POINTER.format('out')} out_dtype",
-    *(POINTER.format("lse"), COUNTED.format("selected"), "threads"),
-    doubles=("scale", "softcap"),
-)
-PLAN_STRUCT = RecordType(*(COUNTED.format(name) for name in ("copies", "writes", "seals")))
-STORE_STRUCT = RecordType(
-    f"sides batch heads page count {POINTER.format('plan')} threads",
-    *(POINTER.format("first"), ROWS.format("first_rows")),
-    *(POINTER.format("second"), ROWS.format("second_rows")),
-)
-CHOOSE_STRUCT = RecordType(
-    f"{POINTER.format('page_table')} heads group queries dim {ROWS.format('q')} q_dtype",
-    f"{PAGES.format('bounds')} dtype {POINTER.format('ranges')}",
-    f"{COUNTED.format('selected')} threads",
-)
-# Of the numbers in a page table's record, and in an append plan's record.
-NUMBERS_POINTER = slice(PAGE_TABLE_STRUCT.index("numbers"), PAGE_TABLE_STRUCT.index("sealed"))
-NUM_COPIES_INDEX, NUM_SEALS_INDEX = map(PLAN_STRUCT.index, ("num_copies", "num_seals"))
+NUMBERS_INDEX = PAGE_TABLE_STRUCT.index("numbers")
+NUMBERS_POINTER = slice(NUMBERS_INDEX, NUMBERS_INDEX + 2)  # address and bytes
+COPY_AND_SEAL_COUNTS = [PLAN_STRUCT.index("num_copies"), PLAN_STRUCT.index("num_seals")]
 
 NATIVE_TILES = NativeTiles()
 FORMAT_CODES = {"raw": 0, "affine": 1, "codebook": 2, "float": 3}
 ROWS_ARRANGEMENT, ARRANGEMENT_CODES = 0, {"keys": 1, "values": 2}
 MAX_DIM, READ_PAGE_MULTIPLE, STORE_PAGE_MULTIPLE = 256, 64, 16  # limits of the kernels
 ODD_BIT_WIDTHS = (3, 5)  # bit planes of these widths need rows of a multiple of 32 channels
-NULL_ROWS = (0, 0, 0, 0, 0)
-NULL_POINTER = (0, 0)
 
 RecordInts = tuple[int, ...]
-
-
-class NativeRecord(NamedTuple):
-    """Address and bytes of a record, and the array that owns its memory."""
-
-    address: int
-    nbytes: int
-    buffer: Ints
 
 
 class NativeSide(NamedTuple):
@@ -199,13 +158,13 @@ def _make_side(tensors: PagedTensors, name: str) -> NativeSide:
         count_remaining_bytes(open_pages, size),
         *(n * size for n in strides[:3]),
     )
-    record = _allocate_record(
-        make_side_record(
-            tensors.codec, dim, dtype, open_record, tensors.sealed, arrangement or ROWS_ARRANGEMENT
-        )
+    numbers = make_side_record(
+        tensors.codec, dim, dtype, open_record, tensors.sealed, arrangement or ROWS_ARRANGEMENT
     )
-    pointer = (record.address, record.nbytes)
-    return NativeSide(pointer, read_refusal, store_refusal, heads, page, dim, dtype, record.buffer)
+    record = np.array(numbers, np.int64)
+    return NativeSide(
+        get_pointer(record), read_refusal, store_refusal, heads, page, dim, dtype, record
+    )
 
 
 def explain_unsupported_rows(codec: Codec, rows: Tensor, name: str) -> str | None:
@@ -252,7 +211,8 @@ def make_side_record(
             strides[0] * size,
             strides[1] * size,
         )
-    field_records += (0,) * (12 - len(field_records))
+    for _ in range(3 - len(sealed)):  # of codes, scale and bias
+        field_records += PAGES_STRUCT.null
     width, corrected = form.group or dim, int(form.corrected)
     shape = (
         FORMAT_CODES[form.kind],
@@ -303,7 +263,7 @@ def _make_page_table_record(page_table: PageTable) -> PointedRecord:
         tail = -1 if paging.tail is None else paging.tail
         record = page_table.derived_from_tables[TABLE_TEMPLATE] = np.array(
             (
-                *(len(numbers), paging.page, tail, paging.dense_until, group.sinks, 0, 0),
+                *(len(numbers), paging.page, tail, paging.dense_until, group.sinks, *NULL_POINTER),
                 *_make_table_record(page_table.sealed_table),
                 *_make_table_record(page_table.open_table),
             ),
@@ -342,8 +302,3 @@ def make_plan_record(*parts: Ints) -> RecordInts:
 def get_pointer(array: Ints) -> RecordInts:
     """Return address and bytes of a contiguous array."""
     return (array.__array_interface__["data"][0], array.nbytes) if array.size else NULL_POINTER
-
-
-def _allocate_record(values: RecordInts) -> NativeRecord:
-    buffer = np.array(values, np.int64)
-    return NativeRecord(buffer.__array_interface__["data"][0], buffer.nbytes, buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvant.prefixes.restore_times import RestoreTimes
+from kvant.prefixes.restore import RestoreTimes
 
 
 def test_every_restore_is_tried_without_measurements() -> None:

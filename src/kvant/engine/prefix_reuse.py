@@ -19,7 +19,7 @@ from kvant.engine.batch import Batch, EngineSequence
 from kvant.engine.request import Request, clear_traceback_frames
 from kvant.engine.scheduler import ScheduledRequest, Scheduler
 from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes
-from kvant.prefixes.lookup_deadline import STORE_TIMEOUT_S
+from kvant.prefixes.restore import STORE_TIMEOUT_S
 from kvant.prefixes.threads import start_daemon
 from kvant.stores import Store
 

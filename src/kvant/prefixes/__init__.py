@@ -1,9 +1,9 @@
 """Cache prefixes of prompts: prompts with the same first tokens share computed pages."""
 
 from kvant.prefixes.keys import fingerprint
-from kvant.prefixes.lookup_deadline import LookupDeadline
 from kvant.prefixes.namespace import PendingRestore, PrefixNamespace
 from kvant.prefixes.prefixes import Prefixes
+from kvant.prefixes.restore import LookupDeadline
 from kvant.prefixes.tree import PrefixMismatch
 
 __all__ = [

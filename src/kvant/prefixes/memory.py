@@ -20,7 +20,7 @@ from kvant.hf import TransformersCache
 from kvant.prefixes.checkpoints import pages_suffice
 from kvant.prefixes.keys import PAGE_TOKENS, NamespaceKeys
 from kvant.prefixes.prefix_store import PrefixStore
-from kvant.prefixes.restore_times import TIME_SMOOTHING
+from kvant.prefixes.restore import TIME_SMOOTHING
 from kvant.prefixes.tree import PrefixEntry, PrefixMatch, PrefixTree
 
 LOW_WATERMARK = 0.9  # an eviction shrinks to this fraction of the limit

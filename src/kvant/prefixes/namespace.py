@@ -20,9 +20,9 @@ from kvant.errors import CacheError
 from kvant.hf import TransformersCache
 from kvant.prefixes.checkpoints import CheckpointPlanner, pages_suffice
 from kvant.prefixes.keys import ModelKeys, NamespaceKeys
-from kvant.prefixes.lookup_deadline import STORE_TIMEOUT_S, LookupDeadline
 from kvant.prefixes.memory import PrefixMemory, PrefixPools
 from kvant.prefixes.prefix_store import PrefixStore, RestoredPrefix
+from kvant.prefixes.restore import STORE_TIMEOUT_S, LookupDeadline
 from kvant.prefixes.threads import DaemonExecutor
 from kvant.prefixes.tree import PrefixMismatch, find_resumable_length
 

@@ -41,9 +41,12 @@ from kvant.contracts import Snapshot
 from kvant.errors import BlobError, CacheError, SnapshotMismatch
 from kvant.hf import TransformersCache
 from kvant.prefixes.keys import PAGE_TOKENS, digest, make_page_keys
-from kvant.prefixes.lookup_deadline import LookupDeadline
-from kvant.prefixes.page_reader import MAX_RESTORE_THREADS, PageReader
-from kvant.prefixes.restore_times import RestoreTimes
+from kvant.prefixes.restore import (
+    MAX_RESTORE_THREADS,
+    LookupDeadline,
+    PageReader,
+    RestoreTimes,
+)
 from kvant.prefixes.threads import DaemonExecutor
 from kvant.stores import Blob, BlobLayout, BlobPayload, Tiers
 from kvant.stores.tiers import Check

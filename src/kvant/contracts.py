@@ -295,20 +295,13 @@ class View(NamedTuple):
     page_table: PageTable
     new_rows_dense: bool  # all queries read `new_rows` dense, even rows of due pages
     mask: Mask
+    batch: int  # sequences
+    heads: int  # key heads of a sequence
     value_dim: int  # output channels
     stats: LayerStats
     backend: str | None = None  # a required backend; None: the first that supports the view
     selection: ViewSelection | None = None  # None: queries read all visible pages
     query_listener: Callable[[Tensor, float], None] | None = None  # gets queries and their scale
-
-    @property
-    def batch(self) -> int:
-        return self.page_table.batch
-
-    @property
-    def heads(self) -> int:
-        """Key heads of a sequence."""
-        return self.keys.heads * self.page_table.tables_per_sequence
 
     @property
     def num_new(self) -> int:

@@ -171,7 +171,7 @@ class PageTable:
     def num_tables(self) -> int:
         return len(self.numbers)
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """The number of sequences."""
         return len(self.numbers) // self.tables_per_sequence
@@ -257,7 +257,7 @@ class PageTable:
     @cached_property
     def has_padding(self) -> bool:
         """Whether a sequence has left padding."""
-        return bool(self.padding.any())
+        return bool(self.numbers[:, PADDING].any())
 
     @cached_property
     def ragged(self) -> bool:

@@ -148,6 +148,8 @@ class PagedSequences:
             page_table=plan.read_table,
             new_rows_dense=plan.new_rows_dense and new_rows_dense,
             mask=mask,
+            batch=plan.read_table.batch,
+            heads=sides["keys"].heads,
             value_dim=self.dims["values"],
             stats=LayerStats(),
         )

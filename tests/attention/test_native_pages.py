@@ -249,7 +249,8 @@ def test_several_queries_at_once_equal_one_by_one(text: str, threads: int) -> No
 def make_empty_view(codec: Codec, dim: int, dtype: torch.dtype, page: int) -> View:
     keys, values = (make_nan_storage(codec, dim, dtype, page) for _ in range(2))
     page_table = PageTable.make_empty(LayerGroup(Paging(page, None)), [0])
-    return View(keys, values, None, page_table, False, Mask(), dim, LayerStats())
+    shape = 1, keys.heads, dim
+    return View(keys, values, None, page_table, False, Mask(), *shape, LayerStats())
 
 
 @pytest.mark.parametrize(
@@ -270,10 +271,7 @@ def test_unsupported_views_give_a_reason(
 
 def test_values_inside_keys_are_not_supported() -> None:
     pages = make_empty_view(Raw(), 32, torch.float32, 64)
-    keys_twice = View(
-        pages.keys, pages.keys, None, pages.page_table, False, Mask(), 32, LayerStats()
-    )
-    assert NATIVE.supports(keys_twice) == "values stored inside the keys"
+    assert NATIVE.supports(pages._replace(values=pages.keys)) == "values stored inside the keys"
 
 
 def test_one_side_alone_can_be_compressed() -> None:

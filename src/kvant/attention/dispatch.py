@@ -22,7 +22,7 @@ from kvant.attention.triton import TritonBackend
 from kvant.contracts import AttentionRequest, Backend, Mask, View
 from kvant.derived import Memo
 from kvant.errors import UnsupportedView
-from kvant.platform.torch_modes import refuse_transforms
+from kvant.platform.torch_modes import get_transform, make_transform_error
 from kvant.renamed import RenamedAttribute
 
 # In order of preference. The reference backend supports every view, so the backends after it run
@@ -61,7 +61,8 @@ def attend(
     >>> kvant.attend(torch.randn(1, 8, 1, 64), view).shape
     torch.Size([1, 8, 1, 64])
     """
-    refuse_transforms("attend")
+    if get_transform() is not None:
+        raise make_transform_error("attend")
     _check_queries(q, view, mask, sink_logits)
     if view.query_listener is not None:
         view.query_listener(q, q.shape[3] ** -0.5 if scale is None else scale)
@@ -104,7 +105,10 @@ def _attend_by_head(
     """Compute attention over page tables per key head, each read like a sequence of its own."""
     if isinstance(mask, Tensor):
         mask = _split_mask_by_head(view, _expand_mask_dims(mask))
-    flat_view = view._replace(page_table=view.page_table.flat_table, query_listener=None)
+    table = view.page_table.flat_table
+    flat_view = view._replace(
+        page_table=table, batch=table.batch, heads=view.keys.heads, query_listener=None
+    )
     queries = q.reshape(view.page_table.num_tables, -1, *q.shape[2:])
     out, lse = attend(queries, flat_view, mask=mask, return_lse=True, **options)
     out, lse = out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])

@@ -356,11 +356,13 @@ class Cache(UsageHints):
     def shared_snapshot(self) -> Snapshot:
         """Return a snapshot that may share memory with the cache; the next change may alter it."""
         self.rollback()
-        state, get_table = self.state, self.holder.get_committed_table
+        state = self.state
         return take_snapshot(
             state,
             self.holder.external_states,
-            lambda leaf: snapshot_layer(state.storages.get(leaf.index), get_table(leaf)),
+            lambda leaf: snapshot_layer(
+                state.storages.get(leaf.index), state.get_page_table(leaf.group)
+            ),
         )
 
     def restore(self, snapshot: Snapshot) -> None:

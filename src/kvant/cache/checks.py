@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,32 +16,16 @@ from kvant.platform.dtypes import DTYPES
 from kvant.recipes import LayerSpec
 
 
-class RowGeometry(Protocol):
-    """The shape and dtype that the stored rows of a layer have."""
-
-    def matches(self, rows: Fields) -> bool: ...
-
-
 def check_order(order: str) -> None:
     if order not in ("BHTD", "BTHD"):
         raise ValueError(f"order {order!r}: 'BHTD' or 'BTHD' is needed")
 
 
-def prepare_rows(
-    spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order, geometry: RowGeometry | None
-) -> tuple[Fields, bool]:
-    """Return the tensors of an append as {side: [B, H, T, D]}, or raise ValueError.
-
-    Also return whether they match `geometry`, which earlier rows have set. If so, the caller needs
-    no further check.
-    """
+def prepare_rows(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order) -> Fields:
+    """Return the tensors of an append as {side: [B, H, T, D]}, or raise ValueError."""
     if (values is None) != (spec.value_dim is not None):
         raise ValueError("values are needed, unless the spec has a value_dim: then only keys are")
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
-    if order == "BHTD" and geometry is not None and geometry.matches(rows):
-        if keys.requires_grad or (values is not None and values.requires_grad):
-            rows = {n: t.detach() for n, t in rows.items()}
-        return rows, True
     check_order(order)
     for name, tensor in rows.items():
         _check_tensor(name, tensor, order)
@@ -54,7 +38,7 @@ def prepare_rows(
         )
     if order == "BTHD":
         rows = {name: tensor.transpose(1, 2) for name, tensor in rows.items()}
-    return {name: _convert_row_dtype(tensor, spec.dtype) for name, tensor in rows.items()}, False
+    return {name: _convert_row_dtype(tensor, spec.dtype) for name, tensor in rows.items()}
 
 
 def _convert_row_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -42,10 +42,6 @@ class Forward:
         self.storages: dict[int, Storage] = {}  # new ones, by leaf
         self.queries: dict[int, PruningQueries] = {}  # its newest queries, by leaf
 
-    def is_open(self, state: CacheState) -> bool:
-        """Return whether it has not ended, if `state` is the present state of its cache."""
-        return self.number == state.num_ended_forwards
-
     @property
     def allocated_slots(self) -> tuple[GroupSlots, ...]:
         return tuple((group, plan.allocated_slots) for group, plan in self.plans.items())

@@ -100,39 +100,43 @@ class StateHolder:
         needed = bound_slots_after(page_table, num_new_tokens, is_shared=is_shared)
         return max(present[0], needed[0]), max(present[1], needed[1])
 
-    def get_committed_table(self, leaf: AttentionLeaf) -> PageTable | None:
-        return self.state.page_tables[leaf.group] if self.state.page_tables else None
+    def read(self) -> tuple[CacheState, Forward | None]:
+        """Return the state, and the open forward that extends it; None: there is none.
 
-    def get_page_table(self, leaf: AttentionLeaf) -> PageTable | None:
-        """Return the table of a layer, with the rows of an open forward included.
-
-        This reads one state, so it is safe while another thread commits.
+        Both are of one moment, so this is safe while another thread commits.
         """
         state, forward = self.state, self.forward
-        if forward is not None and leaf.index in forward.appended and forward.is_open(state):
+        if forward is not None and forward.number != state.num_ended_forwards:
+            forward = None
+        return state, forward
+
+    def get_page_table(self, leaf: AttentionLeaf) -> PageTable | None:
+        """Return the table of a layer, with the rows of an open forward included."""
+        state, forward = self.read()
+        if forward is not None and leaf.index in forward.appended:
             return forward.plans[leaf.group].new_table
-        return state.page_tables[leaf.group] if state.page_tables else None
+        return state.get_page_table(leaf.group)
 
     def get_history(self, leaf: RecurrentLeaf) -> StateHistory:
         """Return the states of a recurrent layer, with that of an open forward included."""
-        state, forward = self.state, self.forward
-        if forward is not None and leaf.index in forward.appended and forward.is_open(state):
+        state, forward = self.read()
+        if forward is not None and leaf.index in forward.appended:
             return forward.histories[leaf.history]
         return state.histories[leaf.history]
 
     def get_storage(self, leaf: int) -> Storage | None:
         """Return the tensors of a layer, with those of an open forward; None before any rows."""
-        state, forward = self.state, self.forward
-        if forward is not None and leaf in forward.storages and forward.is_open(state):
+        state, forward = self.read()
+        if forward is not None and leaf in forward.storages:
             return forward.storages[leaf]
         return state.storages.get(leaf)
 
     def _list_group_slots(self, group: int) -> Slots:
-        state, forward, parts = self.state, self.forward, []
+        (state, forward), parts = self.read(), []
         if state.page_tables:
             table = state.page_tables[group]
             parts.append((table.list_open_slots(), table.list_sealed_slots()))
-        if forward is not None and forward.is_open(state) and group in forward.plans:
+        if forward is not None and group in forward.plans:
             parts.append(forward.plans[group].allocated_slots)
         parts += [slots for retired_group, slots in state.retired_slots if retired_group == group]
         by_pool = tuple(zip(*parts, strict=True)) or ((EMPTY_SLOTS,), (EMPTY_SLOTS,))
@@ -143,10 +147,8 @@ class StateHolder:
     @property
     def open_forward(self) -> Forward | None:
         """The forward that has appended to some layers, or has planned to; None: there is none."""
-        forward = self.forward
-        if forward is None or not (forward.plans or forward.appended):
-            return None
-        return forward if forward.is_open(self.state) else None
+        forward = self.read()[1]
+        return forward if forward is not None and (forward.plans or forward.appended) else None
 
     def begin_append(self, leaf: int, count: int) -> Forward:
         """Return the open forward, or begin one; the first token after a prompt prunes it.
@@ -155,31 +157,27 @@ class StateHolder:
         rolled back.
         """
         self.num_changes += 1
-        if self.state.unreported_length is not None:
+        state, forward = self.read()
+        if forward is not None and forward.appended and leaf not in forward.appended:
+            return forward
+        if state.unreported_length is not None:
             self._report_length()
-        forward = self.open_forward
-        if forward is not None:
-            if forward.appended and leaf not in forward.appended:
-                return forward
+        if forward is not None and (forward.plans or forward.appended):
             self.rollback()
-        if self.state.layout.prunes:
+        is_draft = self.in_speculation or self.external_speculation
+        is_prompt = self.in_prompt or (count > 1 and not is_draft)
+        if state.layout.prunes:
             self._collect_queries()
-            if not self.is_prompt(count):
+            if not is_prompt:
                 self.prune()
-        return self.begin_forward(count)
+        return self.begin_forward(is_prompt=is_prompt)
 
-    def begin_forward(self, count: int) -> Forward:
-        """Begin a forward of `count` tokens; none is open."""
+    def begin_forward(self, *, is_prompt: bool) -> Forward:
+        """Begin a forward, of a part of a prompt or of other tokens; none is open."""
         if self.state.retired_slots:
             self.free_retired_pages()
-        self.forward = forward = Forward(self.state, is_prompt=self.is_prompt(count))
+        self.forward = forward = Forward(self.state, is_prompt=is_prompt)
         return forward
-
-    def is_prompt(self, count: int) -> bool:
-        """Return whether a forward of `count` tokens is part of a prompt."""
-        return self.in_prompt or (
-            count > 1 and not (self.in_speculation or self.external_speculation)
-        )
 
     def commit_layer(
         self, forward: Forward, leaf: int, history: tuple[int, StateHistory] | None = None

@@ -31,7 +31,7 @@ from kvant.cache.recurrent_layer import RecurrentLayer
 from kvant.contracts import Fields, LayerStats, Order, View
 from kvant.page_table import AppendPlan, PageTable
 from kvant.pages.storage import Geometry, Storage, pages_nbytes
-from kvant.platform.torch_modes import refuse_transforms
+from kvant.platform.torch_modes import get_transform, make_transform_error
 from kvant.recipes import (
     CacheSpec,
     EmptySpec,
@@ -77,7 +77,7 @@ class PagedLayer:
     @property
     def has_appended(self) -> bool:
         """Whether the open forward has its rows: then its next append begins another forward."""
-        forward = self.holder.open_forward
+        forward = self.holder.read()[1]
         return forward is not None and self.leaf.index in forward.appended
 
     @property
@@ -167,9 +167,10 @@ class PagedLayer:
     ) -> int:
         """Return the bytes allocated after an append of the same arguments."""
         leaf, holder = self.leaf, self.holder
-        rows, _ = prepare_rows(leaf.spec, keys, values, order, None)
+        rows = prepare_rows(leaf.spec, keys, values, order)
         batch, count = rows["keys"].shape[:3:2]
-        rows, heads = _split_heads(leaf, rows)
+        if leaf.has_per_head_tables:
+            rows = _split_heads(rows)
         geometry = Geometry.from_rows(rows)
         self._check_geometry(rows)
         with holder.lock:  # other threads may grow the same pools
@@ -180,7 +181,7 @@ class PagedLayer:
                 count,
                 start,
                 new_rows_dense=count > 1 and self._reads_new_rows_dense(prefill),
-                tables_per_sequence=heads,
+                tables_per_sequence=len(rows["keys"]) // batch,
             )
             present = holder.count_slots(leaf.group)
         open_nbytes, sealed_nbytes = (
@@ -204,17 +205,24 @@ class PagedLayer:
         not stored. The view is valid until the next append, while the cache is alive. An incomplete
         forward is rolled back first.
         """
-        refuse_transforms("append")
+        if get_transform() is not None:
+            raise make_transform_error("append")
         holder = self.holder
         leaf = holder.state.layout.attention_by_name[self.name]
-        storage = holder.get_storage(leaf.index)
-        geometry = None if storage is None or leaf.has_per_head_tables else storage.geometry
-        rows, is_checked = prepare_rows(leaf.spec, keys, values, order, geometry)
+        storage, heads = holder.state.storages.get(leaf.index), 1
+        rows: Fields = {"keys": keys} if values is None else {"keys": keys, "values": values}
+        # Rows of this geometry, as those of most tokens, need no other check.
+        matches = order == "BHTD" and storage is not None and storage.geometry.matches(rows)
+        if not matches or leaf.has_per_head_tables:
+            rows, matches = prepare_rows(leaf.spec, keys, values, order), False
         batch, count = rows["keys"].shape[:3:2]
-        rows, heads = _split_heads(leaf, rows)
+        if leaf.has_per_head_tables:
+            heads = rows["keys"].shape[1]
+            rows = _split_heads(rows)
         with holder.state.pools.lock:
             forward = holder.begin_append(leaf.index, count)
-            if not is_checked:
+            if not matches:
+                storage = holder.get_storage(leaf.index)
                 self._check_geometry(rows)
             dense = count > 1 and self._reads_new_rows_dense(prefill)
             plan = forward.plan_append(
@@ -287,7 +295,7 @@ class PagedLayer:
         check_order(order)
         page_table, storage = self.page_table, self.storage
         if committed:
-            page_table = self.holder.get_committed_table(self.leaf)
+            page_table = self.holder.state.get_page_table(self.leaf.group)
         if storage is None or page_table is None:  # no rows, so no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
         readable = ReadableRows.from_page_table(page_table)
@@ -358,15 +366,9 @@ def _needs_queries(leaf: AttentionLeaf, *, is_prompt: bool) -> bool:
     return is_prompt or rule.score.prunes_during_decode
 
 
-def _split_heads(leaf: AttentionLeaf, rows: Fields) -> tuple[Fields, int]:
-    """Return the rows to store, and the number of tables per sequence.
-
-    With a table per head, each head is stored as a sequence of one head: [B * H, 1, T, D].
-    """
-    if not leaf.has_per_head_tables:
-        return rows, 1
-    heads = rows["keys"].shape[1]
-    return {name: tensor.flatten(0, 1).unsqueeze(1) for name, tensor in rows.items()}, heads
+def _split_heads(rows: Fields) -> Fields:
+    """Return each head as a sequence of one head, [B * H, 1, T, D]: heads have own tables."""
+    return {name: tensor.flatten(0, 1).unsqueeze(1) for name, tensor in rows.items()}
 
 
 AnyLayer = Any  # a PagedLayer, a RecurrentLayer or an ExternalState

@@ -67,9 +67,10 @@ class AttentionLeaf:
         if self.spec.select is not None:
             slot_versions = pools[self.group].sealed.slot_versions
             selection = ViewSelection(self.spec.select, slot_versions)
+        heads = keys.heads * page_table.tables_per_sequence
         return View(
-            *(keys, values, new_rows, page_table, new_rows_dense, self.spec.mask, width),
-            *(stats, backend, selection),
+            *(keys, values, new_rows, page_table, new_rows_dense, self.spec.mask),
+            *(page_table.batch, heads, width, stats, backend, selection),
         )
 
 

@@ -227,7 +227,9 @@ class SequenceRecoder:
     def length_group(self) -> LengthGroup:
         keys = self.old.sides["keys"]
         values = self.old.sides.get("values", keys)
-        view = View(keys, values, None, self.old_table, False, Mask(), 0, self.stats)
+        table = self.old_table
+        shape = table.batch, keys.heads * table.tables_per_sequence, 0
+        view = View(keys, values, None, table, False, Mask(), *shape, self.stats)
         return LengthGroup(view, np.array([self.table_index]))
 
     def is_unchanged(self, name: str) -> bool:

@@ -17,7 +17,7 @@ from kvant.cache.recurrent import (
     get_stored_dtype,
 )
 from kvant.contracts import Fields, LayerStats
-from kvant.platform.torch_modes import refuse_transforms
+from kvant.platform.torch_modes import is_transforming, make_transform_error
 from kvant.recipes import RecurrentSpec
 
 
@@ -66,7 +66,8 @@ class RecurrentLayer(RecurrentBase):
 
     def append(self, count: int, state: Fields) -> None:
         """Store a copy of the state after `count` more tokens."""
-        refuse_transforms("append")
+        if is_transforming():
+            raise make_transform_error("append")
         _check_append(count, state)
         leaf, holder = self.leaf, self.holder
         with holder.lock:

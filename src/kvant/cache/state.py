@@ -87,6 +87,10 @@ class CacheState:
         """Whether sequences differ in length even with padding counted, as after a merge."""
         return bool(self.page_tables) and self.page_tables[0].ragged  # groups have equal sequences
 
+    def get_page_table(self, group: int) -> PageTable | None:
+        """Return the table of a layer group; None before the first rows."""
+        return self.page_tables[group] if self.page_tables else None
+
     @cached_property
     def is_empty(self) -> bool:
         """Whether no column has been appended since the cache was created or reset."""

@@ -29,7 +29,7 @@ def plan_token(cache: Cache, *, seals: bool = False) -> list[AppendPlan]:
         holder.num_changes += 1
         if holder.external_states:
             raise UnsupportedView("a recurrent layer: its state cannot be written by a kernel")
-        forward = holder.begin_forward(1)
+        forward = holder.begin_forward(is_prompt=holder.in_prompt)
         try:
             plans = forward.plan_token(seals=seals)
         except CapacityError:

@@ -94,13 +94,19 @@ class PendingAttention:
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
         if not self.is_current:
             self.check_current()
-        mask, shape = call.mask, q.shape
-        packed = self.detect_packed_heads(q, call)
-        if packed:
-            q, mask = pack_queries_as_heads(q, mask)
-        if packed is None or not self.matches_queries(q):
+        mask, shape, view, packed = call.mask, q.shape, self.view, False
+        self.layer_has_gqa |= shape[1] > view.heads
+        if call.may_pack_heads and shape[1] == view.heads and shape[2] > 1:
+            is_packed = self.detect_packed_heads(q, mask)
+            if is_packed is None:
+                return None
+            if packed := is_packed:
+                q, mask = pack_queries_as_heads(q, mask)
+        batch, heads, count, dim = q.shape
+        fits = batch == view.batch and heads % view.heads == 0 and dim == view.keys.dim
+        if not fits or count not in (1, self.num_new):  # a model may compute only the last logits
             return None
-        resolved = resolve_mask(self.view, q.shape[2], mask, call.causal, self.is_window_narrowed)
+        resolved = resolve_mask(view, count, mask, call.causal, self.is_window_narrowed)
         if resolved is None:
             return None
         view, rule = resolved
@@ -133,8 +139,8 @@ class PendingAttention:
             rows = rows[..., : self.view.value_dim]
         return rows.to(self.dtype).contiguous()
 
-    def detect_packed_heads(self, q: Tensor, call: AttentionCall) -> bool | None:
-        """Return whether `q` packs the query heads of each group into its token dimension.
+    def detect_packed_heads(self, q: Tensor, mask: Tensor | None) -> bool | None:
+        """Return whether `q`, of as many heads as the keys, packs groups as tokens.
 
             as usual  [B, H * group, 1, D]
             packed    [B, H, group, D]
@@ -142,22 +148,11 @@ class PendingAttention:
         transformers packs for one token (`pack_gqa`), which may be the last of several. The shape
         alone is ambiguous if a chunk has `group` tokens. None: unknown.
         """
-        heads, mask = self.view.heads, call.mask
-        self.layer_has_gqa |= q.shape[1] > heads
-        if not call.may_pack_heads or q.shape[1] != heads or q.shape[2] == 1:
-            return False
-        if mask is not None and heads > 1 and mask.shape[1:3] == (1, q.shape[2]):
+        if mask is not None and q.shape[1] > 1 and mask.shape[1:3] == (1, q.shape[2]):
             return False  # a mask row per query: the queries are tokens
         if self.num_new == 1 or self.layer_has_gqa:
             return True
         return None if self.model_has_gqa else False
-
-    def matches_queries(self, q: Tensor) -> bool:
-        """Return whether `q` has queries of all appended tokens, or of the last one."""
-        view = self.view
-        batch, heads, tokens, dim = q.shape
-        fits = batch == view.batch and dim == view.keys.dim and heads % view.heads == 0
-        return fits and tokens in (1, self.num_new)  # a model may compute only the last logits
 
     def check_current(self) -> None:
         """Refuse a pending attention whose cache has changed since."""

@@ -36,7 +36,7 @@ from kvant.hf.handles import (
     make_handles,
 )
 from kvant.hf.latents import PendingLatentAttention
-from kvant.hf.model import ModelLayer, is_window_narrowed
+from kvant.hf.model import ModelLayer
 from kvant.hf.recurrence import Recurrence
 from kvant.models.shapes import CROSS
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
@@ -78,7 +78,8 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def is_window_narrowed(self) -> bool:
         """Whether the window of the recipe is narrower than that of the model."""
-        return is_window_narrowed(self.layer_info, self.paged_layer.spec)
+        window = self.paged_layer.leaf.spec.retention.window
+        return window is not None and (self._window is None or window < self._window)
 
     @property
     def recipe(self) -> LayerSpec:
@@ -172,10 +173,11 @@ class AttentionLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next `update` returns, and the mask column of the first."""
-        length = self.get_seq_length()
-        if query_length == 1 and self.context.states.state.ragged:
+        state = self.context.states.state
+        length, window = state.length, self._window
+        if query_length == 1 and state.ragged:
             return 1, length  # each sequence has its own length and window: no common mask
-        past = length if self.layer_info.window is None else min(length, self.layer_info.window - 1)
+        past = length if window is None else min(length, window - 1)
         return past + query_length, length - past
 
     def get_max_length(self) -> int:

@@ -377,12 +377,6 @@ def _check_format_applies(spec: str, layers: tuple[ModelLayer, ...]) -> None:
         )
 
 
-def is_window_narrowed(layer: ModelLayer, recipe: LayerSpec) -> bool:
-    """Return whether the window of the recipe is narrower than that of the model."""
-    window = recipe.retention.window
-    return window is not None and (layer.window is None or window < layer.window)
-
-
 def check_cross_attention(model: PreTrainedModel, spec: CacheSpec) -> None:
     """Refuse specs and models for which cross-attention would read wrong rows."""
     if model.config.model_type in BROKEN_CROSS_ATTENTION_MODEL_TYPES:

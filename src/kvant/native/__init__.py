@@ -115,7 +115,8 @@ def call_native(name: str, request: bytes, *keepalive: object) -> None:
     """
     functions = get_library().functions
     assert functions is not None
-    check_refusal(getattr(functions, f"kvant_{name}")(request))
+    if (refusal := getattr(functions, f"kvant_{name}")(request)) is not None:
+        check_refusal(refusal)
     if _listeners and (listener := _listeners.get(get_ident())) is not None:
         listener((name, request, keepalive))
 

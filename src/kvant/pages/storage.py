@@ -100,13 +100,15 @@ class Geometry:
     def matches(self, rows: Fields) -> bool:
         """Return whether `rows` have this geometry; called for every token."""
         shape = rows["keys"].shape
-        if len(shape) != 4:
+        if len(shape) != 4 or len(rows) != len(self.dims):
             return False
         batch, _, count, _ = shape
         for name, tensor in rows.items():
             if tensor.shape != (batch, self.heads, count, self.dims[name]):
                 return False
             if tensor.dtype != self.dtypes[name] or tensor.device != self.device:
+                return False
+            if tensor.requires_grad:  # rows are detached before they are stored
                 return False
         return True
 

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from kvant.errors import CacheError
 
+get_transform = peek_interpreter_stack  # the innermost transform of torch.func, or None
 TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
@@ -23,7 +24,7 @@ def no_inference_mode() -> AbstractContextManager[None]:
 
 def is_transforming() -> bool:
     """Tell whether a torch.func transform is active; its tensors have no memory."""
-    return peek_interpreter_stack() is not None
+    return get_transform() is not None
 
 
 def is_dual_level_open() -> bool:
@@ -47,10 +48,9 @@ def is_tracing() -> bool:
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING_MODES)
 
 
-def refuse_transforms(operation: str) -> None:
-    """Raise CacheError for an in-place operation inside a torch.func transform."""
-    if peek_interpreter_stack() is not None:
-        raise CacheError(
-            f"{operation} inside a transform of torch.func (vmap, grad, jvp, functionalize): a "
-            "cache that changes in place cannot be transformed; kvant.functional can"
-        )
+def make_transform_error(operation: str) -> CacheError:
+    """Return the error of an in-place operation inside a torch.func transform."""
+    return CacheError(
+        f"{operation} inside a transform of torch.func (vmap, grad, jvp, functionalize): a "
+        "cache that changes in place cannot be transformed; kvant.functional can"
+    )

@@ -83,14 +83,15 @@ class NativeBackend:
         keys = view.keys.derived.get(KEYS_SIDE) or structs.get_side(view.keys, "keys")
         values = view.values.derived.get(VALUES_SIDE) or structs.get_side(view.values, "values")
         new_rows, q, mask, logits = view.new_rows, request.q, request.mask, request.sink_logits
-        selected = request.selected_pages
+        selected, out_dtype = request.selected_pages, request.out_dtype
+        num_new = 0 if new_rows is None else new_rows["keys"].shape[2]
         assert isinstance(mask, Mask)
         batch, heads, queries, dim = q.shape
-        if values.dim == dim and request.out_dtype is q.dtype and q.is_contiguous():
+        if values.dim == dim and out_dtype is q.dtype and q.is_contiguous():
             out = torch.empty_like(q)  # twice as fast as torch.empty
         else:
             shape = batch, heads, queries, values.dim
-            out = torch.empty(shape, dtype=request.out_dtype, device=CPU)
+            out = torch.empty(shape, dtype=out_dtype, device=CPU)
         assert type(out) is Tensor, "the mode makes outputs without storage"
         lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.return_lse else None
         if logits is not None:
@@ -102,7 +103,7 @@ class NativeBackend:
             *(keys.heads, heads // keys.heads, queries),
             *(NULL_ROWS if new_rows is None else make_rows_record(new_rows["keys"])),
             *(NULL_ROWS if new_rows is None else make_rows_record(new_rows["values"])),
-            *(view.num_new, view.num_new if view.new_rows_dense else 0),
+            *(num_new, num_new if view.new_rows_dense else 0),
             *(mask.causal, mask.window or 0, mask.sinks, mask.chunk or 0),
             *(request.scale, request.softcap or 0.0),
             *(NULL_POINTER if logits is None else (logits.data_ptr(), logits.nbytes)),

@@ -246,7 +246,13 @@ def get_page_table_pointer(page_table: PageTable) -> RecordInts:
     """Return address and bytes of a page table's record, packed on first use."""
     entry = page_table.derived.get(TABLE_RECORD)
     if entry is None:
-        entry = page_table.derived[TABLE_RECORD] = _make_page_table_record(page_table)
+        template = page_table.derived_from_tables.get(TABLE_TEMPLATE)
+        if template is None:
+            template = page_table.derived_from_tables[TABLE_TEMPLATE] = _make_template(page_table)
+        record, numbers = template.copy(), np.ascontiguousarray(page_table.numbers)
+        record[NUMBERS_POINTER] = numbers.__array_interface__["data"][0], numbers.nbytes
+        entry = PointedRecord(get_pointer(record), record, (numbers,))
+        page_table.derived[TABLE_RECORD] = entry
     return entry.pointer
 
 
@@ -256,23 +262,18 @@ def get_page_table_record(page_table: PageTable) -> Ints:
     return page_table.derived[TABLE_RECORD].record
 
 
-def _make_page_table_record(page_table: PageTable) -> PointedRecord:
-    numbers, record = page_table.numbers, page_table.derived_from_tables.get(TABLE_TEMPLATE)
-    if record is None:
-        group, paging = page_table.layer_group, page_table.layer_group.paging
-        tail = -1 if paging.tail is None else paging.tail
-        record = page_table.derived_from_tables[TABLE_TEMPLATE] = np.array(
-            (
-                *(len(numbers), paging.page, tail, paging.dense_until, group.sinks, *NULL_POINTER),
-                *_make_table_record(page_table.sealed_table),
-                *_make_table_record(page_table.open_table),
-            ),
-            np.int64,
-        )
-    record = record.copy()
-    numbers = np.ascontiguousarray(numbers)
-    record[NUMBERS_POINTER] = numbers.__array_interface__["data"][0], numbers.nbytes
-    return PointedRecord(get_pointer(record), record, (numbers,))
+def _make_template(page_table: PageTable) -> Ints:
+    """Return the record of a page table without its numbers, which change with each token."""
+    group, paging = page_table.layer_group, page_table.layer_group.paging
+    tail, count = -1 if paging.tail is None else paging.tail, len(page_table.numbers)
+    return np.array(
+        (
+            *(count, paging.page, tail, paging.dense_until, group.sinks, *NULL_POINTER),
+            *_make_table_record(page_table.sealed_table),
+            *_make_table_record(page_table.open_table),
+        ),
+        np.int64,
+    )
 
 
 def _make_table_record(table: Ints) -> RecordInts:

@@ -19,8 +19,9 @@ import typer
 
 from kvant.bench.markdown import format_markdown
 from kvant.cli.main import BENCHES, app, main
+from kvant.spec.formats import AUTO_WORD, FORMAT_WORDS
 from kvant.spec.options import OPTION_PARSERS as KNOWN
-from kvant.spec.word_list import AUTO_WORD, FORMAT_WORDS, OPTION_WORDS
+from kvant.spec.options import OPTION_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from kvant.errors import CapacityError
-from kvant.platform.exit_codes import handle_errors, run_app
+from kvant.platform.terminal import handle_errors, run_app
 
 
 @pytest.mark.parametrize(

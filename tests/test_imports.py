@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. The modules of a
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
-    "contracts derived errors lazy page_table recipes renamed retention platform/",
+    "contracts errors lazy page_table recipes retention platform/",
     "native/",
-    "codecs/ scores/ weights/",
+    "codecs/ weights/",
     "attention/ spec/ functional",
     "pages/",
     "cache/ models/ demo/ stores/",
@@ -166,7 +166,7 @@ def test_imports_go_downward() -> None:
         ("kvant.attention.mask", "from kvant.codecs import _bits", "private"),
         ("kvant.attention.mask", "from .native import _loader", "private"),
         ("kvant.attention.mask", "from kvant.spec import parse", "same rank"),
-        ("kvant.platform.torch_modes", "from kvant.native import get_library", "stands above"),
+        ("kvant.platform.torch_runtime", "from kvant.native import get_library", "stands above"),
         ("kvant.cache", "import transformers.cache_utils", "hf"),
         ("kvant", "from transformers import Cache", "hf"),
         ("kvant.attention.triton.kernel_launch", "import triton.language as tl", "optional"),
@@ -192,7 +192,7 @@ def test_rule_refuses_upward_imports(module: str, source: str, message: str) -> 
         ("kvant.codecs.affine", "from kvant.codecs import _bits\nfrom ._bits import pack"),
         ("kvant.codecs.affine", "from kvant import errors\nfrom ..contracts import Field"),
         ("kvant.platform.sizes", "from kvant.errors import SpecError"),
-        ("kvant.native", "from kvant.platform.torch_modes import is_transforming"),
+        ("kvant.native", "from kvant.platform.torch_runtime import is_transforming"),
         ("kvant.cache", "from kvant.spec import parse\nfrom kvant.attention import mask"),
         ("kvant.attention.triton.kernel_launch", "def f():\n  import triton"),
         ("kvant.attention.triton.kernel_launch", "def f():\n  from .kernels import attend"),
@@ -225,8 +225,8 @@ def list_imports(code: str) -> list[str]:
         "import kvant",
         "from kvant.errors import SpecError",
         "import kvant; kvant.CacheError, kvant.CacheSpec, dir(kvant)",
-        "from kvant.spec import check_words; check_words('bf16,page=64,prune=snapkv:25%,edge=2')",
-        "from kvant.spec import auto; auto.check_spec_or_auto('auto:1GiB,max_kl=0.01')",
+        "from kvant.spec import parse_words; parse_words('bf16,page=64,prune=snapkv:25%,edge=2')",
+        "from kvant.spec import language; language.check_spec_or_auto('auto:1GiB,max_kl=0.01')",
     ],
 )
 def test_spec_parsing_needs_no_torch(code: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import resource, sys, threading
 import torch
-from kvant.platform import malloc
+from kvant.platform import c_libraries
 
 faults = []
 
@@ -22,7 +22,7 @@ def work():
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 if "keep" in sys.argv:
-    malloc.keep_freed_memory()
+    c_libraries.keep_freed_memory()
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
@@ -45,10 +45,10 @@ def test_freed_memory_is_reused() -> None:
 
 THREADS = """
 import ctypes, sys, threading
-from kvant.platform import malloc
+from kvant.platform import c_libraries
 
 if "keep" in sys.argv:
-    malloc.keep_freed_memory()
+    c_libraries.keep_freed_memory()
 glibc = ctypes.CDLL(None)
 barrier = threading.Barrier(24)
 

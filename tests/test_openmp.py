@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvant.platform import openmp
+from kvant.platform import c_libraries
 
-pytestmark = pytest.mark.skipif(openmp._load_runtime() is None, reason="here it does nothing")
+pytestmark = pytest.mark.skipif(c_libraries._load_openmp() is None, reason="here it does nothing")
 
 
 @pytest.fixture(autouse=True)
@@ -44,26 +44,26 @@ def count_added_threads(*calls: Callable[[], None]) -> list[int]:
 
 
 def test_computing_thread_keeps_workers_until_it_releases_them() -> None:
-    assert count_added_threads(compute, openmp.release_threads) == [2, 0]
+    assert count_added_threads(compute, c_libraries.release_threads) == [2, 0]
 
 
 def test_thread_computes_again_after_a_release() -> None:
     assert count_added_threads(
-        compute, openmp.release_threads, compute, openmp.release_threads
+        compute, c_libraries.release_threads, compute, c_libraries.release_threads
     ) == [2, 0, 2, 0]
 
 
 def test_single_threaded_computation_keeps_no_workers() -> None:
-    assert count_added_threads(openmp.use_one_thread, compute) == [0, 0]
+    assert count_added_threads(c_libraries.use_one_thread, compute) == [0, 0]
 
 
 FORK = """
 import os, sys, torch
-from kvant.platform import openmp
+from kvant.platform import c_libraries
 torch.set_num_threads(3)
 torch.ones(1 << 20).add_(1)
 if not (child := os.fork()):
-    openmp.release_threads()
+    c_libraries.release_threads()
     os._exit(7)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -74,6 +74,6 @@ def test_forked_process_does_not_wait_for_parent_threads() -> None:
 
 
 def test_other_threads_are_unaffected() -> None:
-    assert count_added_threads(openmp.use_one_thread, compute) == [0, 0]
+    assert count_added_threads(c_libraries.use_one_thread, compute) == [0, 0]
     assert torch.get_num_threads() == 3
-    assert count_added_threads(compute, openmp.release_threads) == [2, 0]
+    assert count_added_threads(compute, c_libraries.release_threads) == [2, 0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvant.platform import progress
-from kvant.platform.progress import ProgressBar, format_duration
+from kvant.platform import terminal
+from kvant.platform.terminal import ProgressBar, format_duration
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "monotonic", clock)
+    monkeypatch.setattr(terminal, "monotonic", clock)
     return clock
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
 from kvant import demo
-from kvant.renamed import RenamedAttribute
+from kvant.errors import RenamedAttribute
 
 
 @pytest.fixture(scope="module")

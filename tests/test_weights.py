@@ -530,7 +530,7 @@ SCRIPT = """
 import ctypes, json
 import torch, kvant
 from torch import nn
-from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
+from kvant.bench.harness import read_resident_nbytes, reset_resident_peak
 
 torch.set_num_threads(1)
 SIZE, LAYERS = 2048, 16

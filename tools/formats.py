@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import kvant
-from kvant.bench.candidates import make_candidates, make_dynamic
-from kvant.bench.decode import measure_generations
-from kvant.bench.report import describe_machine
+from kvant.bench.decode import make_candidates, make_dynamic, measure_generations
+from kvant.bench.harness import describe_machine
 from kvant.checkpoints import load
 from kvant.demo import load_held_out_texts
 from kvant.probing import measure_divergence

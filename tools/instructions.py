@@ -30,7 +30,7 @@ from kvant import Cache
 from kvant.attention.triton import kernel_launch
 from kvant.attention.triton.kernel_launch import KernelView
 from kvant.attention.triton.kernels import attend
-from kvant.bench.report import print_table
+from kvant.bench.harness import print_table
 from kvant.contracts import AttentionRequest
 
 FORMATS = "raw,affine8,affine8v4,affine4,turbo4v4,turbo3,turbo2"

@@ -11,24 +11,21 @@ from statistics import fmean
 
 import torch
 
-from kvant.bench.report import print_report, show_progress
-from kvant.checkpoints import load
-from kvant.eval.evaluation import split_text
-from kvant.probing.recall import PLANT_KINDS, RecallTest, make_exams
+from kvant.bench.harness import print_report, show_progress
+from kvant.probing.recall import PLANT_KINDS, RecallTest
+from pruning import CONTEXT, load_exams
 
 FORMATS = (
     *("raw", "affine8", "affine8,select=50%", "affine8,select=25%", "affine8,select=12%"),
     *("affine8,window=1024,sinks=0", "affine8,window=704,sinks=0"),
     *("affine4", "affine4,select=25%"),
 )
-CONTEXT, NUM_EXAMS = 2048, 24
+NUM_EXAMS = 24
 
 
 @torch.no_grad()
 def main() -> None:
-    model, tokenizer = load(None)
-    text = split_text(tokenizer, None, CONTEXT, NUM_EXAMS * CONTEXT)
-    exams = make_exams(tokenizer, text.full_pieces, NUM_EXAMS, seed=0)
+    model, _, exams = load_exams(NUM_EXAMS)
     show_progress(f"{NUM_EXAMS} texts are read")
     recall = RecallTest.from_exams(model, exams)
     rows = []

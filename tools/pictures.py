@@ -26,7 +26,7 @@ from rich.text import Text
 
 import kvant
 from kvant.bench import attend, decode
-from kvant.bench.report import LEGEND_OPTIONS, draw_curves, format_figure
+from kvant.bench.harness import LEGEND_OPTIONS, draw_curves, format_figure
 from pages import DOCS
 
 QWEN3_SHAPE = kvant.Shape(28, 8, 128, 128)  # the cache of Qwen3-0.6B and Qwen3-1.7B

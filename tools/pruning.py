@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvant
-from kvant.bench.report import print_report, show_progress
+from kvant.bench.harness import print_report, show_progress
 from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
 from kvant.probing.recall import PLANT_KINDS, RecallExam, make_exams
@@ -38,6 +38,13 @@ KVPRESS_SCORES = {
     "tova": ("TOVAPress", None),
     "random": ("RandomPress", None),
 }
+
+
+def load_exams(count: int) -> tuple[Any, list[Tensor], list[RecallExam]]:
+    """Load the built-in model; return it, `count` texts, and the texts with planted items."""
+    model, tokenizer = load(None)
+    pieces = split_text(tokenizer, None, CONTEXT, count * CONTEXT).full_pieces
+    return model, pieces, make_exams(tokenizer, pieces, count, seed=0)
 
 
 @dataclass(frozen=True)
@@ -131,9 +138,7 @@ def main() -> None:
     parser.add_argument("--kvpress", action="store_true", help="Measure kvpress, too")
     parser.add_argument("--scores", default=",".join(KVPRESS_SCORES))
     options = parser.parse_args()
-    model, tokenizer = load(None)
-    text = split_text(tokenizer, None, CONTEXT, options.exams * CONTEXT)
-    exams = make_exams(tokenizer, text.full_pieces, options.exams, seed=0)
+    model, pieces, exams = load_exams(options.exams)
     methods = [
         make_kvant_method(model, "raw"),
         make_kvant_method(model, f"raw,window={CONTEXT * options.keep // 100},sinks=4"),
@@ -147,7 +152,7 @@ def main() -> None:
     rows = []
     for method in methods:
         show_progress(method.name)
-        perplexity = measure_perplexity(model, method, text.full_pieces)
+        perplexity = measure_perplexity(model, method, pieces)
         row: dict[str, Any] = {"read": method.name, "perplexity": perplexity}
         for question_known, suffix in ((False, ""), (True, ", asked")):
             shares = measure_recall(model, method, exams, question_known=question_known)

@@ -3,7 +3,12 @@
 `python tools/quality.py` takes half an hour; rows in the file are not measured again. The model
 runs in float32, on texts that it was not trained on, with the code of `kvant eval`; bytes are those
 of bf16. Models with outliers compute the same function, with a few channels of their keys or values
-scaled by 30 or 100. The peers of `pip install kvant[peers]` are measured if they are installed.
+scaled by 30 or 100.
+
+The peers of `pip install kvant[peers]` are measured if they are installed: quantized caches of
+transformers. During prefill they attend to the uncompressed prompt, so tokens are fed one by one to
+measure what decoding sees. Two texts of 1,024 tokens are enough; kvant's formats are measured on
+them, too. The caches requantize rows and choose the dtype of scales by themselves.
 """
 
 from __future__ import annotations
@@ -11,25 +16,35 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import chain, product
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import QuantizedCache
 
 import kvant
-import peers
-from kvant.bench.report import describe_machine, show_progress
+from kvant.bench.decode import (
+    MakeCandidate,
+    make_cached,
+    make_candidates,
+    make_dynamic,
+    measure_latencies,
+)
+from kvant.bench.harness import describe_machine, show_progress
 from kvant.checkpoints import load
+from kvant.codecs import Affine
+from kvant.codecs.packing import saturate
 from kvant.contracts import Codec
 from kvant.eval.evaluation import split_text
 from kvant.eval.result import summarize_nbytes, summarize_quality
 from kvant.probing import make_trial, measure_divergence, resolve_auto
+from kvant.probing.divergence import measure_cache_divergence
 from kvant.recipes import AnySpec
 from pages import DOCS, ROOT
 from quality_page import write_page
-from searched import SearchedAffine
 
 sys.path.insert(0, str(ROOT / "tests"))  # tests/ is no package
 
@@ -68,6 +83,59 @@ HEAVY_FORMATS = (
 )
 SINK_FORMATS = tuple(map("".join, product(("affine8", "affine4", "turbo4v2"), ("", ",sinks=4"))))
 TOKENS, CONTEXT, SEED = 8192, 2048, 0
+RANGE_SHARES = tuple(1 - step / 20 for step in range(9))  # of a searched scale
+NUM_PEER_PIECES, PEER_CONTEXT = 2, 1024
+TIMED_LENGTH, REPEATS = 1536, 31  # tokens in the cache, and timed tokens
+BASELINE = "transformers"  # its DynamicCache, without quantization
+PEER_CACHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "quanto, 4 bits": ("quanto", {"nbits": 4}),
+    "quanto, 2 bits": ("quanto", {"nbits": 2}),
+    "hqq, 8 bits": ("hqq", {"nbits": 8, "axis_key": 1, "axis_value": 1}),
+    "hqq, 4 bits": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1}),
+    "fp8 of transformers": ("fp8", {}),
+}
+COMPARED_FORMATS = (
+    *("affine8", "fp8", "affine4,group=64,tail=0", "turbo4v4,tail=0"),
+    *("affine4,group=64", "affine4", "affine4,smooth", "turbo4v4"),
+    *("affine2,group=64,tail=0", "turbo2,tail=0", "turbo2"),
+)
+
+
+@dataclass(frozen=True)
+class SearchedAffine(Affine):
+    """`Affine` with searched scales, which was worse than fitting them (docs/quality.md).
+
+    It tries narrower ranges of each group, from the full range down to six tenths, and takes the
+    one with the least squared error. It decodes as its parent does.
+    """
+
+    def _seal_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = saturate(x)
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        best: tuple[Tensor, ...] | None = None
+        for share in RANGE_SHARES:
+            candidate = self._quantize_range(x, (low + high) / 2, (high - low) / 2 * share)
+            if best is None:
+                best = candidate
+            is_better = candidate[0] < best[0]
+            best = tuple(
+                map(lambda new, old, b=is_better: new.where(is_better, old), candidate, best)
+            )
+        _, codes, scale, bias = best
+        return codes.to(torch.uint8).flatten(-2), scale.squeeze(-1), bias.squeeze(-1)
+
+    def _quantize_range(self, x: Tensor, middle: Tensor, half: Tensor) -> tuple[Tensor, ...]:
+        """Return squared error, codes, scale and bias for a range around the middle."""
+        bias = (middle - half).half()
+        scale = (2 * half / (2**self.bits - 1)).half()
+        step = scale.float()
+        codes = ((x - bias.float()) / step.where(step > 0, 1.0)).round().clamp(0, 2**self.bits - 1)
+        error = (codes * step + bias.float() - x).square().sum(-1, keepdim=True)
+        return error, codes, scale, bias
+
+
+class QuantizerUnavailable(Exception):
+    """Reason why a peer is skipped."""
 
 
 def list_measurements(models: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -80,7 +148,7 @@ def list_measurements(models: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     yield from product(["values"], ["values 30x"], HEAVY_FORMATS)
     yield from product(["sinks"], ["rows alone"], SINK_FORMATS)
     yield from product(["auto"], models, ["auto"])
-    yield from product(["peers"], ["plain", "30x"], peers.FORMATS)
+    yield from product(["peers"], ["plain", "30x"], [*PEER_CACHES, *COMPARED_FORMATS])
     yield "speed", "plain", "all"
 
 
@@ -102,8 +170,8 @@ def main() -> None:
         "scales": lambda model, form: measure_scales(model, pieces, form),
         "sinks": lambda model, form: measure_sinks(form),
         "auto": lambda model, form: measure_auto(model, tokenizer, pieces),
-        "peers": lambda model, form: peers.measure_quality(model, pieces, form),
-        "speed": lambda model, form: {"steps": peers.measure_steps(tokenizer)},
+        "peers": lambda model, form: measure_peer(model, pieces, form),
+        "speed": lambda model, form: {"steps": measure_steps(tokenizer)},
     }
     content = json.loads(RESULTS_FILE.read_text()) if RESULTS_FILE.exists() else {}
     facts = content.get("facts", {}) | {"machine": describe_machine()}
@@ -115,7 +183,7 @@ def main() -> None:
         show_progress(f"{table}, {name}: {form}")
         try:
             rows.append(names | dict(measures[table](models.get(name), form)))
-        except peers.QuantizerUnavailable as error:
+        except QuantizerUnavailable as error:
             print(f"skipped: {error}")
             continue
         text = json.dumps({"facts": facts, "rows": rows}, indent=1)
@@ -178,6 +246,59 @@ def measure_auto(model: Any, tokenizer: Any, pieces: tuple[Tensor, ...]) -> dict
     """Measure the spec that `auto` chooses on its short text."""
     spec = resolve_auto(model, "auto", make_trial(model, tokenizer))
     return {"chosen": spec} | measure_format(model, pieces, spec)
+
+
+def make_cache_factory(model: Any, name: str) -> Callable[[], Any]:
+    backend, options = PEER_CACHES[name]
+    if backend in ("quanto", "hqq") and not find_spec("optimum" if backend == "quanto" else "hqq"):
+        raise QuantizerUnavailable(f"{name}: pip install kvant[peers]")
+    return lambda: QuantizedCache(backend, model.config, **options)
+
+
+def measure_peer(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]:
+    short_pieces = [piece[:, :PEER_CONTEXT] for piece in pieces[:NUM_PEER_PIECES]]
+    if name in PEER_CACHES:
+        make_cache = make_cache_factory(model, name)
+        divergence = measure_cache_divergence(model, short_pieces, make_cache, chunk=1)
+    else:
+        divergence = measure_divergence(model, short_pieces, name)
+    return summarize_quality(divergence, SEED)
+
+
+def measure_steps(tokenizer: Any) -> list[dict[str, Any]]:
+    """Return milliseconds per token and bytes of each cache, measured in turn, in bf16."""
+    model, _ = load(None, device="cpu")
+    candidates: dict[str, Any] = {BASELINE: make_dynamic(model)()}
+    for name in PEER_CACHES:
+        try:
+            cache = make_cache_factory(model, name)()
+        except QuantizerUnavailable as error:
+            print(f"skipped: {error}")
+            continue
+        candidates[name] = make_cached(model, cache, _measure_cache)
+    candidates |= {
+        name: make() for name, make in make_candidates(model, ("raw", *COMPARED_FORMATS)).items()
+    }
+    makes: dict[str, MakeCandidate] = {name: lambda c=c: c for name, c in candidates.items()}
+    text = split_text(tokenizer, None, TIMED_LENGTH, TIMED_LENGTH).pieces[0][0].tolist()
+    rows = measure_latencies(makes, text, [TIMED_LENGTH], REPEATS)
+    return [row | {"nbytes": candidates[row["cache"]].measure_nbytes()} for row in rows]
+
+
+def _measure_cache(cache: Any) -> int:
+    return sum(_measure_nbytes(vars(layer)) for layer in cache.layers)
+
+
+def _measure_nbytes(value: Any) -> int:
+    """Return the bytes of all tensors in a value, nested ones included."""
+    if isinstance(value, Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            return value.nbytes
+        value = [getattr(value, name) for name in flatten()[0]]
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return sum(map(_measure_nbytes, value)) if isinstance(value, list | tuple) else 0
 
 
 if __name__ == "__main__":

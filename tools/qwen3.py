@@ -3,7 +3,7 @@
 `python tools/qwen3.py` takes a quarter of an hour and 12 GiB. Weights and rows are random, the
 caches have a capacity of 40,960 tokens. All formats decode one token each in turn, so that other
 load on the machine affects all of them. Memory is measured in a new process for each format
-(kvant.bench.clock).
+(kvant.bench.harness).
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from kvant.bench.cache_race import (
     draw_random_rows,
     make_contestant,
 )
-from kvant.bench.clock import read_resident_nbytes, reset_resident_peak, run_in_process
-from kvant.bench.report import describe_machine, show_progress
+from kvant.bench.harness import (
+    CPU,
+    describe_machine,
+    reset_resident_peak,
+    run_in_process,
+    show_progress,
+)
 from pages import DOCS, format_table, write_tables
 
 DOC_PAGE = DOCS / "benchmarks" / "qwen3.md"
@@ -50,12 +55,14 @@ def decode_formats(model: Any, context: int, tokens: int) -> dict[str, Contestan
 def measure_peak(name: str, context: int) -> int | None:
     """Return the peak memory beyond the weights during decoding; run it in a new process."""
     model = build_model(MODEL_SIZES)
-    resident_nbytes = reset_resident_peak()
-    contestant = make_contestant(model, make_spec(name), *draw_random_rows(model, context))
-    reset_resident_peak()
-    for _ in range(NUM_WARMUP_TOKENS):
-        contestant.decode()
-    return None if resident_nbytes is None else read_resident_nbytes("VmHWM") - resident_nbytes
+
+    def decode() -> None:
+        contestant = make_contestant(model, make_spec(name), *draw_random_rows(model, context))
+        reset_resident_peak()  # filling the cache is not counted
+        for _ in range(NUM_WARMUP_TOKENS):
+            contestant.decode()
+
+    return CPU.measure_peak(decode)
 
 
 def make_spec(name: str) -> str:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvant.bench.cache_race import MODEL_SHAPES, build_model
-from kvant.bench.report import show_progress
+from kvant.bench.harness import show_progress
 from kvant.bench.serve import WORDS
 
 END, SPACE = "<|endoftext|>", "Ġ"

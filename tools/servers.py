@@ -29,7 +29,7 @@ from urllib.request import urlopen
 
 import typer
 
-from kvant.bench.report import Json, parse_numbers, print_json, print_table, run, show_progress
+from kvant.bench.harness import Json, parse_numbers, print_json, print_table, run, show_progress
 from kvant.bench.serve import WORDS, stream_completion
 
 START_TIMEOUT_S, STOP_TIMEOUT_S = 300, 120

@@ -39,7 +39,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import kvant
-from kvant.bench.report import print_json, print_table, run
+from kvant.bench.harness import print_json, print_table, run
 from kvant.platform.sizes import parse_size
 from servers import ServerProcess, find_free_port
 

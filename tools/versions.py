@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvant.bench.report import print_report, show_progress
+from kvant.bench.harness import print_report, show_progress
 from pages import ROOT
 
 KEY_COLUMNS = ("rows", "length", "sequences", "beams", "cache", "way", "growth", "backend")

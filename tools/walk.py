@@ -5,7 +5,8 @@ one token enters, in order, with the number of distinct functions and files. The
 first, before forwards are captured and replayed; `--after N` traces a later one.
 
 `python tools/walk.py request` sends one chat request to the server and prints the classes of kvant
-that it creates instances of, in all threads. Objects of the start are not counted.
+that it creates instances of, in all threads. Objects of the start are not counted. A star marks the
+objects that make up the request: those of `REQUEST_FOLDERS` alive when its first token is sampled.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
+from weakref import ref
 
 import typer
 
@@ -25,6 +28,8 @@ import kvant
 from kvant import demo
 
 PACKAGE = Path(kvant.__file__).parent
+REQUEST_FOLDERS = "kvant.engine.", "kvant.generation.", "kvant.server."
+ACTIONS = "kvant.engine.scheduler."  # of one step each, no part of a request
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -35,8 +40,10 @@ class Trace:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # by file and function
     depths: dict[tuple[str, str], int] = field(default_factory=dict)  # at the first call
     objects: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)  # of the request, by class
     depth: int = 0
     is_active: bool = True
+    alive: dict[int, ref[Any]] = field(default_factory=dict)  # objects by id
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Record a call or a return, as `sys.setprofile` reports them."""
@@ -45,6 +52,12 @@ class Trace:
             return
         if event == "call" and code.co_name == "__init__":
             self._record_object(frame.f_locals.get("self"))
+        elif code.co_name == "sample_tokens" and event == "call" and not self.parts:
+            alive = [value() for value in self.alive.values()]
+            alive = [value for value in alive if value is not None]
+            names = [f"{type(value).__module__}.{type(value).__qualname__}" for value in alive]
+            names = [name for name in names if name.startswith(REQUEST_FOLDERS)]
+            self.parts.update(name for name in names if not name.startswith(ACTIONS))
         path = Path(code.co_filename)
         if not path.is_relative_to(PACKAGE) or code.co_name.startswith("<"):
             return
@@ -60,6 +73,8 @@ class Trace:
         kind = type(value)
         if kind.__module__.partition(".")[0] == "kvant":
             self.objects[f"{kind.__module__}.{kind.__qualname__}"] += 1
+            with suppress(TypeError):  # a few classes have no weak references
+                self.alive[id(value)] = ref(value)
 
 
 @app.command()
@@ -113,8 +128,9 @@ def request(
     threading.setprofile(None)
     trace.is_active = False
     for name, count in sorted(trace.objects.items()):
-        print(f"{count:4}  {name}")
-    print(json.dumps({"classes": len(trace.objects), "objects": trace.objects.total()}))
+        print(f"{count:4} {'*' if name in trace.parts else ' '} {name}")
+    counts = {"classes": len(trace.objects), "objects": trace.objects.total()}
+    print(json.dumps(counts | {"parts": len(trace.parts), "part_objects": trace.parts.total()}))
 
 
 if __name__ == "__main__":

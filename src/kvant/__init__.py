@@ -104,7 +104,7 @@ __all__ = [
 ]
 
 
-_NAMES = {  # the public names of each module
+NAMES_BY_MODULE = {  # the public names that are imported on first use
     "kvant.attention": "attend",
     "kvant.cache": "Cache merge",
     "kvant.cache.files": "save",
@@ -125,7 +125,6 @@ _NAMES = {  # the public names of each module
     "kvant.spec": "parse",
     "kvant.weights.packing": "Packing pack unpack",
 }
-MODULES_BY_NAME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 @overload
@@ -186,12 +185,13 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # a type checker would accept any name
-    _import_name = lazy_names(__name__, MODULES_BY_NAME)
+    _import_name = lazy_names(__name__, NAMES_BY_MODULE)
 
     def __getattr__(name: str) -> Any:
-        """Import a name of MODULES_BY_NAME, or a module of the package."""
-        is_new = name not in MODULES_BY_NAME and name.isidentifier()  # a dot would import a parent
-        if is_new and find_spec(f"kvant.{name}") is not None:
+        """Import a name of NAMES_BY_MODULE, or a module of the package."""
+        is_module = name not in __all__ or name == "functional"
+        # A dot would import a parent.
+        if is_module and name.isidentifier() and find_spec(f"kvant.{name}") is not None:
             return import_module(f"kvant.{name}")
         globals()[name] = value = _import_name(name)  # later uses skip this function
         return value

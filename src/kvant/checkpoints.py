@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,58 +28,53 @@ PROXY_AUTHENTICATION_REQUIRED = 407
 LFS_POINTER_PREFIX = b"version https://git-lfs"  # a large file that Git LFS has not fetched
 
 
-def load(
+class LoadOptions(TypedDict, total=False):
+    """How a checkpoint is loaded."""
+
+    flag: str  # of the command line, named by errors
+    trust_code: bool  # run code of the checkpoint
+    device: str | None  # default: a GPU if there is one
+    dtype: str  # `auto` is that of the checkpoint
+
+
+def load(name: str | None, **options: Unpack[LoadOptions]) -> tuple[Any, Any]:
+    """Load a model and its tokenizer from safetensors."""
+    return _load(name, tokenizer=True, **options)
+
+
+def load_model(name: str | None, **options: Unpack[LoadOptions]) -> Any:
+    """Load a model without its tokenizer."""
+    model, _ = _load(name, tokenizer=False, **options)
+    return model
+
+
+def _load(
     name: str | None,
     *,
+    tokenizer: bool,
     flag: str = "--model",
     trust_code: bool = False,
     device: str | None = None,
     dtype: str = AUTO_DTYPE,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer from safetensors, with `trust_code` also their own code.
-
-    The default device is a GPU if there is one; `auto` is the dtype of the checkpoint.
-    """
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch_device, torch_dtype = parse_device(device), parse_dtype(dtype)
-    check_checkpoint(name, flag=flag)
+    check_checkpoint(name, flag=flag, tokenizer=tokenizer)
     checkpoint = _resolve_checkpoint(name, flag)
     with _report_loading_errors(checkpoint, flag) as options:
         options |= {"trust_remote_code": trust_code}
-        model = _load_pretrained(checkpoint, torch_dtype, options)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
-    return model.to(torch_device), tokenizer
-
-
-def load_model(
-    name: str | None,
-    *,
-    flag: str = "--model",
-    trust_code: bool = False,
-    device: str | None = None,
-    dtype: str = AUTO_DTYPE,
-) -> Any:
-    """Load a model without its tokenizer."""
-    torch_device, torch_dtype = parse_device(device), parse_dtype(dtype)
-    check_checkpoint(name, flag=flag, tokenizer=False)
-    checkpoint = _resolve_checkpoint(name, flag)
-    with _report_loading_errors(checkpoint, flag) as options:
-        model = _load_pretrained(
-            checkpoint, torch_dtype, options | {"trust_remote_code": trust_code}
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype=torch_dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
         )
-    return model.to(torch_device)
-
-
-def _load_pretrained(checkpoint: str, dtype: Any, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-    )
-    if info["missing_keys"]:
-        raise ValueError(f"it has no weights for {', '.join(sorted(info['missing_keys'])[:3])}")
-    return model.eval()
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"it has no weights for {', '.join(missing[:3])}")
+        loaded = AutoTokenizer.from_pretrained(checkpoint, **options) if tokenizer else None
+    return model.eval().to(torch_device), loaded
 
 
 def load_config(name: str | None) -> Any:
@@ -130,7 +125,8 @@ def _resolve_checkpoint(name: str | None, flag: str) -> str:
     if name is None:
         return str(demo.PATH)
     folder = Path(name).expanduser()
-    if folder.suffix == ".gguf" or (folder.is_dir() and _has_only_gguf(folder)):
+    is_gguf = any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS_PATTERN))
+    if folder.suffix == ".gguf" or is_gguf:
         raise ValueError(
             f"{flag} {name}: GGUF is not supported: name the folder of safetensors that it "
             "was made from, or its name on the hub"
@@ -146,10 +142,6 @@ def _resolve_checkpoint(name: str | None, flag: str) -> str:
     if name.startswith((".", "/", "~")):
         raise ValueError(f"{flag} {name}: no such folder")
     return name
-
-
-def _has_only_gguf(folder: Path) -> bool:
-    return any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS_PATTERN))
 
 
 def _list_weight_files(folder: Path, flag: str) -> list[Path]:

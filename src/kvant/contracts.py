@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from kvant.derived import Derived
+from kvant.lazy import Derived
 
 if TYPE_CHECKING:  # parsing a spec and --help work without importing torch
     import torch
@@ -346,10 +346,9 @@ class Snapshot:
 class ExternalState(Protocol):
     """The state of a layer that the model library updates in place, without `append`."""
 
-    @property
-    def spec(self) -> Any: ...
-    @property
-    def stats(self) -> LayerStats: ...
+    spec: Any
+    stats: LayerStats
+
     @property
     def length(self) -> int: ...
     @property

@@ -1,8 +1,9 @@
-"""The exceptions of kvant. Each message names the value, the limit and the way out."""
+"""The exceptions and warnings of kvant. Each names the value, the limit and the way out."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -173,3 +174,27 @@ class UsageHints:
                 f"kvant.Cache has no {name!r}; a model of transformers takes kvant.cache_for(model,"
                 " spec), or kvant.load(path, model)"
             )
+
+
+class RenamedAttribute:
+    """An old attribute name, which works for one release, with a `DeprecationWarning`.
+
+    A class declares `old = RenamedAttribute("new")`. Reading `old` warns and returns `new`.
+    """
+
+    def __init__(self, new_name: str) -> None:
+        self.new_name = new_name
+
+    def __set_name__(self, owner: type, old_name: str) -> None:
+        self.old_name = old_name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(
+            f"{type(instance).__name__}.{self.old_name} is now {self.new_name}; the next release "
+            "removes the old name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(instance, self.new_name)

@@ -25,12 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvant.derived import Derived, Memo
+from kvant.lazy import Derived, Memo
 
 if TYPE_CHECKING:
     from kvant.retention import Pruning
@@ -133,16 +133,66 @@ class LayerGroup:
         return tuple(offsets)
 
 
+def _column(index: int) -> Ints:
+    """Declare a property: a column of `numbers`."""
+    return cast(Ints, property(lambda table: table.numbers[:, index]))
+
+
 @dataclass(frozen=True, eq=False)
-class PageTable:
+class SequenceNumbers:
+    """The integers of each table: the length of its sequence, and the ranges of its pages."""
+
+    layer_group: LayerGroup
+    numbers: Ints  # [tables, 7]: columns LENGTH to PRUNED_AT
+
+    lengths = _column(LENGTH)  # stored positions; below zero: padding columns still to be appended
+    padding = _column(PADDING)  # columns of left padding, which are not stored
+    first_sealed = _column(FIRST_SEALED)
+    stop_sealed = _column(STOP_SEALED)
+    first_open = _column(FIRST_OPEN)  # pages that hold sinks are open as well
+    # The first position with a row, sinks aside, even if its page begins earlier.
+    first_visible = _column(FIRST_VISIBLE)
+    # The lengths at which rows were pruned, the lower limit of a rewind; 0: never.
+    pruned_at = _column(PRUNED_AT)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def seq_lens(self) -> Ints:
+        """Stored positions of each table, at least 0."""
+        return np.maximum(self.lengths, 0)
+
+    @property
+    def pruned_before(self) -> Ints:
+        """The position below which rows were pruned; 0: none were."""
+        return np.where(self.pruned_at > 0, self.first_visible, 0)
+
+    @property
+    def stop_open(self) -> Ints:
+        """The number of the last page with rows, plus one."""
+        return -(-self.seq_lens // self.layer_group.page)
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Tokens of the longest sequence, padding included."""
+        return int((self.numbers[:, LENGTH] + self.numbers[:, PADDING]).max(initial=0))
+
+    @cached_property
+    def has_padding(self) -> bool:
+        """Whether a sequence has left padding."""
+        return bool(self.numbers[:, PADDING].any())
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable(SequenceNumbers):
     """The length of each of B sequences and the slots of its pages.
 
     A sequence has one table, or one table per key head. The tables of a sequence are adjacent rows;
     they agree on the length, but may retain different rows.
     """
 
-    layer_group: LayerGroup
-    numbers: Ints  # [tables, 7]: columns LENGTH to PRUNED_AT
     sealed_table: Ints  # [tables, n]: the slots of sealed pages, by page number
     open_table: Ints  # [tables, n]: the slots of open pages, by page number
     tables_per_sequence: int = 1
@@ -167,10 +217,6 @@ class PageTable:
         no_pages = np.zeros((len(numbers), 0), np.int64)
         return cls(layer_group, numbers, no_pages, no_pages, tables_per_sequence)
 
-    @property
-    def num_tables(self) -> int:
-        return len(self.numbers)
-
     @cached_property
     def batch(self) -> int:
         """The number of sequences."""
@@ -194,70 +240,12 @@ class PageTable:
         return self if self.tables_per_sequence == 1 else replace(self, tables_per_sequence=1)
 
     @property
-    def lengths(self) -> Ints:
-        """Stored positions; below zero: padding columns that are still to be appended."""
-        return self.numbers[:, LENGTH]
-
-    @property
-    def seq_lens(self) -> Ints:
-        """Stored positions of each table, at least 0."""
-        return np.maximum(self.lengths, 0)
-
-    @property
-    def padding(self) -> Ints:
-        """Columns of left padding, which are not stored."""
-        return self.numbers[:, PADDING]
-
-    @property
-    def first_sealed(self) -> Ints:
-        return self.numbers[:, FIRST_SEALED]
-
-    @property
-    def stop_sealed(self) -> Ints:
-        return self.numbers[:, STOP_SEALED]
-
-    @property
-    def first_open(self) -> Ints:
-        """The first open page; pages that hold sinks are open as well."""
-        return self.numbers[:, FIRST_OPEN]
-
-    @property
-    def first_visible(self) -> Ints:
-        """The first position with a row, sinks aside, even if its page begins earlier."""
-        return self.numbers[:, FIRST_VISIBLE]
-
-    @property
-    def pruned_at(self) -> Ints:
-        """The lengths at which rows were pruned, the lower limit of a rewind; 0: never."""
-        return self.numbers[:, PRUNED_AT]
-
-    @property
-    def pruned_before(self) -> Ints:
-        """The position below which rows were pruned; 0: none were."""
-        return np.where(self.pruned_at > 0, self.first_visible, 0)
-
-    @property
     def first_row(self) -> Ints:
         """The first position, sinks aside, that has a row."""
         sealed = self.stop_sealed > self.first_sealed
         first = np.where(sealed, self.first_sealed, self.first_open)
         rows: Ints = first * self.layer_group.page
         return rows if self.leading_rows_masked else np.maximum(rows, self.first_visible)
-
-    @property
-    def stop_open(self) -> Ints:
-        """The number of the last page with rows, plus one."""
-        return -(-self.seq_lens // self.layer_group.page)
-
-    @cached_property
-    def num_columns(self) -> int:
-        """Tokens of the longest sequence, padding included."""
-        return int((self.numbers[:, LENGTH] + self.numbers[:, PADDING]).max(initial=0))
-
-    @cached_property
-    def has_padding(self) -> bool:
-        """Whether a sequence has left padding."""
-        return bool(self.numbers[:, PADDING].any())
 
     @cached_property
     def ragged(self) -> bool:

@@ -67,16 +67,9 @@ class Plan:
         for recipe, layer in self._layer_pairs:
             for spec in iterate_attention(recipe):
                 if spec.prune is not None and spec.capacity is None:
-                    tables = layer.num_heads if has_per_head_tables(spec) else 1
-                    geometry = _make_geometry(spec, layer)
-                    per_table = replace(geometry, heads=geometry.heads // tables)
-                    retained = count_retained_nbytes(
-                        per_table,
-                        spec,
-                        make_layer_group(spec),
-                        self.context,
-                        self.sequences * tables,
-                    )
+                    per_table, tables = _split_geometry(spec, layer)
+                    count, group = self.sequences * tables, make_layer_group(spec)
+                    retained = count_retained_nbytes(per_table, spec, group, self.context, count)
                     nbytes = _count_row_nbytes(spec, layer, self.sequences, self.context)
                     released += nbytes - retained
         return self.nbytes - max(0, released)
@@ -202,7 +195,8 @@ def _count_layer_nbytes(recipe: Recipe, layer: LayerShape, sequences: int, conte
     if isinstance(recipe, GroupSpec):
         return sum(_count_layer_nbytes(part, layer, sequences, context) for _, part in recipe.parts)
     if isinstance(recipe, RecurrentSpec):
-        _check_recurrent(layer)
+        if not layer.recurs:
+            raise SpecError("a recurrent recipe for a layer that attends: a LayerSpec is needed")
         return sequences * (layer.state_nbytes or 0)
     return (
         _count_row_nbytes(recipe, layer, sequences, context) if isinstance(recipe, LayerSpec) else 0
@@ -211,10 +205,16 @@ def _count_layer_nbytes(recipe: Recipe, layer: LayerShape, sequences: int, conte
 
 def _count_row_nbytes(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
     """Return the bytes of all rows: a layer that prunes holds them until the prompt ends."""
-    geometry, group = _make_geometry(recipe, layer), make_layer_group(recipe)
+    per_table, tables = _split_geometry(recipe, layer)
+    lengths = [context] * sequences * tables
+    return pages_nbytes(per_table, recipe, make_layer_group(recipe), lengths)
+
+
+def _split_geometry(recipe: LayerSpec, layer: LayerShape) -> tuple[Geometry, int]:
+    """Return the geometry of one page table, and the tables of a sequence."""
     tables = layer.num_heads if has_per_head_tables(recipe) else 1
-    geometry = replace(geometry, heads=geometry.heads // tables)
-    return pages_nbytes(geometry, recipe, group, [context] * sequences * tables)
+    geometry = _make_geometry(recipe, layer)
+    return replace(geometry, heads=geometry.heads // tables), tables
 
 
 def _count_token_nbytes(recipe: Recipe, layer: LayerShape) -> float:
@@ -226,11 +226,6 @@ def _count_token_nbytes(recipe: Recipe, layer: LayerShape) -> float:
     geometry = _make_geometry(recipe, layer)
     page = geometry.sealed_nbytes(recipe) if recipe.seals else geometry.open_nbytes(recipe)
     return page / recipe.page
-
-
-def _check_recurrent(layer: LayerShape) -> None:
-    if not layer.recurs:
-        raise SpecError("a recurrent recipe for a layer that attends: a LayerSpec is needed")
 
 
 def _find_max_context(spec: CacheSpec) -> int:

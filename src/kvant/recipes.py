@@ -179,7 +179,7 @@ class CacheSpec:
 
     def map_layers(self, function: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
         """Return the spec with `function` applied to all attention layers, in groups as well."""
-        return CacheSpec(tuple(_map_recipe(recipe, LayerSpec, function) for recipe in self.layers))
+        return self._map(LayerSpec, function)
 
     @property
     def prunes(self) -> bool:
@@ -188,13 +188,10 @@ class CacheSpec:
 
     def with_checkpoints(self, max_checkpoints: int) -> CacheSpec:
         """Return the spec with at most `max_checkpoints` per recurrent layer."""
+        return self._map(RecurrentSpec, lambda spec: replace(spec, max_checkpoints=max_checkpoints))
 
-        def set_limit(recipe: RecurrentSpec) -> RecurrentSpec:
-            return replace(recipe, max_checkpoints=max_checkpoints)
-
-        return CacheSpec(
-            tuple(_map_recipe(recipe, RecurrentSpec, set_limit) for recipe in self.layers)
-        )
+    def _map(self, recipe_type: type[T], function: Callable[[T], T]) -> CacheSpec:
+        return CacheSpec(tuple(_map_recipe(layer, recipe_type, function) for layer in self.layers))
 
 
 # A string of the spec language, one recipe for all attention layers, or the recipes of all layers.

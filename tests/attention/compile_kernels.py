@@ -21,7 +21,7 @@ from kvant.codecs.frames import hadamard
 from kvant.codecs.frames import rotation_kernel as turning
 from kvant.contracts import AttentionRequest
 from kvant.pages.advance import advance
-from kvant.replay.triton_step import TritonDecodeStep
+from kvant.replay.steps import TritonDecodeStep
 
 kernels: dict[str, dict[str, int]] = {}
 

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 import torch
 from kvant import Cache, attend
-from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
+from kvant.bench.harness import read_resident_nbytes, reset_resident_peak
 
 text, queries = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(2)

@@ -14,7 +14,7 @@ from kvant import Cache, UnsupportedView, attend
 from kvant.cache import merge
 from kvant.cache.token import commit_token, plan_token, record_sealed_pages
 from kvant.native import capture_requests, get_library
-from kvant.replay.native_step import NativeDecodeStep, StaticNativePageTable
+from kvant.replay.steps import NativeDecodeStep, StaticNativePageTable
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
@@ -149,7 +149,7 @@ def test_step_is_the_same_under_python_O() -> None:
     """All keys are equal, so a query gives the mean of all values."""
     code = (
         "import torch; from kvant import Cache; from kvant.cache.token import plan_token;"
-        "from kvant.replay import native_step as steps;"
+        "from kvant.replay import steps;"
         "keys, values = torch.ones(1, 1, 71, 32), torch.arange(71.0)[:, None].expand(1, 1, 71, 32);"
         "cache = Cache(1, 'raw'); cache[0].append(keys[:, :, :70], values[:, :, :70]);"
         "(change,) = plan_token(cache, seals=True); place = steps.StaticNativePageTable(change, "

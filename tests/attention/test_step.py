@@ -17,7 +17,7 @@ from kvant.attention.triton import token_operators as operators
 from kvant.attention.triton.arguments import StaticTritonPageTable
 from kvant.cache import merge
 from kvant.cache.token import commit_token, plan_token
-from kvant.replay.triton_step import TritonDecodeStep
+from kvant.replay.steps import TritonDecodeStep
 
 pytestmark = [
     needed,

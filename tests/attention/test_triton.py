@@ -29,7 +29,7 @@ from kvant.attention.triton.kernel_launch import KernelView, LaunchPlan
 from kvant.cache import merge
 from kvant.cache.token import plan_token
 from kvant.contracts import AttentionRequest, View
-from kvant.replay.triton_step import TritonDecodeStep
+from kvant.replay.steps import TritonDecodeStep
 from thin import thin_rows
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 
 from kvant.bench import attend
 from kvant.bench.attend import AttendTask
-from kvant.bench.clock import CPU, Lap, Laps
+from kvant.bench.harness import CPU, Lap, Laps
 
 TASK = AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=5, backend=None)
 WAYS = ["torch gqa", "torch folded", "torch by hand"]

@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import kvant
-from kvant.bench import cache_race, clock, decode
-from kvant.bench.clock import DEVICES
+from kvant.bench import cache_race, decode, harness
+from kvant.bench.harness import DEVICES
 
 TINY = {
     "hidden_size": 64,
@@ -86,7 +86,7 @@ def test_both_caches_hold_the_same_rows_and_are_read_like_a_user_does() -> None:
 def test_peak_memory_is_a_number_where_the_system_reports_it(name: str) -> None:
     task = cache_race.RaceTask(layers=1, repeats=2)
     peak = cache_race.measure_peak(task, name, 40, torch.get_num_threads())
-    assert (peak is None) == (clock.reset_resident_peak() is None)
+    assert (peak is None) == (harness.reset_resident_peak() is None)
     assert peak is None or peak >= 0
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from kvant import demo
-from kvant.bench import candidates, decode, report
-from kvant.bench.candidates import Candidate, make_candidates
-from kvant.bench.decode import measure_generations
+from kvant.bench import decode, harness
+from kvant.bench.decode import Candidate, make_candidates, measure_generations
 from kvant.checkpoints import load
 from kvant.spec import split_specs
 
@@ -48,10 +47,10 @@ def test_last_line_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_bytes_are_those_of_the_cached_tokens() -> None:
     model, tokenizer = load(None)
-    text = candidates.read_text_tokens(model, tokenizer, 6)
+    text = decode.read_text_tokens(model, tokenizer, 6)
     factories = (
         make_candidates(model, split_specs(FORMATS))
-        | candidates.make_peers(["transformers"], model, "")[0]
+        | decode.make_peers(["transformers"], model, "")[0]
     )
     cached_tokens = {
         row["cache"]: row["cache_kib"]
@@ -69,10 +68,9 @@ def test_bytes_are_those_of_the_cached_tokens() -> None:
 def test_all_candidates_continue_the_same_text() -> None:
     model, tokenizer = load(None)
     model = model.float()
-    text = candidates.read_text_tokens(model, tokenizer, 70)
+    text = decode.read_text_tokens(model, tokenizer, 70)
     factories = (
-        make_candidates(model, ["none", "raw"])
-        | candidates.make_peers(["transformers"], model, "")[0]
+        make_candidates(model, ["none", "raw"]) | decode.make_peers(["transformers"], model, "")[0]
     )
     replies = {name: decode_greedily(make(), text, 8) for name, make in factories.items()}
     assert replies["none"] == replies["raw"] == replies["transformers"]
@@ -118,8 +116,8 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
 
 def test_missing_peer_is_reported_and_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load(None)
-    monkeypatch.setattr(candidates, "find_spec", lambda name: None)
-    factories, skipped = candidates.make_peers(["transformers", "mlx-lm"], model, "")
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    factories, skipped = decode.make_peers(["transformers", "mlx-lm"], model, "")
     assert (list(factories), skipped) == (["transformers"], ["mlx-lm is not installed"])
 
 
@@ -127,17 +125,17 @@ def test_peer_that_cannot_load_the_model_is_reported_and_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _ = load(None)
-    monkeypatch.setattr(candidates, "find_spec", lambda name: object())
+    monkeypatch.setattr(decode, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "mlx_lm", None)  # its import fails
-    factories, skipped = candidates.make_peers(["mlx-lm"], model, "")
+    factories, skipped = decode.make_peers(["mlx-lm"], model, "")
     assert factories == {} and skipped[0].startswith("mlx-lm cannot run this model here: ")
 
 
 def test_mlx_continues_the_same_text() -> None:
     pytest.importorskip("mlx_lm", reason="an optional peer")
     model, tokenizer = load(None)
-    text = candidates.read_text_tokens(model, tokenizer, 70)
-    factories, skipped = candidates.make_peers(["mlx-lm"], model, str(demo.PATH))
+    text = decode.read_text_tokens(model, tokenizer, 70)
+    factories, skipped = decode.make_peers(["mlx-lm"], model, str(demo.PATH))
     if skipped:
         pytest.skip(skipped[0])
     assert decode_greedily(factories["mlx-lm"](), text, 8) == decode_greedily(
@@ -148,7 +146,7 @@ def test_mlx_continues_the_same_text() -> None:
 def test_plot_without_matplotlib_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs matplotlib: pip install matplotlib"):
         decode.main(plot=tmp_path / "a.png")
 
@@ -156,7 +154,7 @@ def test_plot_without_matplotlib_is_refused(
 def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="only pictures need it")
     file = tmp_path / "a.png"
-    report.draw_curves(
+    harness.draw_curves(
         {"none": {128: 9.0, 256: 20.0}, "raw": {128: 4.0, 256: 4.5}}, "title", file, "ms"
     )
     assert file.read_bytes()[:4] == b"\x89PNG"

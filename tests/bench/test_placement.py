@@ -10,7 +10,7 @@ import torch
 
 from kvant.bench import attend, cache_race
 from kvant.bench.attend import make_gpu_attention
-from kvant.bench.clock import CudaDevice
+from kvant.bench.harness import CudaDevice
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 32}
 TASK = attend.AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvant.bench.candidates import Candidate
+from kvant.bench.decode import Candidate
 from kvant.bench.prefill import TRANSFORMERS, measure_prefill
 
 

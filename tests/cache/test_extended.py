@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvant
-from cache.test_page_set import SPECS
+from cache.test_transfer import SPECS
 
 HELD = ((1, 64), (63, 200), (64, 65), (128, 300), (256, 256), (300, 200), (300, 513))
 

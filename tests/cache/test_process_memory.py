@@ -17,7 +17,7 @@ SCRIPT = """
 import ctypes, json, sys
 import torch
 from kvant import Cache, attend
-from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
+from kvant.bench.harness import read_resident_nbytes, reset_resident_peak
 
 text, LAYERS, ROWS, CHUNK = sys.argv[1], 4, 30720, 128
 torch.set_num_threads(1)

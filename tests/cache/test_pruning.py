@@ -18,11 +18,10 @@ from kvant import CacheError, RewindError, SpecError, attend, parse
 from kvant.cache import pruning
 from kvant.cache.files import read_header
 from kvant.cache.pruning import MAX_DECODE_EXCESS, NUM_PROTECTED_ROWS
-from kvant.cache.usage import measure_pools
+from kvant.cache.reports import measure_pools
 from kvant.contracts import Mask, Snapshot
 from kvant.recipes import LayerSpec
-from kvant.retention import ScoreInput
-from kvant.scores import SCORES
+from kvant.retention import SCORES, ScoreInput
 from laws import oracle
 from laws.cases import COARSE, FORMATS, list_readers
 from thin import thin_rows

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 SCRIPT = """
 import torch
 from kvant.pages.storage import reserve_tensor
-from kvant.bench.clock import read_resident_nbytes
+from kvant.bench.harness import read_resident_nbytes
 
 used = torch.empty(1 << 24, dtype=torch.uint8).fill_(1)
 del used

@@ -29,6 +29,7 @@ from kvant import (
     parse,
     plan,
 )
+from kvant.cache.cache import adopt_transition
 from kvant.cache.snapshot import parse_snapshot, restore_state
 
 LAYERS = 2
@@ -382,7 +383,9 @@ def test_size_measured_during_an_operation_is_measured_again(
         cache.rollback()  # first step of every operation;
         run_in_thread(sequences.get_or_create, "b")  # another thread measures all sequences,
         parsed = parse_snapshot(cache.state.layout, {}, whole.snapshot())
-        cache._adopt(restore_state(cache.state.layout, parsed))  # then the operation continues
+        adopt_transition(
+            cache.holder, restore_state(cache.state.layout, parsed)
+        )  # then the operation continues
     forward(sequences, "c", 60)
     assert list(sequences) == ["b", "c"]
 
@@ -449,7 +452,7 @@ def test_readers_see_nothing_of_an_open_forward(run_in_thread: Callable[..., Any
 def test_writers_wait_for_readers(run_in_thread: Callable[..., Any]) -> None:
     sequences = Sequences(1, "raw", patience=0)
     forward(sequences, 1, 3)
-    with sequences._table.lock_for_read(1), pytest.raises(CacheError, match="a reader uses it"):
+    with sequences._table.lock_for_read(1, 0), pytest.raises(CacheError, match="a reader uses it"):
         run_in_thread(forward, sequences, 1, 1)
     run_in_thread(forward, sequences, 1, 1)
 

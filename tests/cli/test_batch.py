@@ -52,7 +52,7 @@ def test_progress_bar_starts_with_the_total(
 ) -> None:
     updates: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "kvant.platform.progress.ProgressBar.update", lambda self, *counts: updates.append(counts)
+        "kvant.platform.terminal.ProgressBar.update", lambda self, *counts: updates.append(counts)
     )
     file, out = write_prompts(tmp_path / "in", 3), tmp_path / "out"
     assert call("batch", str(file), "--out", str(out), "--no-guard")[0] == 0

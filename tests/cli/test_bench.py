@@ -48,7 +48,7 @@ def test_model_is_measured_in_the_given_dtype(call: Any) -> None:
 def test_unavailable_peer_is_skipped_with_one_line(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvant.bench.candidates.find_spec", lambda name: None)
+    monkeypatch.setattr("kvant.bench.decode.find_spec", lambda name: None)
     code, out, error = call("bench", *DECODE, "--against", "transformers,mlx-lm")
     report = json.loads(out.splitlines()[-1])
     assert (code, report["bench"], len(report["skipped"])) == (0, "decode", 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvant import Shape, plan
-from kvant.bench import report
+from kvant.bench import harness
 
 FEW = ("--tokens", "700", "--context", "350", "--prompts", "1")
 
@@ -88,7 +88,7 @@ def test_three_tables_are_printed(call: Any, tmp_path: Path) -> None:
 def test_user_error_is_one_line_and_exit_code_2(
     words: Any, message: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     code, out, error = call("eval", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and message in error

@@ -9,9 +9,9 @@ import pytest
 
 from kvant import Shape, plan
 from kvant.spec import parse
-from kvant.spec.formats import FAMILY_WIDTHS, SIDE_FORMATS
+from kvant.spec.formats import FAMILY_WIDTHS, FORMAT_WORDS, SIDE_FORMATS
 from kvant.spec.options import OPTION_PARSERS as KNOWN
-from kvant.spec.word_list import FORMAT_WORDS, OPTION_WORDS
+from kvant.spec.options import OPTION_WORDS
 
 
 def test_all_formats_and_options_are_listed(call: Any) -> None:

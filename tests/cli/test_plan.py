@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvant import demo, plan
-from kvant.cli.plan import PLANNED_FORMATS
+from kvant.cli.formats import PLANNED_FORMATS
 
 QWEN3_1_7B = {
     "model_type": "qwen3",

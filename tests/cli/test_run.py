@@ -283,8 +283,7 @@ def test_prompt_is_prefilled_in_chunks(call: Any, monkeypatch: pytest.MonkeyPatc
         call("run", "--prompt", "a b c d e f g", "--max-new-tokens", "2", "--prefill-chunk", "3")
         == whole
     )
-    count = read.index(1)
-    assert read[count + 1 : -1] == [3] * (read[0] // 3) + ([read[0] % 3] if read[0] % 3 else [])
+    assert read[1:] == [3] * (read[0] // 3) + ([read[0] % 3] if read[0] % 3 else [])
 
 
 def test_an_unknown_command_is_one_line(call: Any) -> None:

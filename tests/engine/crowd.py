@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.caches import SimulatedBatch, SimulatedSequence, Slots
-from kvant.engine.chunk_sizer import CHUNK_ALIGNMENT, ChunkSizer
 from kvant.engine.memory import MemoryModel
+from kvant.engine.request import Request
 from kvant.engine.scheduler import (
+    CHUNK_ALIGNMENT,
     Action,
+    ChunkSizer,
     Decode,
     Evict,
     LookUpStore,
     MatchPrefix,
     Prefill,
-    ScheduledRequest,
     Scheduler,
     SwapIn,
     SwapOut,
@@ -56,7 +57,7 @@ def compute_chunk_ms(count: int, num_computed: int) -> float:
 class SimulatedRequest:
     """A request, its caches, and what the tests measure of it."""
 
-    scheduled: ScheduledRequest
+    scheduled: Request
     output_lengths: list[int]  # of its unfinished sequences, in tokens
     sequences: list[SimulatedSequence] = field(default_factory=lambda: [SimulatedSequence()])
     num_swapped: int = 0  # tokens of each sequence while it is swapped out
@@ -79,9 +80,9 @@ class Simulation:
 
     scheduler: Scheduler
     now_ms: float = 0.0
-    requests: dict[ScheduledRequest, SimulatedRequest] = field(default_factory=dict)
+    requests: dict[Request, SimulatedRequest] = field(default_factory=dict)
     prefixes: list[SimulatedPrefix] = field(default_factory=list)
-    lookups: dict[ScheduledRequest, float] = field(default_factory=dict)  # when a store answers
+    lookups: dict[Request, float] = field(default_factory=dict)  # when a store answers
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     admitted: list[SimulatedRequest] = field(default_factory=list)  # in order
     num_finished: int = 0
@@ -129,7 +130,7 @@ class Simulation:
     def check_memory(self) -> None:
         """Compare the bytes of pools and states with the limit."""
         running = [
-            r for scheduled, r in self.requests.items() if scheduled in self.scheduler.running
+            r for scheduled, r in self.requests.items() if scheduled in self.scheduler.queue.running
         ]
         num_states = sum(len(request.sequences) for request in running) + len(self.prefixes)
         nbytes = self.batch.nbytes + STATE_NBYTES * num_states
@@ -197,17 +198,17 @@ class Simulation:
         self.num_finished += 1
         del self.requests[request.scheduled]
 
-    def insert_prefix(self, scheduled: ScheduledRequest, sequence: SimulatedSequence) -> None:
+    def insert_prefix(self, scheduled: Request, sequence: SimulatedSequence) -> None:
         """Insert a sequence into the prefixes, if it fits."""
         length = self.batch.count_tokens(sequence)
-        if self.scheduler.prefix_slots is None or not length:
+        if not self.scheduler.memory_budget.has_prefixes or not length:
             return
         if self.scheduler.can_insert_prefix(scheduled, length):
             fork = self.batch.fork(sequence)
             self.prefixes.append(SimulatedPrefix(fork, self.batch.list_slots(fork)))
             self.update_prefix_slots()
 
-    def match_prefix(self, scheduled: ScheduledRequest) -> None:
+    def match_prefix(self, scheduled: Request) -> None:
         """Give a request the first tokens of a random prefix, or none, and random checkpoints."""
         request, match, length = self.requests[scheduled], None, 0
         if self.prefixes and self.rng.random() < 0.7:
@@ -224,12 +225,11 @@ class Simulation:
         end, next_page = scheduled.num_prompt_tokens, num_cached // CHUNK_ALIGNMENT + 1
         checkpoints = {end} if self.rng.random() < 0.3 else set()
         checkpoints |= {next_page * CHUNK_ALIGNMENT} if self.rng.random() < 0.3 else set()
-        self.scheduler.record_prefix_match(
-            scheduled, num_cached, tuple(sorted(n for n in checkpoints if num_cached < n <= end))
-        )
+        later = tuple(sorted(n for n in checkpoints if num_cached < n <= end))
+        scheduled.set_match(self.scheduler.prefix_version, num_cached, later)
         self.update_prefix_slots()
 
-    def finish_lookup(self, scheduled: ScheduledRequest) -> None:
+    def finish_lookup(self, scheduled: Request) -> None:
         """End a store lookup that found all whole pages of a prompt, or nothing new."""
         del self.lookups[scheduled]
         sequence = self.requests[scheduled].sequences[0]
@@ -248,20 +248,20 @@ class Simulation:
     def evict_prefixes(self, nbytes: int) -> None:
         """Evict the oldest unused prefixes; if none and nothing runs, those of waiting requests."""
         any_evicted = self.evict_unused(nbytes)
-        if not any_evicted and not self.scheduler.running:
+        if not any_evicted and not self.scheduler.queue.running:
             self.drop_waiting_matches()
             any_evicted = self.evict_unused(nbytes)
         self.update_prefix_slots()
-        self.scheduler.record_eviction(any_freed=any_evicted)
+        self.scheduler.may_evict = any_evicted
 
     def drop_waiting_matches(self) -> None:
-        for scheduled in self.scheduler.waiting:
-            if scheduled.matched_version is not None and not scheduled.is_swapped_out:
+        for scheduled in self.scheduler.queue.waiting:
+            if scheduled.holds_match:
                 self.drop_match(scheduled)
 
-    def drop_match(self, scheduled: ScheduledRequest) -> None:
+    def drop_match(self, scheduled: Request) -> None:
         self.requests[scheduled].sequences = [SimulatedSequence()]
-        self.scheduler.clear_prefix_match(scheduled)
+        scheduled.set_match()
 
     def evict_unused(self, nbytes: int) -> bool:
         freed, num_before = 0, len(self.prefixes)
@@ -277,21 +277,16 @@ class Simulation:
 
     def update_prefix_slots(self) -> None:
         """Set the scheduler's slots of prefixes, and those that requests share with them."""
-        if self.scheduler.prefix_slots is None:
+        if not self.scheduler.memory_budget.has_prefixes:
             return
         model = self.scheduler.memory_model
         masks = self.batch.mask_slots([prefix.slots for prefix in self.prefixes])
-        for scheduled in (*self.scheduler.running, *self.scheduler.waiting):
+        for scheduled in (*self.scheduler.queue.running, *self.scheduler.queue.waiting):
             prompt = self.requests[scheduled].sequences[0]
             scheduled.shared_slots = self.batch.count_shared_pages(
                 prompt, scheduled.num_prompt_tokens, masks
             )
-            holds_match = (
-                scheduled.matched_version is not None
-                and not scheduled.is_swapped_out
-                and scheduled in self.scheduler.waiting
-            )
-            if holds_match:
+            if scheduled.holds_match and scheduled in self.scheduler.queue.waiting:
                 needed = model.count_shared_slots(scheduled.num_computed_tokens)
                 if (needed > scheduled.shared_slots).any():
                     self.drop_match(scheduled)
@@ -315,14 +310,17 @@ class Simulation:
                 else:
                     del self.lookups[scheduled]
             action = self.scheduler.choose_action(int(self.now_ms))
-            assert self.scheduler.num_sequences <= self.scheduler.max_sequences
+            assert self.scheduler.queue.num_sequences <= self.scheduler.max_sequences
             for request in self.requests.values():
-                if request.admitted_ms is None and request.scheduled in self.scheduler.running:
+                if (
+                    request.admitted_ms is None
+                    and request.scheduled in self.scheduler.queue.running
+                ):
                     request.admitted_ms = self.now_ms
                     self.admitted.append(request)
             if action is not None:
                 self.perform(action)
-            elif (timeout := self.scheduler.compute_timeout(int(self.now_ms))) is not None:
+            elif (timeout := self.scheduler.queue.compute_timeout(int(self.now_ms))) is not None:
                 self.now_ms += max(1e3 * timeout, 1.0)
             else:
                 assert not self.requests
@@ -339,7 +337,7 @@ def make_requests(
     for number in range(count):
         now_ms += rng.expovariate(1 / gap_ms)
         max_new_tokens, width = rng.choice([1, 5, 40, 200]), rng.choice(widths)
-        scheduled = ScheduledRequest(
+        scheduled = Request(
             number,
             rng.choice([1, 20, 63, 64, 300, 2000]) + rng.randrange(40),
             max_new_tokens,

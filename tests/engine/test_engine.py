@@ -62,11 +62,17 @@ def no_leaks() -> Iterator[None]:
 class CheckedEngine(Engine):
     """An engine that fails if its pools exceed its limit after any step."""
 
-    def _perform(self, action: Any) -> None:
-        super()._perform(action)
-        pools, limit = self._batch.stats([]), self._scheduler.max_bytes
-        now = pools["nbytes_held"] + pools["nbytes_free"]
-        assert limit is None or now <= limit, f"{now} bytes of {limit} after {action}"
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        worker, perform = self._worker, self._worker._perform
+
+        def check_step(action: Any) -> None:
+            perform(action)
+            pools, limit = worker.batch.caches.stats([]), worker.scheduler.max_bytes
+            now = pools["nbytes_held"] + pools["nbytes_free"]
+            assert limit is None or now <= limit, f"{now} bytes of {limit} after {action}"
+
+        worker._perform = check_step  # type: ignore[method-assign]
 
 
 def make_engine(model: Any, spec: str = "raw", **options: Any) -> Engine:
@@ -78,8 +84,8 @@ def wait_until_idle(engine: Engine) -> None:
     while (stats := engine.stats())["running"] or stats["waiting"]:
         threading.Event().wait(0.001)
     engine.close()
-    engine._batch.check()
-    assert not any(engine._batch.stats([]).values()) and not engine._requests
+    engine._worker.batch.caches.empty_cache.states.check()
+    assert not any(engine._worker.batch.caches.stats([]).values()) and not engine._worker.requests
 
 
 def test_slow_dtype_is_logged_once_per_model(
@@ -343,7 +349,9 @@ def run_random_requests(count: int) -> None:
     model, chance = build("llama"), random.Random(11)
     inputs = make_prompts(count, seed=4)
     counts = [chance.randint(1, 25) for _ in inputs]
-    hooks = make_failing_forward(TransformersDecoder(model), -1, random.Random(12))
+    decoder = TransformersDecoder(model)
+    assert decoder.support.reason == ""  # checked once per class, while no forward fails
+    hooks = make_failing_forward(decoder, -1, random.Random(12))
     lost = 0
     try:
         with make_engine(model, "affine8", max_sequences=12) as engine:
@@ -514,7 +522,7 @@ def test_lone_surrogate_is_refused_as_a_prompt(llama: Any) -> None:
 def test_forked_process_cannot_submit(llama: Any) -> None:
     """The engine's thread belongs to the parent: the child would wait for ever."""
     with make_engine(llama) as engine:
-        engine._pid = os.getpid() + 1
+        engine._worker.pid = os.getpid() + 1
         with pytest.raises(kvant.EngineError, match="make an engine in the child"):
             engine.submit([5, 6], max_new_tokens=1)
 
@@ -627,7 +635,7 @@ def test_cancelled_request_leaves_no_swap_file(llama: Any) -> None:
             stream.cancel()
         while engine.stats()["running"] or engine.stats()["waiting"]:
             threading.Event().wait(0.001)
-        folder = engine._swap_folder
+        folder = engine._worker.swap_folder
         assert folder is not None and not list(folder.iterdir())
     assert not folder.exists()
 

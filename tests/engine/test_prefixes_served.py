@@ -15,7 +15,7 @@ import torch
 import kvant
 from engine.test_engine import generate_alone, make_engine, make_prompts, no_leaks
 from hf.zoo import build
-from kvant.engine import batch
+from kvant.engine import prefix_reuse
 from kvant.generation import TransformersDecoder
 from kvant.prefixes import Prefixes, keys
 from kvant.prefixes.keys import make_root_key
@@ -36,7 +36,7 @@ def test_every_family_serves_requests_that_join_and_leave(name: str) -> None:
     with make_engine(model, max_sequences=2, prefixes=prefixes) as engine:
         streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in asked]
         results = [stream.result() for stream in streams]
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
     expected = [generate_alone(model, prompt, max_new_tokens=5) for prompt in asked]
     assert [list(result.tokens) for result in results] == expected
     if name not in FOREIGN and TransformersDecoder(model).supports_chunked_prefill:
@@ -123,7 +123,7 @@ def test_salt_is_dropped_with_its_last_request() -> None:
             del stream
             wait_until_idle(engine)
         assert cached == [0, 0, 127, 0, 127]
-        assert not engine._batch._salted_namespaces
+        assert not engine._worker.prefix_reuse._salted_namespaces
     assert_no_leaks(prefixes)
 
 
@@ -148,7 +148,7 @@ def test_swapped_out_requests_hit_and_are_hit() -> None:
         actual = [list(stream.result().tokens) for stream in streams]
         assert engine.stats()["put_aside"] > 0
         wait_until_idle(engine)
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
     assert actual == [generate_alone(model, prompt, max_new_tokens=90) for prompt in asked]
     assert_no_leaks(prefixes)
 
@@ -178,7 +178,7 @@ def test_idle_engine_counts_shared_pages_once() -> None:
         for prompt in make_prompts(5, longest=200):
             engine.submit(prompt, max_new_tokens=3, ignore_end=True).result()
         wait_until_idle(engine)
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
         assert engine.stats()["nbytes_held"] == prefixes.stats()["nbytes"] > 0
         assert prefixes.stats()["nbytes_idle"] == prefixes.stats()["nbytes"]
     assert_no_leaks(prefixes)
@@ -195,7 +195,7 @@ def test_cancelled_prompt_resumes_at_its_last_page() -> None:
             job = next(
                 (
                     request
-                    for request in engine._scheduler.running
+                    for request in engine._worker.scheduler.queue.running
                     if request.num_prompt_tokens == 400
                 ),
                 None,
@@ -261,7 +261,7 @@ def test_weights_are_checked_once_while_requests_run(
     monkeypatch.setattr(
         keys, "make_root_key", lambda *args: looked.append(args) or make_root_key(*args)
     )
-    monkeypatch.setattr(batch, "WEIGHTS_CHECK_INTERVAL_S", 1e9)
+    monkeypatch.setattr(prefix_reuse, "WEIGHTS_CHECK_INTERVAL_S", 1e9)
     prompts = [make_tokens(70 + n, seed=n) for n in range(6)]
     with make_engine(build("llama"), max_sequences=2, prefixes=Prefixes()) as engine:
         streams = [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]

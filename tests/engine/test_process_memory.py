@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvant
 from generation.speakers import Numbers
-from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
+from kvant.bench.harness import read_resident_nbytes, reset_resident_peak
 
 torch.set_num_threads(1)
 PROMPT, NEW = 600, 4

@@ -10,7 +10,8 @@ import pytest
 
 from engine.test_engine import generate_alone, make_engine, make_prompts, no_leaks, wait_until_idle
 from hf.zoo import build
-from kvant.engine.batch import Batch, EngineSequence
+from kvant.engine.batch import Batch
+from kvant.engine.request import Sequence
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache
 from kvant.native import get_library
@@ -82,13 +83,13 @@ def test_model_without_replay_is_served(replay_log: list[tuple[int, bool]]) -> N
 
 def test_empty_batch_frees_its_replay_memory(replay_log: list[tuple[int, bool]]) -> None:
     decoder = TransformersDecoder(build("llama"))
-    batch, seat = Batch(decoder, decoder.make_cache("raw")), EngineSequence([3, 4, 5])
+    batch, seat = Batch(decoder, decoder.make_cache("raw")), Sequence([3, 4, 5])
     batch.prefill(seat, 3)
     for token in (6, 7, 8):
         seat.tokens.append(token)
         batch.decode([seat])
     blocks = ref(batch._replay_buffers)
-    batch.release(seat)
+    batch.caches.release([seat])
     batch.clear()
     gc.collect()
     assert replay_log == [(1, True)] * 3 and blocks() is None

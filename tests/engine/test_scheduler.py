@@ -20,14 +20,13 @@ from engine.crowd import (
     make_requests,
     make_simulation,
 )
-from kvant.engine.chunk_sizer import ChunkSizer
+from kvant.engine.request import AGING_MS, Request
 from kvant.engine.scheduler import (
-    AGING_MS,
     MAX_TIMED_PROMPTS,
+    ChunkSizer,
     FreePools,
     LookUpStore,
     Prefill,
-    ScheduledRequest,
     Scheduler,
 )
 from kvant.errors import CapacityError
@@ -125,14 +124,14 @@ def test_memory_model_counts_pages_sealed_by_a_chunk(pages: str) -> None:
 def test_next_request_looks_up_its_prefix_while_it_queues() -> None:
     schedule = make_simulation(None, max_sequences=1).scheduler
     schedule.has_store = True
-    first, two, three = (ScheduledRequest(number, 64, 2) for number in range(3))
+    first, two, three = (Request(number, 64, 2) for number in range(3))
     for job in (first, two, three):
         schedule.add(job)
     assert schedule.choose_action(0) == LookUpStore(first)
     first.store_deadline_ms = 100
     assert schedule.choose_action(0) == LookUpStore(two)  # no third request ahead of its turn
     two.store_deadline_ms = 100
-    assert schedule.choose_action(0) is None and schedule.compute_timeout(0) == 0.1
+    assert schedule.choose_action(0) is None and schedule.queue.compute_timeout(0) == 0.1
     assert schedule.finish_store_lookup(two, 0)
     assert schedule.choose_action(50) is None  # finished, but the first request is next
     assert schedule.finish_store_lookup(first, 0)
@@ -145,7 +144,7 @@ def test_next_request_looks_up_its_prefix_while_it_queues() -> None:
 def test_late_store_hit_is_used_if_nothing_was_prefilled() -> None:
     schedule = make_simulation(None, max_sequences=3).scheduler
     schedule.has_store = True
-    jobs = [ScheduledRequest(number, 64, 2) for number in range(3)]
+    jobs = [Request(number, 64, 2) for number in range(3)]
     for job in jobs:
         schedule.add(job)
         assert schedule.choose_action(0) == LookUpStore(job)
@@ -162,9 +161,9 @@ def test_request_at_the_head_of_the_queue_is_not_overtaken() -> None:
     schedule = make_simulation(None, max_sequences=4).scheduler
     schedule.has_store = True
     jobs = [
-        ScheduledRequest(0, 64, 9),
-        ScheduledRequest(1, 64, 9, num_choices=4),
-        ScheduledRequest(2, 64, 9),
+        Request(0, 64, 9),
+        Request(1, 64, 9, num_choices=4),
+        Request(2, 64, 9),
     ]
     for job in jobs:
         schedule.add(job)
@@ -172,16 +171,16 @@ def test_request_at_the_head_of_the_queue_is_not_overtaken() -> None:
     assert schedule.choose_action(0) == LookUpStore(jobs[1])
     # three places are free, and reserved for four
     assert schedule.choose_action(0) == Prefill(jobs[0], 64)
-    assert jobs[2] in schedule.waiting
+    assert jobs[2] in schedule.queue.waiting
 
 
 def test_low_priority_request_is_not_starved() -> None:
     simulation = make_simulation(None, max_sequences=1)
     crowd = [
-        SimulatedRequest(ScheduledRequest(n, 64, 20, 1, 3, "", 150 * n), output_lengths=[20])
+        SimulatedRequest(Request(n, 64, 20, 1, 3, "", 150 * n), output_lengths=[20])
         for n in range(1000)
     ]
-    low = SimulatedRequest(ScheduledRequest(5000, 64, 20, 1, 0, "", 0), output_lengths=[20])
+    low = SimulatedRequest(Request(5000, 64, 20, 1, 0, "", 0), output_lengths=[20])
     simulation.run([*crowd, low])
     assert low.admitted_ms is not None and low.admitted_ms < 4.5 * AGING_MS
 
@@ -189,10 +188,10 @@ def test_low_priority_request_is_not_starved() -> None:
 def test_first_request_that_does_not_fit_is_not_overtaken() -> None:
     simulation = make_simulation(50 * 1000)
     small = [
-        SimulatedRequest(ScheduledRequest(2 * n, 64, 400, arrival_ms=n), output_lengths=[400])
+        SimulatedRequest(Request(2 * n, 64, 400, arrival_ms=n), output_lengths=[400])
         for n in range(40)
     ]
-    large = SimulatedRequest(ScheduledRequest(7, 2900, 2, arrival_ms=3), output_lengths=[2])
+    large = SimulatedRequest(Request(7, 2900, 2, arrival_ms=3), output_lengths=[2])
     simulation.run([*small, large])
     places = [life.scheduled.number for life in simulation.admitted]
     assert places.index(7) <= 4
@@ -201,14 +200,12 @@ def test_first_request_that_does_not_fit_is_not_overtaken() -> None:
 def test_tenants_alternate() -> None:
     simulation = make_simulation(None, max_sequences=4)
     greedy = [
-        SimulatedRequest(
-            ScheduledRequest(n, 64, 50, tenant="greedy", arrival_ms=0), output_lengths=[50]
-        )
+        SimulatedRequest(Request(n, 64, 50, tenant="greedy", arrival_ms=0), output_lengths=[50])
         for n in range(30)
     ]
     modest = [
         SimulatedRequest(
-            ScheduledRequest(50 + n, 64, 50, tenant="modest", arrival_ms=1), output_lengths=[50]
+            Request(50 + n, 64, 50, tenant="modest", arrival_ms=1), output_lengths=[50]
         )
         for n in range(4)
     ]
@@ -221,9 +218,9 @@ def test_tenants_alternate() -> None:
 def test_decode_delay_grows_with_the_number_of_prefills(prompts: int, times: int) -> None:
     """Each prompt has a time budget between two tokens, up to a maximum number of prompts."""
     simulation = make_simulation(None)
-    speaking = [SimulatedRequest(ScheduledRequest(0, 20, 300), output_lengths=[300])]
+    speaking = [SimulatedRequest(Request(0, 20, 300), output_lengths=[300])]
     reading = [
-        SimulatedRequest(ScheduledRequest(1 + n, 3000, 1, arrival_ms=1000), output_lengths=[1])
+        SimulatedRequest(Request(1 + n, 3000, 1, arrival_ms=1000), output_lengths=[1])
         for n in range(prompts)
     ]
     simulation.run([*speaking, *reading])
@@ -236,8 +233,8 @@ def test_chunks_of_several_prompts_fit_between_two_tokens() -> None:
         schedule.chunk_sizer.record_time(tokens, 0, compute_chunk_ms(tokens, 0) / 1e3)
     # 110 ms each, of 250
     jobs = [
-        ScheduledRequest(0, 20, 3),
-        *(ScheduledRequest(1 + n, 100, 1) for n in range(3)),
+        Request(0, 20, 3),
+        *(Request(1 + n, 100, 1) for n in range(3)),
     ]
     for job in jobs:
         schedule.add(job)
@@ -267,15 +264,15 @@ def test_last_chunk_absorbs_a_small_remainder(prompt: int, count: int) -> None:
 def test_impossible_request_is_refused_with_the_needed_bytes() -> None:
     simulation = make_simulation(10 * 1000)
     with pytest.raises(CapacityError, match=r"700 tokens and 10 new ones need .* of a limit of"):
-        simulation.scheduler.check_request(ScheduledRequest(0, 700, 10))
+        simulation.scheduler.check_request(Request(0, 700, 10))
     with pytest.raises(CapacityError, match=r"n=9 with max_sequences=8"):
-        simulation.scheduler.check_request(ScheduledRequest(0, 7, 10, 9))
-    simulation.scheduler.check_request(ScheduledRequest(0, 500, 10))
+        simulation.scheduler.check_request(Request(0, 7, 10, 9))
+    simulation.scheduler.check_request(Request(0, 500, 10))
 
 
 def test_memory_is_released_when_all_requests_finish() -> None:
     schedule = make_simulation(None).scheduler
-    job = ScheduledRequest(0, 10, 1)
+    job = Request(0, 10, 1)
     schedule.add(job)
     action = schedule.choose_action(0)
     assert action == Prefill(job, 10)

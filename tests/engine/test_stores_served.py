@@ -15,8 +15,8 @@ import kvant
 import kvant.engine.prefix_reuse as reuse
 from engine.test_engine import generate_alone, make_engine, no_leaks
 from hf.zoo import build
+from kvant.cache import transitions
 from kvant.generation import TransformersDecoder
-from kvant.pages.storage import Storage
 from kvant.prefixes import Prefixes
 from kvant.prefixes.memory import PrefixPools
 from kvant.stores import FolderStore, Tiers
@@ -41,7 +41,7 @@ def test_every_family_hits_the_store_after_a_restart(
         with make_engine(model, max_sequences=2, prefixes=prefixes) as engine:
             streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in asked]
             results = [stream.result() for stream in streams]
-            engine._batch.check()
+            engine._worker.batch.caches.empty_cache.states.check()
             prefixes.flush()
         assert [list(result.tokens) for result in results] == expected
         if keeps and restarted:
@@ -134,7 +134,7 @@ def test_many_requests_run_in_memory_for_two(
                 able += (len(conversations[user]) - 1) // 64 * 64 if turn else 0
                 hit += result.usage.cached_tokens if turn else 0
                 conversations[user] = turn_prompts[user] + list(result.tokens)
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
         prefixes.flush()
     assert max(peak) <= two
     assert hit >= 0.95 * able, f"{hit} of {able}"
@@ -194,7 +194,7 @@ def test_late_restore_leaves_memory_to_other_requests(
         assert not engine.submit(prompts[3], **options).result().usage.restored_tokens
         slow.go.set()
         engine.submit(make_tokens(70, seed=98), **options).result()
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
     assert max(peak) <= limit
     assert_no_leaks(prefixes)
     prefixes.close()
@@ -229,7 +229,7 @@ def test_lookup_in_a_silent_store_holds_no_pages(
         long_prompt = [*prompt, *make_tokens(200, seed=1)]
         result = engine.submit(long_prompt, max_new_tokens=2, ignore_end=True).result()
         assert silent.asked.is_set() and result.usage.cached_tokens >= 192
-        while engine._requests:
+        while engine._worker.requests:
             time.sleep(0.001)
         prefixes.clear()
         nbytes_before = engine.stats()["nbytes_held"]
@@ -243,12 +243,12 @@ def test_restored_page_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompts = build("llama"), [make_tokens(450, seed=n) for n in range(4)]
     store_prompts(model, "affine8", prompts, tmp_path)
-    monkeypatch.setattr(Storage, "copy_pages_from", None)  # fails if called
+    monkeypatch.setattr(transitions, "copy_sides", None)  # fails if called
     prefixes = Prefixes(store=open_folder(tmp_path))
     with make_engine(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
         streams = [engine.submit(p, max_new_tokens=2, ignore_end=True) for p in prompts]
         assert [stream.result().usage.restored_tokens for stream in streams] == [448] * 4
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
         prefixes.flush()
     assert_no_leaks(prefixes)
     prefixes.close()
@@ -263,7 +263,7 @@ def test_closed_engine_drops_arriving_restores(
     with Prefixes(store=Tiers([slow])) as prefixes:
         with make_engine(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
             engine.submit(make_tokens(70, seed=1), max_new_tokens=2, ignore_end=True).result()
-            storages = [*engine._batch._empty_cache.states.state.storages.values()]
+            storages = [*engine._worker.batch.caches.empty_cache.states.state.storages.values()]
             storage_ref = weakref.ref(storages[0])
             del storages
             engine.submit(prompt, max_new_tokens=2, ignore_end=True)
@@ -302,7 +302,7 @@ def test_stalled_store_writes_hold_no_memory(
         asked = [make_tokens(shared, seed=0) + make_tokens(200, seed=1 + n) for n in range(8)]
         streams = [engine.submit(p, max_new_tokens=8, ignore_end=True) for p in asked]
         assert all(len(stream.result(60).tokens) == 8 for stream in streams)
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
         assert prefixes.stats()["evicted"]
         StuckStore.take.set()
         prefixes.flush()
@@ -383,7 +383,7 @@ def test_prompt_arriving_during_a_lookup_is_served(tmp_path: Path) -> None:
         second = engine.submit(prompt, max_new_tokens=2, ignore_end=True)
         assert second.result().usage.restored_tokens == 192
         assert len(first.result().tokens) == 2
-        engine._batch.check()
+        engine._worker.batch.caches.empty_cache.states.check()
 
 
 def test_failed_store_write_fails_no_request(
@@ -396,7 +396,7 @@ def test_failed_store_write_fails_no_request(
     def fails(*args: Any) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("kvant.engine.batch.Batch.adopt_restore", fails)
+    monkeypatch.setattr("kvant.engine.prefix_reuse.StoreLookups._import_restore", fails)
     with make_engine(model, store=str(tmp_path)) as engine:
         result = engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
         assert (len(result.tokens), result.usage.cached_tokens) == (2, 0)

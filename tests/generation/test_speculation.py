@@ -24,8 +24,7 @@ from generation.speakers import (
 )
 from hf.zoo import build, valid_spec
 from kvant.generation import Sampling, generate
-from kvant.generation.drafters import DraftTarget, NGramDrafter
-from kvant.generation.sampling import DraftToken, Sampler
+from kvant.generation.sampling import DraftTarget, DraftToken, NGramDrafter, Sampler
 from thin import thin_rows
 
 SPECS = ["raw", "affine8", "affine4", "turbo4v2", "affine4,window=16,sinks=2", "raw,window=12"]

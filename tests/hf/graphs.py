@@ -12,7 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvant.replay.graph import StaticForward
+from kvant.replay.capture import StaticForward
 
 
 def trace_forward(forward: StaticForward, ids: Tensor, lengths: Tensor) -> StaticForward:

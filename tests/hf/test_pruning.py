@@ -13,7 +13,8 @@ from generation.speakers import Numbers
 from hf.reading import decode_logits, make_attached_model, prefill_prompt, text
 from hf.zoo import FAMILIES, build
 from kvant.engine import Engine
-from kvant.engine.batch import Batch, EngineSequence
+from kvant.engine.batch import Batch
+from kvant.engine.request import Sequence
 from kvant.generation import TransformersDecoder, generate
 from kvant.generation.decoder import make_decoder
 from kvant.server.settings import ServerSettings
@@ -169,7 +170,7 @@ def test_swapped_out_sequence_continues(place: str, tmp_path: Path) -> None:
     assert isinstance(decoder, TransformersDecoder)
     batch, replies = Batch(decoder, decoder.make_cache(spec)), dict[bool, list[int]]()
     for aside in (False, True):
-        seat = EngineSequence(text(300))
+        seat = Sequence(text(300))
         logits, replies[aside] = batch.prefill(seat, 300), []
         for position in range(40):
             replies[aside].append(int(logits.argmax()))
@@ -178,9 +179,9 @@ def test_swapped_out_sequence_continues(place: str, tmp_path: Path) -> None:
             assert not failed
             logits = rows[0]
             if aside and position in (3, 20):
-                batch.swap_out(seat, tmp_path / f"{position}")
-                batch.swap_in(seat)
-        batch.release(seat)
+                batch.caches.swap_out(seat, tmp_path / f"{position}")
+                batch.caches.swap_in(seat, model)
+        batch.caches.release([seat])
     assert replies[True] == replies[False]
 
 

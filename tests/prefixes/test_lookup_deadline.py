@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 import kvant
-from cache.test_page_set import make_filled_cache, store_missing_pages
+from cache.test_transfer import make_filled_cache, store_missing_pages
 from hf.zoo import build
-from kvant.cache.page_set import PageSet
-from kvant.cache.restore_buffer import RestoreBuffer
-from kvant.cache.usage import measure_pools
+from kvant.cache.reports import measure_pools
+from kvant.cache.transfer import PageSet, RestoreBuffer
 from kvant.prefixes import LookupDeadline, Prefixes
 from kvant.prefixes import namespace as shelves
-from kvant.prefixes.threads import DaemonExecutor
+from kvant.prefixes.restore import start_daemon
 from kvant.stores import FolderStore, Tiers
 from kvant.stores import tiers as stores
 from prefixes.test_prefixes import generate_tokens, make_tokens
@@ -143,15 +142,12 @@ def test_process_exits_despite_a_hanging_store(reader: str, tmp_path: Path) -> N
     assert (ended.returncode, ended.stdout) == (0, "hung True\n"), ended.stderr
 
 
-def test_daemons_run_calls_in_order_and_forward_errors() -> None:
-    threads, calls = DaemonExecutor(1, "kvant-test"), list[int]()
+def test_daemons_return_results_and_forward_errors() -> None:
     go = threading.Event()
-    first = threads.submit(go.wait, 60)
-    cancelled, second = threads.submit(calls.append, 1), threads.submit(calls.append, 2)
-    failing = threads.submit(divmod, 1, 0)
-    assert cancelled.cancel()
-    threads.shutdown()
-    go.set()
-    assert first.result(60) and second.result(60) is None and calls == [2]
+    waiting = start_daemon(lambda: go.wait(60), "kvant-test")
+    failing = start_daemon(lambda: divmod(1, 0), "kvant-test")
     with pytest.raises(ZeroDivisionError):
         failing.result(60)
+    assert not waiting.done()
+    go.set()
+    assert waiting.result(60)

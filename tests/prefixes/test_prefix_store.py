@@ -14,10 +14,10 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
-from kvant.cache.page_set import PageSet
-from kvant.cache.usage import measure_pools
+from kvant.cache.reports import measure_pools
+from kvant.cache.transfer import PageSet
 from kvant.generation import TransformersDecoder
-from kvant.prefixes import Prefixes
+from kvant.prefixes import Prefixes, restore
 from kvant.prefixes.memory import PrefixPools
 from kvant.stores import FolderStore, Tiers
 from prefixes.test_prefixes import (
@@ -154,6 +154,26 @@ def test_foreign_pages_are_not_read(tmp_path: Path) -> None:
     with Prefixes(store=open_folder(tmp_path)) as prefixes:
         generate_tokens(first, prompt, prefixes=prefixes)
         assert prefixes.stats()["tokens_hit"] >= 192
+
+
+def test_one_thread_suffices_for_a_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, started = build("llama"), make_tokens(400, seed=0), list[str]()
+    start = restore.start_daemon
+
+    def start_one(call: Any, name: str) -> Any:
+        if name in started:
+            raise RuntimeError("can't start new thread")
+        started.append(name)
+        return start(call, name)
+
+    with Prefixes(store=open_folder(tmp_path)) as prefixes:
+        expected = generate_tokens(model, prompt, prefixes=prefixes)
+    monkeypatch.setattr(restore, "MAX_RUN_PAGES", 1)
+    monkeypatch.setattr(restore, "start_daemon", start_one)
+    with Prefixes(store=open_folder(tmp_path)) as prefixes:
+        assert generate_tokens(model, prompt, prefixes=prefixes) == expected
+        assert read_stats(prefixes)["tokens_restored"] >= 384
+    assert started == ["kvant-restore"]
 
 
 def test_evicted_prefix_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

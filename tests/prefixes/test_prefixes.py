@@ -13,7 +13,7 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import FAMILIES, build
-from kvant.cache.usage import measure_pools
+from kvant.cache.reports import measure_pools
 from kvant.generation import TransformersDecoder
 from kvant.generation.decoder import Prefiller
 from kvant.hf import TransformersCache
@@ -256,20 +256,21 @@ def test_reopened_rows_are_not_shared() -> None:
     )
 
 
-@pytest.mark.parametrize("least", range(3))
+@pytest.mark.parametrize("call", range(3, 8))
 def test_interrupt_during_a_store_keeps_the_tree_valid(
-    least: int, monkeypatch: pytest.MonkeyPatch
+    call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The match makes two page keys, and the insertion five: two on the path, three for nodes."""
     model, prefixes, calls = build("llama"), Prefixes(), []
     generate_tokens(model, make_tokens(100, seed=0), prefixes=prefixes)
 
     def interrupt(*args: Any) -> bytes:
         calls.append(1)
-        if len(calls) == 1 + least:
+        if len(calls) == call:
             raise KeyboardInterrupt
         return make_page_key(*args)
 
-    monkeypatch.setattr("kvant.prefixes.keys.make_page_key", interrupt)
+    monkeypatch.setattr("kvant.prefixes.tree.make_page_key", interrupt)
     with pytest.raises(KeyboardInterrupt):
         generate_tokens(
             model, make_tokens(64, seed=0) + make_tokens(200, seed=1), prefixes=prefixes

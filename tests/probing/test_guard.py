@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvant
 from hf.outliers import scale_key_channels
 from kvant import demo, hf
-from kvant.probing import assessment, guard
+from kvant.probing import guard
 from kvant.probing import verdicts as verdicts_module
-from kvant.probing.evaluator import make_trial
 from kvant.probing.guard import attach_checked, explain_harm
+from kvant.probing.recommendation import make_trial
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def probe_steps() -> list[tuple[int, int]]:
 def set_slow_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Make each reading of the clock `seconds` later than the one before."""
     ticks = count()
-    monkeypatch.setattr(assessment, "monotonic", lambda: seconds * next(ticks))
+    monkeypatch.setattr(verdicts_module, "monotonic", lambda: seconds * next(ticks))
 
 
 def test_harmless_format_is_recognized_after_a_few_tokens(

@@ -17,9 +17,13 @@ from hf.outliers import scale_key_channels
 from hf.zoo import build
 from kvant import SpecError, demo
 from kvant.probing import explain_harm, make_trial, resolve_auto
-from kvant.probing.evaluator import RANDOM_TOKENS_KL_SCALE
-from kvant.probing.recommendation import CANDIDATE_SPECS, find_smallest_spec, list_promotions
-from kvant.spec.auto import MAX_KL, MAX_LOST, Tolerance, parse_auto_tolerance
+from kvant.probing.recommendation import (
+    CANDIDATE_SPECS,
+    RANDOM_TOKENS_KL_SCALE,
+    find_smallest_spec,
+    list_promotions,
+)
+from kvant.spec.language import MAX_KL, MAX_LOST, Tolerance, parse_auto_tolerance
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,6 @@ def test_perfect_copier_recalls_everything(
 ) -> None:
     exams = make_exams(tokenizer, [torch.arange(900)[None]], 2, seed=2)
     hidden_facts = [fact.line for exam in exams for fact in exam.planted if fact.depth == lost]
-    monkeypatch.setattr(module, "make_stored_prefill_spec", lambda model, spec: spec)
     monkeypatch.setattr(module, "make_empty_cache", lambda model, spec: Seen([]))
     monkeypatch.setattr(module, "read_prompt", lambda model, ids, visible: model(ids, visible))
     monkeypatch.setattr(module, "compute_logits", lambda model, ids, visible: model(ids, visible))

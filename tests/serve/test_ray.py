@@ -31,7 +31,7 @@ from kvant.serve.ray import (
     app,
     choose_num_replicas,
 )
-from kvant.serve.routed_request import PAGE_BYTES, RoutedRequest, parse_prefix_pages
+from kvant.serve.routing import PAGE_BYTES, RoutedRequest, parse_prefix_pages
 
 pytestmark = pytest.mark.xdist_group("ray")  # one deployment for all
 PREFIXES, EACH = 12, 20

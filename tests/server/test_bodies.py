@@ -17,7 +17,7 @@ async def read_body(scope: Any, receive: Any, send: Any) -> None:
 def test_many_large_bodies_trim_the_heap_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trim per body slowed decode: the next forward must fault its pages in again."""
     trims: list[int] = []
-    monkeypatch.setattr("kvant.platform.malloc.trim_heap", lambda: trims.append(1))
+    monkeypatch.setattr("kvant.platform.c_libraries.trim_heap", lambda: trims.append(1))
     monkeypatch.setattr("kvant.server.app.TRIM_SECONDS", 0.01)
     app, scope = BodyLimitMiddleware(read_body), {"type": "http", "headers": []}
 

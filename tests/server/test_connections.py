@@ -10,8 +10,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from kvant.server import connections
-from kvant.server.connections import MAX_HEADER_BYTES, compute_max_connections
+from kvant.server import http_server
+from kvant.server.http_server import MAX_HEADER_BYTES, compute_max_connections
 from server.conftest import serve_model
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -73,7 +73,7 @@ def test_new_connection_is_refused_if_all_are_busy(
 def test_request_has_a_deadline(
     bundled_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, begin: bytes, status: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     with serve_model(*bundled_model) as (service, url):
         assert read_all(connect(url, begin)).startswith(status)
         body = b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"

@@ -138,7 +138,7 @@ def test_too_many_continuations_is_no_context_error(
     error = httpx.post(f"{running[1]}/v1/completions", json=body).json()["error"]
     assert error["message"].startswith("n=1000 with max_sequences=8") and error["code"] is None
     body = {"prompt": "a", "n": 8, "max_tokens": 2000}
-    monkeypatch.setattr(running[0].engine._scheduler, "max_bytes", 8 << 20)
+    monkeypatch.setattr(running[0].engine._worker.scheduler, "max_bytes", 8 << 20)
     error = httpx.post(f"{running[1]}/v1/completions", json=body).json()["error"]
     assert "of a limit of 8 MiB" in error["message"] and error["code"] is None
     body = {"prompt": "a b " * 5000, "max_tokens": 1}
@@ -178,7 +178,7 @@ def test_error_after_the_start_of_a_stream_is_a_server_error(
     def fails(loops: Any, logits: Any) -> list[Exception]:
         return [ValueError("what nobody is to know")] * len(loops)
 
-    monkeypatch.setattr("kvant.engine.engine.sample_tokens", fails)
+    monkeypatch.setattr("kvant.engine.worker.sample_tokens", fails)
     response = httpx.post(f"{running[1]}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
     assert response.status_code == 500
     error = response.json()["error"]

@@ -114,7 +114,7 @@ def test_figures_of_tenants_add_up_to_the_totals(
         def fails(loops: Any, logits: Any) -> list[Exception]:
             return [ValueError("why")] * len(loops)
 
-        monkeypatch.setattr("kvant.engine.engine.sample_tokens", fails)
+        monkeypatch.setattr("kvant.engine.worker.sample_tokens", fails)
         assert ask(url, "second-key").status_code == 500
         totals = sum_tenants(url, service)
         assert totals == read_counts(service.stats()) and totals["failed"] == 1

@@ -13,7 +13,7 @@ import pytest
 from kvant import ContextError
 from kvant.generation import Messages
 from kvant.generation.conversation import encode_text
-from kvant.server.tokenizer_pool import (
+from kvant.server.service import (
     MAX_SHORT_CHARACTERS,
     MAX_WAITING_CHARACTERS,
     ServerBusy,

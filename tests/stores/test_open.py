@@ -9,7 +9,7 @@ import pytest
 
 from kvant.errors import CacheError, StoreError
 from kvant.stores import STORE_TYPES, FolderStore, ObjectStore, RedisStore, open_store, open_tiers
-from kvant.stores.redis import DEFAULT_TTL_S
+from kvant.stores.remote import DEFAULT_TTL_S
 
 SECRET = "geheim"
 NEEDED = "az://, file://, gs://, memory://, redis://, rediss://, s3://, unix://, valkey://"

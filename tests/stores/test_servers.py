@@ -22,7 +22,7 @@ from kvant.stores import (
     open_store,
 )
 from kvant.stores import tiers as module
-from kvant.stores.redis import DEFAULT_TTL_S
+from kvant.stores.remote import DEFAULT_TTL_S
 from kvant.stores.tiers import CIRCUIT_OPEN_S, MAX_FAILURES_IN_A_ROW
 from stores.servers import PASSWORD, QUOTED, Server, redis_server, s3_server
 

@@ -20,10 +20,9 @@ from kvant.attention.native import NativeBackend
 from kvant.attention.reference import ReferenceBackend
 from kvant.attention.triton import TritonBackend
 from kvant.contracts import AttentionRequest, Backend, Mask, View
-from kvant.derived import Memo
-from kvant.errors import UnsupportedView
-from kvant.platform.torch_modes import get_transform, make_transform_error
-from kvant.renamed import RenamedAttribute
+from kvant.errors import RenamedAttribute, UnsupportedView
+from kvant.lazy import Memo
+from kvant.platform.torch_runtime import get_transform, make_transform_error
 
 # In order of preference. The reference backend supports every view, so the backends after it run
 # only when requested by name.

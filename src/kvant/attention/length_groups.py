@@ -17,7 +17,7 @@ from torch import Tensor
 from kvant.attention.mask import BlockVisibility, classify_block, evaluate_mask
 from kvant.attention.write_rows import decode_pages
 from kvant.contracts import Mask, View
-from kvant.derived import Memo
+from kvant.lazy import Memo
 from kvant.page_table import PADDING, Ints, PageTable
 
 BlockPart = Literal["sinks", "sealed", "open", "new"]

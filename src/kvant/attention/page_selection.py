@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvant.attention.write_rows import MAX_PAGES_PER_SEAL, decode_pages
 from kvant.contracts import AttentionRequest, Mask, PagedTensors, PageSelection, PageSummary, View
-from kvant.derived import Memo
+from kvant.lazy import Memo
 from kvant.page_table import FIRST_SEALED, FIRST_VISIBLE, STOP_SEALED, Ints
 
 BOUNDS_MARGIN = 0.5  # widening of a page's bounds on either side, as a fraction of their range

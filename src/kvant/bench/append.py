@@ -15,8 +15,8 @@ import torch
 import typer
 from torch import Tensor
 
-from kvant.bench import report
-from kvant.bench.clock import CPU, Laps
+from kvant.bench import harness
+from kvant.bench.harness import CPU, Laps
 from kvant.cache import Cache
 
 GROWTH_OPTIONS = {"paged": "", "stepped": ",step=256", "reserved": ",capacity={capacity}"}
@@ -94,16 +94,16 @@ def main(
     heads: int = 8,
     dim: int = 128,
     tokens: Annotated[int, typer.Option(help="Appends per figure")] = 512,
-    json: report.Json = False,
+    json: harness.Json = False,
 ) -> None:
     """Time one appended token: one layer, bf16, batch 1."""
     rows: list[dict[str, Any]] = []
-    for length in report.parse_numbers("lengths", lengths):
-        report.show_progress(f"{length} rows")
+    for length in harness.parse_numbers("lengths", lengths):
+        harness.show_progress(f"{length} rows")
         rows += measure_appends(kv_cache, length, tokens, heads, dim)
     facts = {"kv_cache": kv_cache, "heads": heads, "dim": dim, "dtype": "bfloat16"}
-    report.print_report("append", rows, facts, quiet=json)
+    harness.print_report("append", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -24,8 +24,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvant.attention import attend, explain
-from kvant.bench import report
-from kvant.bench.clock import BenchDevice, CudaDevice, Laps, TimedCall, choose_device, time_in_turn
+from kvant.bench import harness
+from kvant.bench.harness import (
+    BenchDevice,
+    CudaDevice,
+    Laps,
+    TimedCall,
+    choose_device,
+    time_in_turn,
+)
 from kvant.cache import Cache
 from kvant.contracts import View
 from kvant.native import get_library
@@ -184,7 +191,7 @@ def main(
     formats: Annotated[
         str, typer.Option(help="Specs to measure, besides raw")
     ] = "affine8,fp8,affine8v4,affine6,affine4,turbo4v4,turbo3v3,turbo4v2",
-    threads: report.Threads = None,
+    threads: harness.Threads = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences")] = 1,
     heads: int = 8,
     group: Annotated[int, typer.Option(min=1, help="Query heads per key head")] = 4,
@@ -194,17 +201,17 @@ def main(
         str | None, typer.Option(help="Backends to measure; default: the preferred one")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per figure")] = 25,
-    device: report.Device = None,
-    plot: report.Plot = None,
-    json: report.Json = False,
+    device: harness.Device = None,
+    plot: harness.Plot = None,
+    json: harness.Json = False,
 ) -> None:
     """Time attention of the newest tokens: one layer, bf16."""
     bench_device = choose_device(device)
-    report.check_plot(plot)
-    row_counts = report.parse_numbers("lengths", lengths)
+    harness.check_plot(plot)
+    row_counts = harness.parse_numbers("lengths", lengths)
     if min(row_counts) < queries:
         raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
-    report.set_threads(threads)
+    harness.set_threads(threads)
     task = AttendTask(batch, heads, group, dim, queries, repeats, backend)
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
@@ -215,8 +222,8 @@ def main(
     facts = asdict(task) | {"dtype": "bfloat16", "isa": get_library().isa, "skipped": skipped}
     if plot is not None:
         title = f"attention of {queries} over N rows"
-        report.draw_curves(make_attention_curves(rows), title, plot, "milliseconds (median)")
-    report.print_report("attend", rows, facts, quiet=json, gpu=bench_device.describe())
+        harness.draw_curves(make_attention_curves(rows), title, plot, "milliseconds (median)")
+    harness.print_report("attend", rows, facts, quiet=json, gpu=bench_device.describe())
 
 
 def make_attention_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
@@ -227,8 +234,8 @@ def make_attention_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[i
         way, backend = row["way"], row["backend"]
         return way if backend in ("", preferred) else f"{way}, {backend}"
 
-    return report.group_curves(rows, label, "rows")
+    return harness.group_curves(rows, label, "rows")
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import (
     Contestant,
     Shape,
@@ -31,7 +31,7 @@ from kvant.bench.cache_race import (
     make_contestant,
     open_model,
 )
-from kvant.bench.clock import DYNAMIC, time_in_turn
+from kvant.bench.harness import DYNAMIC, time_in_turn
 from kvant.cache import merge
 from kvant.generation import TransformersDecoder
 from kvant.hf import cache_for, get_cache_argument
@@ -62,23 +62,18 @@ def make_merged_batch(
     return Contestant(name, cache, cache.states.nbytes, decode)
 
 
-def make_uniform_batch(
-    model: Any, rows: tuple[Tensor, Tensor], context: int, sequences: int
-) -> Contestant:
-    """Make a DynamicCache with several sequences of one length."""
-    keys, values = (x[:, :, :context].expand(sequences, -1, -1, -1) for x in rows)
-    return make_contestant(model, DYNAMIC, keys, values)
-
-
 @torch.no_grad()
 def measure_batches(
     model: Any, name: str, context: int, counts: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Return a row for each number of sequences, of a format and of the DynamicCache."""
     rows = draw_random_rows(model, context + max(counts))
+    keys, values = (x[:, :, :context] for x in rows)  # the DynamicCache has equal lengths
     pairs = {
         count: (
-            make_uniform_batch(model, rows, context, count),
+            make_contestant(
+                model, DYNAMIC, keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1)
+            ),
             make_merged_batch(model, name, rows, spread_lengths(context, count)),
         )
         for count in counts
@@ -146,16 +141,16 @@ def main(
     formats: Annotated[str, typer.Option(help="Specs to measure")] = "raw,affine8",
     repeats: Annotated[int, typer.Option(min=1, help="Tokens per figure")] = 9,
     shape: Shape = "0.6b",
-    layers: report.Layers = None,
+    layers: harness.Layers = None,
     beam: Annotated[
         int | None, typer.Option("--beams", min=2, help="Measure beam search with this many beams")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="With --beams: tokens to generate")] = 128,
-    threads: report.Threads = None,
-    json: report.Json = False,
+    threads: harness.Threads = None,
+    json: harness.Json = False,
 ) -> None:
     """Time sequences of different lengths in one forward, or beam search."""
-    counts = report.parse_numbers("sequences", sequences)
+    counts = harness.parse_numbers("sequences", sequences)
     if counts[0] != 1 or sorted(set(counts)) != counts:
         raise ValueError(f"--sequences {sequences}: 1 first, then rising numbers are needed")
     if context <= counts[-1] // 2:
@@ -169,8 +164,8 @@ def main(
         rows = [
             row for name in names for row in measure_batches(model, name, context, counts, repeats)
         ]
-    report.print_report(title, rows, facts | {"context": context}, quiet=json)
+    harness.print_report(title, rows, facts | {"context": context}, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

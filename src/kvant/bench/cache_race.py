@@ -14,7 +14,7 @@ the mean of kvant.bench.append does.
 
 `rest_mib` is the size of the cache at the context. `peak_mib` is what decoding needs in addition:
 the peak of resident memory while as many tokens are decoded as are timed, minus resident memory
-before (clock.py). Each cache is measured in a new process, since an allocator keeps freed memory,
+before (harness.py). Each cache is measured in a new process, since an allocator keeps freed memory,
 tens of MiB. On a GPU it is the peak of torch's allocated memory.
 """
 
@@ -31,8 +31,8 @@ import typer
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from kvant.bench import report
-from kvant.bench.clock import (
+from kvant.bench import harness
+from kvant.bench.harness import (
     CPU,
     DYNAMIC,
     STATIC,
@@ -168,9 +168,9 @@ def decode_in_turn(
 
 def open_model(shape: str, layers: int | None, threads: int | None) -> tuple[Any, dict[str, Any]]:
     """Build a benchmark's model on the CPU and set torch's threads; return it and its facts."""
-    report.set_threads(threads)
+    harness.set_threads(threads)
     task = RaceTask(layers, shape=shape)
-    report.show_progress("building the model")
+    harness.show_progress("building the model")
     return build_model(task.model_sizes), task.model_facts
 
 
@@ -273,7 +273,7 @@ def measure_peak(task: RaceTask, name: str, context: int, threads: int) -> int |
 def run_race(lengths: Sequence[int], task: RaceTask) -> list[dict[str, Any]]:
     """Return a row for each length and cache, and one of the baseline for each format."""
     names = split_specs(task.formats)
-    report.show_progress("building the model")
+    harness.show_progress("building the model")
     model = build_model(task.model_sizes, task.device, task.compiled)
     packed = None
     if task.pack:
@@ -285,7 +285,7 @@ def run_race(lengths: Sequence[int], task: RaceTask) -> list[dict[str, Any]]:
     for length in lengths:
         peaks_by_name: dict[str, int | None] = dict.fromkeys((task.baseline, *names))
         for name in peaks_by_name if task.peaks else ():
-            report.show_progress(f"{length} rows, {name}: the peak")
+            harness.show_progress(f"{length} rows, {name}: the peak")
             threads = torch.get_num_threads()
             peaks_by_name[name] = run_in_process(measure_peak, task, name, length, threads)
         for name in names:

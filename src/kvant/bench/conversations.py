@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import Shape, draw_random_rows, make_contestant, open_model
-from kvant.bench.clock import Laps, TimedCall, time_in_turn
 from kvant.bench.engine import Prompts, SilentTokenizer, continue_prompts
+from kvant.bench.harness import Laps, TimedCall, time_in_turn
 from kvant.engine import Engine
 
 WITH_PREFIXES, WITHOUT_PREFIXES = "engine with prefixes", "engine"
@@ -66,11 +66,11 @@ def main(
     shared: Annotated[int, typer.Option(min=1, help="Tokens at the start of all prompts")] = 256,
     message: Annotated[int, typer.Option(min=1, help="Tokens of each message")] = 32,
     reply: Annotated[int, typer.Option(min=1, help="Tokens of each reply")] = 16,
-    kv_cache: report.KVCache = "affine8",
+    kv_cache: harness.KVCache = "affine8",
     shape: Shape = "0.6b",
-    layers: report.Layers = None,
-    threads: report.Threads = None,
-    json: report.Json = False,
+    layers: harness.Layers = None,
+    threads: harness.Threads = None,
+    json: harness.Json = False,
 ) -> None:
     """Measure many users with memory for a few, with prefixes and without."""
     if memory > users:
@@ -126,8 +126,8 @@ def main(
         **summarize_hits(stats),
     }
     rows = summarize_turns(laps, served_users, users)
-    report.print_report("conversations", rows, facts, quiet=json)
+    harness.print_report("conversations", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

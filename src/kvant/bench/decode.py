@@ -9,32 +9,162 @@ token is waited for.
 
 from __future__ import annotations
 
+import inspect
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from transformers import DynamicCache, PreTrainedModel
 
 from kvant import demo
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import RaceTask, run_race
-from kvant.bench.candidates import (
-    NO_CACHE,
-    PEERS,
-    TRANSFORMERS,
-    Candidate,
-    MakeCandidate,
-    make_candidates,
-    make_peers,
-    open_checkpoint,
-)
-from kvant.bench.clock import BenchDevice, TimedCall, choose_device, time_in_turn
+from kvant.bench.harness import BenchDevice, TimedCall, choose_device, time_in_turn
+from kvant.checkpoints import load
+from kvant.hf import cache_for, get_cache_argument
 from kvant.native import use_own_threads
 from kvant.platform.devices import AUTO_DTYPE, parse_dtype
 from kvant.spec import parse, split_specs
+
+NO_CACHE = "none"  # recompute the whole sequence for every token
+TRANSFORMERS, MLX = PEERS = ("transformers", "mlx-lm")
+TEXT_MODULE = "argparse"  # a long module of the standard library, whose source is the text
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sequence, initially empty, that tokens are fed to.
+
+    It has no cache, a cache of any spec, transformers' DynamicCache, or it is one of mlx-lm, if
+    that is installed, with the same model.
+    """
+
+    feed: Callable[[Sequence[int]], int]  # append tokens; return the most likely next one
+    measure_nbytes: Callable[[], int]  # of the cache
+
+
+MakeCandidate = Callable[[], Candidate]
+
+
+def open_checkpoint(
+    name: str | None, device: BenchDevice, dtype: str, count: int
+) -> tuple[PreTrainedModel, list[int], dict[str, Any]]:
+    """Load a model; return it, the first `count` tokens of a text, and the model's facts."""
+    harness.show_progress("loading the model")
+    model, tokenizer = load(name, device=device.name, dtype=dtype)
+    facts = {
+        "model": name or "the model inside",
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "transformers": version("transformers"),
+    }
+    return model, read_text_tokens(model, tokenizer, count), facts
+
+
+def read_text_tokens(model: Any, tokenizer: Any, count: int) -> list[int]:
+    """Return the first `count` tokens of a text; raise if it or the context is shorter."""
+    max_positions = getattr(
+        model.config.get_text_config(decoder=True), "max_position_embeddings", None
+    )
+    tokens: list[int] = tokenizer.encode(inspect.getsource(import_module(TEXT_MODULE)))
+    for limit, source in ((max_positions, "the context of the model"), (len(tokens), "the text")):
+        if limit is not None and count > limit:
+            raise ValueError(
+                f"{count} tokens, and {source} has {limit}: shorten --lengths, --prompt"
+            )
+    return tokens[:count]
+
+
+@torch.no_grad()
+def find_likeliest_token(model: PreTrainedModel, tokens: Sequence[int], **options: Any) -> int:
+    """Return the most likely next token; compute the logits of the last position only."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    return int(model(input_ids=ids, logits_to_keep=1, **options).logits[0, -1].argmax())
+
+
+def make_candidates(model: PreTrainedModel, names: Sequence[str]) -> dict[str, MakeCandidate]:
+    """Return factories by spec, and for "none"; raise if the model does not support one."""
+    parameters = inspect.signature(model.forward).parameters
+    for name in (get_cache_argument(model), "logits_to_keep"):
+        if name not in parameters:
+            raise ValueError(f"{type(model).__name__} takes no {name}: it cannot be measured")
+    return {name: _make_candidate(model, name) for name in names}
+
+
+def _make_candidate(model: PreTrainedModel, name: str) -> MakeCandidate:
+    if name == NO_CACHE:
+        return lambda: make_uncached(model)
+    cache_for(model, name)
+    return lambda: make_cached(model, cache_for(model, name), lambda c: c.states.nbytes)
+
+
+def make_uncached(model: PreTrainedModel) -> Candidate:
+    """Make a sequence that is recomputed for every token."""
+    fed: list[int] = []
+
+    def feed(tokens: Sequence[int]) -> int:
+        fed.extend(tokens)
+        return find_likeliest_token(model, fed, use_cache=False)
+
+    return Candidate(feed, lambda: 0)
+
+
+def make_cached(
+    model: PreTrainedModel, cache: Any, measure_nbytes: Callable[[Any], int]
+) -> Candidate:
+    """Make a sequence with a cache that the model's forward updates."""
+    feed = partial(find_likeliest_token, model, **{get_cache_argument(model): cache})
+    return Candidate(feed, lambda: measure_nbytes(cache))
+
+
+def make_dynamic(model: PreTrainedModel) -> MakeCandidate:
+    """Return a factory of sequences with transformers' DynamicCache."""
+
+    def measure_nbytes(cache: DynamicCache) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+    return lambda: make_cached(model, DynamicCache(config=model.config), measure_nbytes)
+
+
+def make_mlx(model: Any) -> Candidate:
+    """Make a sequence in mlx-lm, with its model and cache."""
+    cache = import_module("mlx_lm.models.cache").make_prompt_cache(model)
+    mx = import_module("mlx.core")
+
+    def feed(tokens: Sequence[int]) -> int:
+        if len(tokens) > 1:  # as mlx-lm prefills a prompt: without logits
+            model(mx.array([list(tokens[:-1])]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        return int(mx.argmax(model(mx.array([[tokens[-1]]]), cache=cache)[0, -1]).item())
+
+    return Candidate(feed, lambda: sum(layer.nbytes for layer in cache))
+
+
+def make_peers(
+    names: Sequence[str], model: PreTrainedModel, path: str
+) -> tuple[dict[str, MakeCandidate], list[str]]:
+    """Return the peers that can run the model at `path`, and a line for each skipped one."""
+    makes, skipped = {}, []
+    if TRANSFORMERS in names:
+        makes[TRANSFORMERS] = make_dynamic(model)
+    if MLX in names and find_spec("mlx_lm") is None:
+        skipped.append("mlx-lm is not installed")
+    elif MLX in names:
+        try:
+            makes[MLX] = partial(make_mlx, import_module("mlx_lm").load(path)[0])
+        except (ImportError, OSError, ValueError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            skipped.append(f"mlx-lm cannot run this model here: {reason}")
+    return makes, skipped
+
 
 BASELINES = (NO_CACHE, TRANSFORMERS)
 WARMUP_TOKENS = 2  # per candidate, or per candidate and length, before the timed tokens
@@ -69,22 +199,21 @@ class DecodeSettings:
 
     @property
     def points(self) -> list[int]:
-        return report.parse_numbers("lengths", self.lengths)
+        return harness.parse_numbers("lengths", self.lengths)
 
     @property
     def max_length(self) -> int:
         return max(self.prompt + self.tokens, *self.points)
 
 
-class Generation:
-    """A candidate that continues its own tokens; the last one is not in the cache."""
+def _continue_prompt(candidate: Candidate, prompt: Sequence[int]) -> TimedCall:
+    """Return a call that feeds the prompt, and then each time the token that came last."""
+    tokens = [*prompt]
 
-    def __init__(self, candidate: Candidate, prompt: Sequence[int]) -> None:
-        self.candidate = candidate
-        self._next = prompt
+    def step() -> None:
+        tokens[:] = [candidate.feed(tokens)]
 
-    def step(self) -> None:
-        self._next = [self.candidate.feed(self._next)]
+    return step
 
 
 def measure_generations(
@@ -99,14 +228,14 @@ def measure_generations(
     others: dict[str, list[float]] = {name: [] for name in makes}
     nbytes: dict[str, int] = {}
     for run in range(num_runs + 1):
-        generations = {name: Generation(make(), prompt) for name, make in makes.items()}
-        steps = {name: generation.step for name, generation in generations.items()}
+        candidates = {name: make() for name, make in makes.items()}
+        steps = {name: _continue_prompt(c, prompt) for name, c in candidates.items()}
         label = f"generation {run} of {num_runs}"
         laps = time_in_turn(steps, tokens if run else WARMUP_TOKENS, label, warmup=0)
-        for name, generation in generations.items() if run else ():
+        for name, candidate in candidates.items() if run else ():
             first[name].append(laps[name].seconds[0])
             others[name].append(sum(laps[name].seconds[1:]))
-            nbytes[name] = generation.candidate.measure_nbytes()
+            nbytes[name] = candidate.measure_nbytes()
     speeds = {name: (tokens - 1) / statistics.median(seconds) for name, seconds in others.items()}
     return [
         {
@@ -162,7 +291,7 @@ def _feed_one_by_one(candidate: Candidate, tokens: Sequence[int]) -> TimedCall:
 
 def make_latency_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """Return the median milliseconds by candidate and length."""
-    return report.group_curves(rows, lambda row: row["cache"], "length")
+    return harness.group_curves(rows, lambda row: row["cache"], "length")
 
 
 def make_latency_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -185,23 +314,23 @@ def run_generation(
     model, text, facts = open_checkpoint(name, device, settings.dtype, settings.max_length)
     makes = make_candidates(model, split_specs(settings.formats))
     peers, skipped = make_peers(settings.peers, model, name or str(demo.PATH))
-    report.print_skipped(skipped)
+    harness.print_skipped(skipped)
     makes |= peers
     prompt = text[: settings.prompt]
     generated = measure_generations(makes, prompt, settings.tokens, settings.runs)
     if not quiet:
-        report.print_table(f"{settings.tokens} tokens after {settings.prompt}", generated)
+        harness.print_table(f"{settings.tokens} tokens after {settings.prompt}", generated)
     steps = measure_latencies(makes, text, settings.points, settings.repeats)
     if not quiet:
         title = "milliseconds for one more token, against the length"
-        report.print_table(title, make_latency_rows(steps))
+        harness.print_table(title, make_latency_rows(steps))
     if plot is not None:
         title = f"one more token: {facts['model']}, {facts['dtype']}"
-        report.draw_curves(make_latency_curves(steps), title, plot, LATENCY_LABEL)
+        harness.draw_curves(make_latency_curves(steps), title, plot, LATENCY_LABEL)
     facts |= {key: asdict(settings)[key] for key in ("prompt", "tokens", "runs", "repeats")}
     facts |= {"peers": {peer: version(peer) for peer in peers}, "skipped": skipped}
     facts |= {"rows": generated, "latency": steps}
-    report.print_json("decode", facts, quiet=quiet, gpu=device.describe())
+    harness.print_json("decode", facts, quiet=quiet, gpu=device.describe())
 
 
 def choose_options(
@@ -218,7 +347,7 @@ def main(
     contexts: Annotated[
         str | None, typer.Option(help="Rows in the caches of a model of a known shape")
     ] = None,
-    model: report.Model = None,
+    model: harness.Model = None,
     formats: Annotated[
         str | None, typer.Option(help="Specs to measure, or none for no cache")
     ] = None,
@@ -254,19 +383,19 @@ def main(
         bool | None,
         typer.Option("--apart", help="With --contexts: run kernels on kvant's own threads"),
     ] = None,
-    threads: report.Threads = None,
-    device: report.Device = None,
+    threads: harness.Threads = None,
+    device: harness.Device = None,
     dtype: Annotated[str | None, typer.Option(help="Of the model; auto: as saved")] = None,
-    plot: report.Plot = None,
-    json: report.Json = False,
+    plot: harness.Plot = None,
+    json: harness.Json = False,
 ) -> None:
     """Measure decoding: no cache, kvant's caches and peers; or caches alone."""
     bench_device = choose_device(device)
     for spec in split_specs(formats) if formats is not None else ():
         if spec != NO_CACHE:
             parse(spec, 1)
-    report.check_plot(plot)
-    report.set_threads(threads)
+    harness.check_plot(plot)
+    harness.set_threads(threads)
     shared = {"formats": formats, "repeats": repeats}
     generation = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generation |= {"runs": runs, "dtype": dtype}
@@ -281,7 +410,7 @@ def main(
         )
         settings.setdefault("baseline", bench_device.baseline)
         task = RaceTask(device=bench_device, **settings)
-        run_contexts(report.parse_numbers("contexts", contexts, 1), task, quiet=json)
+        run_contexts(harness.parse_numbers("contexts", contexts, 1), task, quiet=json)
 
 
 def run_contexts(contexts: list[int], task: RaceTask, *, quiet: bool) -> None:
@@ -296,8 +425,8 @@ def run_contexts(contexts: list[int], task: RaceTask, *, quiet: bool) -> None:
         "dtype": "bfloat16",
         "apart": task.apart,
     }
-    report.print_report("decode", rows, facts, quiet=quiet, gpu=task.device.describe())
+    harness.print_report("decode", rows, facts, quiet=quiet, gpu=task.device.describe())
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

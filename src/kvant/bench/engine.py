@@ -27,12 +27,12 @@ import typer
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import Shape, open_model
 from kvant.engine import Engine
 from kvant.generation import generate
 from kvant.hf import get_support
-from kvant.platform import openmp
+from kvant.platform import c_libraries
 
 Prompts = list[list[int]]
 UNLIMITED_SECONDS = 1e3  # for a chunk: all prompts are prefilled before the first request ends
@@ -101,7 +101,7 @@ class SteppedMethod:
         if ids.numel() == self.num_sequences:
             if self._step_start is not None:
                 self.seconds.append(time.perf_counter() - self._step_start)
-            openmp.release_threads()  # idle threads would slow the other methods down
+            c_libraries.release_threads()  # idle threads would slow the other methods down
             self._has_stopped.release()
             self._may_step.acquire()
             self._step_start = time.perf_counter()
@@ -156,15 +156,15 @@ def make_methods(model: Any, prompts: Prompts, spec: str, tokens: int) -> list[S
 def run_in_turn(methods: list[SteppedMethod]) -> list[list[float]]:
     """Run all methods a step each in turn; return the seconds of the counted steps of each."""
     for method in methods:
-        report.show_progress(f"{method}: prefill")
+        harness.show_progress(f"{method}: prefill")
         method.start()
     while not any(method.is_done for method in methods):
-        report.show_progress(f"step {len(methods[0].seconds)}")
+        harness.show_progress(f"step {len(methods[0].seconds)}")
         for method in methods:
             method.step()
     num_steps = min(len(method.seconds) for method in methods)
     for method in methods:
-        report.show_progress(f"{method}: finishing")
+        harness.show_progress(f"{method}: finishing")
         while not method.is_done:
             method.step()
     return [method.seconds[WARMUP_TURNS:num_steps] for method in methods]
@@ -174,11 +174,11 @@ def main(
     sequences: Annotated[int, typer.Option(min=2, help="Requests at once")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt")] = 512,
     tokens: Annotated[int, typer.Option(help="Tokens to generate per request")] = 40,
-    kv_cache: report.KVCache = "affine8",
+    kv_cache: harness.KVCache = "affine8",
     shape: Shape = "0.6b",
-    layers: report.Layers = None,
-    threads: report.Threads = None,
-    json: report.Json = False,
+    layers: harness.Layers = None,
+    threads: harness.Threads = None,
+    json: harness.Json = False,
 ) -> None:
     """Measure the throughput of many requests at once, against transformers."""
     if tokens < sequences + WARMUP_TURNS + 5:
@@ -208,10 +208,10 @@ def main(
                 "times_generate": statistics.median(ratios),
             }
         )
-    report.print_report(
+    harness.print_report(
         "engine", rows, facts | {"context": context, "steps": len(stock)}, quiet=json
     )
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvant.bench.decode import make_latency_rows
-from kvant.bench.report import format_figure, run
+from kvant.bench.harness import format_figure, run
 
 
 def format_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format `rows`, which all have the keys of the first."""
-    header = [rows[0].keys(), ["---"] * len(rows[0])]
-    cells = [[format_figure(value) for value in row.values()] for row in rows]
-    return "\n".join(map(_format_line, [*header, *cells]))
-
-
-def _format_line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    lines = [rows[0].keys(), ["---"] * len(rows[0])]
+    lines += [[format_figure(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(file: Annotated[Path, typer.Argument(help="Output of --json")]) -> None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvant.bench import report
-from kvant.bench.candidates import (
+from kvant.bench import harness
+from kvant.bench.decode import (
     TRANSFORMERS,
     Candidate,
     MakeCandidate,
@@ -22,7 +22,7 @@ from kvant.bench.candidates import (
     make_dynamic,
     open_checkpoint,
 )
-from kvant.bench.clock import Laps, choose_device, time_in_turn
+from kvant.bench.harness import Laps, choose_device, time_in_turn
 from kvant.platform.devices import AUTO_DTYPE
 from kvant.spec import parse, split_specs
 
@@ -61,20 +61,20 @@ def measure_prefill(
 
 
 def main(
-    model: report.Model = None,
+    model: harness.Model = None,
     formats: Annotated[str, typer.Option(help="Specs to measure")] = "raw,affine8,affine4",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt")] = 2000,
     chunks: Annotated[str, typer.Option(help="Chunk sizes in tokens")] = "128,512,2000",
-    device: report.Device = None,
+    device: harness.Device = None,
     dtype: Annotated[str, typer.Option(help="Of the model; auto: as saved")] = AUTO_DTYPE,
-    threads: report.Threads = None,
+    threads: harness.Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Prompts per figure")] = 5,
-    json: report.Json = False,
+    json: harness.Json = False,
 ) -> None:
     """Measure prefill of one prompt, batch 1."""
     bench_device = choose_device(device)
-    chunk_sizes = report.parse_numbers("chunks", chunks, 1)
-    report.set_threads(threads)
+    chunk_sizes = harness.parse_numbers("chunks", chunks, 1)
+    harness.set_threads(threads)
     specs = [f"{spec},prefill={mode}" for spec in split_specs(formats) for mode in PREFILL_MODES]
     for spec in specs:
         parse(spec, 1)
@@ -82,8 +82,8 @@ def main(
     makes = {TRANSFORMERS: make_dynamic(loaded_model), **make_candidates(loaded_model, specs)}
     rows = [row for chunk in chunk_sizes for row in measure_prefill(makes, text, chunk, repeats)]
     facts |= {"prompt": prompt, "repeats": repeats}
-    report.print_report("prefill", rows, facts, quiet=json, gpu=bench_device.describe())
+    harness.print_report("prefill", rows, facts, quiet=json, gpu=bench_device.describe())
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import Shape, open_model
 from kvant.bench.engine import SilentTokenizer
 from kvant.engine import Engine
@@ -55,7 +55,7 @@ def measure_prefixes(
         name: str, read: Callable[[list[int]], float], timed_prompts: list[list[int]]
     ) -> None:
         for prompt in timed_prompts:
-            report.show_progress(f"{name}: {len(prompt)} tokens")
+            harness.show_progress(f"{name}: {len(prompt)} tokens")
             seconds.setdefault(name, []).append(read(prompt))
 
     measure("generate of transformers", time_stock, prompts[:1])
@@ -87,13 +87,13 @@ def measure_prefixes(
 def main(
     shared: Annotated[int, typer.Option(min=64, help="Tokens that all prompts share")] = 8192,
     own: Annotated[int, typer.Option(min=1, help="Further tokens of each prompt")] = 16,
-    kv_cache: report.KVCache = "affine8",
+    kv_cache: harness.KVCache = "affine8",
     repeats: Annotated[int, typer.Option(min=1, help="Prompts that hit")] = 5,
     shape: Shape = "0.6b",
-    layers: report.Layers = None,
-    store: report.Store = None,
-    threads: report.Threads = None,
-    json: report.Json = False,
+    layers: harness.Layers = None,
+    store: harness.Store = None,
+    threads: harness.Threads = None,
+    json: harness.Json = False,
 ) -> None:
     """Time the first token of prompts with and without a cached prefix."""
     model, facts = open_model(shape, layers, threads)
@@ -121,8 +121,8 @@ def main(
         "step_ms": 1e3 * step,
         "tokens_hit": stats["tokens_hit"] // repeats,
     }
-    report.print_report("prefixes", rows, facts, quiet=json)
+    harness.print_report("prefixes", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

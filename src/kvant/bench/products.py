@@ -18,8 +18,8 @@ import typer
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvant.bench import report
-from kvant.bench.clock import CPU, TimedCall, time_in_turn
+from kvant.bench import harness
+from kvant.bench.harness import CPU, TimedCall, time_in_turn
 from kvant.weights.packed_matrix import PackedMatrix, SummationOrder, explain_refusal
 
 # Of Qwen3-0.6B: four kinds of layers, and the head.
@@ -80,13 +80,13 @@ def measure_products(
 def main(
     shapes: Annotated[str, typer.Option(help="Shapes of weights, outputs x inputs")] = QWEN3_SHAPES,
     rows: Annotated[str, typer.Option(help="Numbers of rows per product")] = "1,4,16",
-    threads: report.Threads = None,
+    threads: harness.Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns per figure")] = 9,
-    json: report.Json = False,
+    json: harness.Json = False,
 ) -> None:
     """Time products of few rows with packed weights."""
-    weight_shapes, counts = parse_shapes(shapes), report.parse_numbers("rows", rows, 1)
-    report.set_threads(threads)
+    weight_shapes, counts = parse_shapes(shapes), harness.parse_numbers("rows", rows, 1)
+    harness.set_threads(threads)
     reason = explain_refusal(torch.bfloat16)
     with torch.no_grad():
         figures = [
@@ -96,8 +96,8 @@ def main(
         ]
     skipped = [] if reason is None else [f"packed and kernel: {reason}"]
     facts = {"dtype": "bfloat16", "repeats": repeats, "skipped": skipped}
-    report.print_report("products", figures, facts, quiet=json)
+    harness.print_report("products", figures, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.platform.sizes import format_size, parse_size
 from kvant.serve.routing import KEY_DEPTHS, PrefixRouter
 
@@ -198,7 +198,7 @@ def simulate_policy(
         heapq.heappush(running, (last_token, replica))
         if number % 10_000 == 0:
             label = f"{name}, {num_replicas} replicas"
-            report.show_progress(f"{label}: {number:,} of {len(waits):,} requests")
+            harness.show_progress(f"{label}: {number:,} of {len(waits):,} requests")
     num_kept = sum(server.num_kept for server in servers)
     num_restored = sum(server.num_restored for server in servers)
     num_computed = sum(server.num_computed for server in servers)
@@ -234,10 +234,10 @@ def main(
     max_bytes: Annotated[str, typer.Option(help="Cached prefixes per replica")] = "120GB",
     store: Annotated[str, typer.Option(help="Bytes per second from a store; 0: none")] = "10GB",
     seed: int = 0,
-    json: report.Json = False,
+    json: harness.Json = False,
 ) -> None:
     """Simulate how routing to replicas affects prefix reuse and waiting times."""
-    counts = report.parse_numbers("replicas", replicas, 1)
+    counts = harness.parse_numbers("replicas", replicas, 1)
     machine = ReplicaHardware(
         reads, writes, bytes_a_token, parse_size(max_bytes), parse_size(store)
     )
@@ -258,8 +258,8 @@ def main(
         **asdict(machine),
         "restores": machine.restores_faster,
     }
-    report.print_report("scale", rows, facts, quiet=json)
+    harness.print_report("scale", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 
 import typer
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import Shape, open_model
 from kvant.bench.engine import SilentTokenizer
 from kvant.engine import Engine
-from kvant.platform import malloc
+from kvant.platform import c_libraries
 from kvant.server import ApiKeys, Service, create_app, make_server
 
 WORDS = ("a", "tree", "of", "pages", "that", "many", "requests", "share", "and", "read", "once")
@@ -109,7 +109,7 @@ def find_model(url: str) -> str:
 @contextmanager
 def run_server(engine: Engine) -> Iterator[str]:
     """Run a kvant server in a thread; yield its URL."""
-    malloc.keep_freed_memory()
+    c_libraries.keep_freed_memory()
     service = Service(engine, "bench", ApiKeys())
     server, started = make_server(create_app(service), "127.0.0.1", 0, 1), threading.Event()
     server.on_started = lambda port: started.set()
@@ -130,7 +130,7 @@ def trim_periodically(seconds: float) -> Iterator[None]:
 
     def trim() -> None:
         while not stopped.wait(seconds):
-            malloc.trim_heap()
+            c_libraries.trim_heap()
 
     thread = threading.Thread(target=trim, daemon=True)
     thread.start()
@@ -172,14 +172,14 @@ def main(
     trim_every: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds between trims, to measure their cost")
     ] = None,
-    kv_cache: report.KVCache = "affine8",
+    kv_cache: harness.KVCache = "affine8",
     shape: Shape = "0.6b",
-    layers: report.Layers = None,
-    threads: report.Threads = None,
-    json: report.Json = False,
+    layers: harness.Layers = None,
+    threads: harness.Threads = None,
+    json: harness.Json = False,
 ) -> None:
     """Measure the speed and the waiting times of a server's clients, against the engine."""
-    client_counts = report.parse_numbers("--clients", clients)
+    client_counts = harness.parse_numbers("--clients", clients)
     servers = [(server_url, find_model(server_url)) for server_url in url or ()]
     model, facts = open_model(shape, layers, threads)
     rng = random.Random(0)
@@ -217,13 +217,13 @@ def main(
         for number in range(rounds):
             for count in client_counts:
                 for method in methods:
-                    report.show_progress(
+                    harness.show_progress(
                         f"round {number + 1} of {rounds}: {method.name}, {count} clients"
                     )
                     method.run_clients([prompt(method) for _ in range(count)], tokens)
     facts |= {"cache": kv_cache, "context": context, "tokens": tokens}
-    report.print_report("serve", summarize_methods(methods), facts, quiet=json)
+    harness.print_report("serve", summarize_methods(methods), facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

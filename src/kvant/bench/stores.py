@@ -16,13 +16,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench import report
+from kvant.bench import harness
 from kvant.bench.cache_race import Shape, draw_random_rows, make_contestant, open_model
-from kvant.bench.clock import CPU, Laps, time_in_turn
+from kvant.bench.harness import CPU, Laps, time_in_turn
 from kvant.hf import TransformersCache
 from kvant.prefixes import LookupDeadline
 from kvant.prefixes.keys import PAGE_TOKENS
-from kvant.prefixes.prefix_store import PrefixStore
+from kvant.prefixes.prefix_store import CachedPrefix, PrefixStore
 from kvant.stores import open_tiers
 
 CONCURRENT_WRITE_TOKENS = 512  # tokens whose pages are written during decode steps
@@ -40,9 +40,7 @@ def measure_rounds(
         """Queue writes of the first `max_length` tokens under a new key."""
         nonlocal root
         root = secrets.token_bytes(32)
-        prefix_store.write(
-            root, tokens, cache.states, 0, {}, pages_suffice=True, max_length=max_length
-        )
+        prefix_store.write(root, CachedPrefix(tuple(tokens), cache, 0), {}, max_length)
 
     def write_all() -> None:
         queue_write()
@@ -51,10 +49,10 @@ def measure_rounds(
     def restore_all() -> None:
         """Read what was last written into an empty cache; raise unless it comes back whole."""
         prompt = [*tokens, 0]  # a lookup never returns the whole prompt
-        hit = next(prefix_store.find_hits(root, prompt, cache.states, 0, pages_suffice=True))
+        hit = next(prefix_store.find_hits(root, prompt, cache, 0))
         empty = cache.fork()
         empty.reset()
-        restored = prefix_store.restore(hit, prompt, empty, model.device, LookupDeadline())
+        restored = prefix_store.restore(hit, empty, model.device, LookupDeadline())
         if restored is None or len(restored.tokens) < context // PAGE_TOKENS * PAGE_TOKENS:
             raise RuntimeError(f"{prefix_store.stats()}: the prefix was not restored")
 
@@ -85,13 +83,13 @@ def measure_rounds(
 @torch.no_grad()
 def main(
     context: Annotated[int, typer.Option(min=64, help="Tokens of the prefix")] = 8192,
-    kv_cache: report.KVCache = "affine8",
+    kv_cache: harness.KVCache = "affine8",
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of writes and restores")] = 5,
     shape: Shape = "0.6b",
-    layers: report.Layers = None,
-    store: report.Store = None,
-    threads: report.Threads = None,
-    json: report.Json = False,
+    layers: harness.Layers = None,
+    store: harness.Store = None,
+    threads: harness.Threads = None,
+    json: harness.Json = False,
 ) -> None:
     """Measure decoding during writes to a store, and the time to restore a prefix."""
     model, facts = open_model(shape, layers, threads)
@@ -101,8 +99,8 @@ def main(
         prefix_store.close()
     facts |= {"context": context, "cache": kv_cache, "mib": nbytes / 2**20}
     kind = "folder" if store is None else store.partition(":")[0]
-    report.print_report("stores", [{"store": kind, **figures}], facts, quiet=json)
+    harness.print_report("stores", [{"store": kind, **figures}], facts, quiet=json)
 
 
 if __name__ == "__main__":
-    report.run(main)
+    harness.run(main)

@@ -23,18 +23,16 @@ from kvant.cache import transitions
 from kvant.cache.holder import StateHolder
 from kvant.cache.layers import make_layers
 from kvant.cache.layout import CacheLayout, iterate_leaves, make_layer_group
-from kvant.cache.pruning import count_tokens_until_prune
 from kvant.cache.recode import recode_state, replace_formats, resolve_spec
 from kvant.cache.recurrent import StateHistory, concat_histories
 from kvant.cache.snapshot import parse_snapshot, restore_state, snapshot_layer, take_snapshot
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import Transition
 from kvant.contracts import ExternalState, LayerStats, Snapshot
-from kvant.errors import UsageHints
+from kvant.errors import RenamedAttribute, UsageHints
 from kvant.page_table import Ints, PageTable
 from kvant.platform.sizes import format_size
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
-from kvant.renamed import RenamedAttribute
 from kvant.spec import as_spec, check_fitted, describe_spec
 
 ALL_SEQUENCES = slice(None)
@@ -70,13 +68,11 @@ class Cache(UsageHints):
         """
         external_states = external_states or {}
         layout = CacheLayout.from_spec(check_fitted(as_spec(spec, num_layers)), external_states)
-        self._set_holder(StateHolder(CacheState.make_empty(layout), external_states))
+        self.holder = StateHolder(CacheState.make_empty(layout), external_states)
+        self.layers: Mapping[int, Any]  # those that have a cache, by number
+        self.leaves, self.layers = make_layers(self.holder, layout.spec)
         self.backend = backend
-        self._recodes: list[dict[str, Any]] = []  # length, specs and bytes of each recode
-
-    def _set_holder(self, holder: StateHolder) -> None:
-        self.holder = holder
-        self._leaves, self._layers = make_layers(holder, holder.state.layout.spec)
+        self.recodes: list[dict[str, Any]] = []  # length, specs and bytes of each recode
 
     @property
     def state(self) -> CacheState:
@@ -87,26 +83,21 @@ class Cache(UsageHints):
     def spec(self) -> CacheSpec:
         return self.holder.state.layout.spec
 
-    @property
-    def layers(self) -> Mapping[int, Any]:
-        """The layers that have a cache, by number."""
-        return self._layers
-
     def __getitem__(self, layer: int) -> Any:
-        cached_layer = self._layers.get(layer)
+        cached_layer = self.layers.get(layer)
         if cached_layer is not None:
             return cached_layer
         index = range(len(self))[layer]
-        if index not in self._layers:
+        if index not in self.layers:
             raise ValueError(f"layer {index} has no cache: its recipe in the spec is EmptySpec")
-        return self._layers[index]
+        return self.layers[index]
 
     def __len__(self) -> int:
         return len(self.spec.layers)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the layers that have a cache; a shared layer is repeated."""
-        return iter(self._layers.values())
+        return iter(self.layers.values())
 
     def __repr__(self) -> str:
         contents = f"{len(self)} layers, length {self.length}, {format_size(self.nbytes)}"
@@ -157,14 +148,14 @@ class Cache(UsageHints):
     @property
     def num_rows(self) -> int:
         """The number of rows that `read` returns for the layer with the most."""
-        return max((leaf.num_rows for leaf in self._leaves.values()), default=0)
+        return max((leaf.num_rows for leaf in self.leaves.values()), default=0)
 
     held = num_rows  # the public name
 
     @property
     def max_held(self) -> int | None:
         """Upper bound of `held`; None: unbounded."""
-        limits = [leaf.max_held for leaf in self._leaves.values()]
+        limits = [leaf.max_held for leaf in self.leaves.values()]
         return None if None in limits else max((limit or 0 for limit in limits), default=0)
 
     @property
@@ -177,12 +168,12 @@ class Cache(UsageHints):
         """Bytes allocated: pages that this cache holds, shared or not, free pages of its pools, and
         the queries retained for a prune.
         """
-        return sum(int(leaf.nbytes) for leaf in self._leaves.values()) + self.holder.query_nbytes
+        return sum(int(leaf.nbytes) for leaf in self.leaves.values()) + self.holder.query_nbytes
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of stored rows and states."""
-        return sum(leaf.nbytes_used for leaf in self._leaves.values())
+        return sum(leaf.nbytes_used for leaf in self.leaves.values())
 
     def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
         """Return the bytes allocated after `num_new_tokens` more tokens.
@@ -195,7 +186,7 @@ class Cache(UsageHints):
         if spec is not None:
             new_spec = replace_formats(new_spec, resolve_spec(new_spec, spec))
         recipes = dict(iterate_leaves(new_spec))
-        leaves: Mapping[str, Any] = self._leaves
+        leaves: Mapping[str, Any] = self.leaves
         return sum(
             int(leaf.nbytes_after(num_new_tokens, recipes[name])) for name, leaf in leaves.items()
         )
@@ -217,8 +208,8 @@ class Cache(UsageHints):
             "rewinds_exact": stats.rewinds_exact,
             "rewinds_decoded": stats.rewinds_decoded,
             "abandoned": self.holder.num_abandoned,
-            "recodes": len(self._recodes),
-            "recoded": [dict(event) for event in self._recodes],
+            "recodes": len(self.recodes),
+            "recoded": [dict(event) for event in self.recodes],
             "attended": dict(stats.attend_calls),
             "sealed": dict(stats.sealed_pages),
             "clamped": stats.clamped_values,
@@ -265,11 +256,6 @@ class Cache(UsageHints):
         self.rollback()
         with self.holder.lock:
             return self.holder.prune() if self.state.layout.prunes else 0
-
-    @property
-    def tokens_until_prune(self) -> int | None:
-        """Tokens that fit before rows are pruned again; None: any number."""
-        return count_tokens_until_prune(self.holder.state)
 
     # ---- lengths
 
@@ -328,12 +314,12 @@ class Cache(UsageHints):
         """Remove all tokens; the memory stays allocated."""
         self.rollback()
         empty = {name: StateHistory() for name in self.holder.external_states}
-        self._adopt(transitions.drop_tokens(self.state), empty)
+        adopt_transition(self.holder, transitions.drop_tokens(self.state), empty)
 
     def clear(self) -> None:
         """Remove all tokens and free the memory."""
         self.reset()
-        self._adopt(Transition(CacheState.make_empty(self.state.layout)))
+        adopt_transition(self.holder, Transition(CacheState.make_empty(self.state.layout)))
 
     def checkpoint(self) -> None:
         """Store the current state of recurrent layers, so that a rewind can restore it."""
@@ -369,7 +355,9 @@ class Cache(UsageHints):
         """Replace the contents by those of `snapshot`."""
         self.rollback()
         parsed = parse_snapshot(self.state.layout, self.holder.external_states, snapshot)
-        self._adopt(restore_state(self.state.layout, parsed), parsed.external_histories)
+        adopt_transition(
+            self.holder, restore_state(self.state.layout, parsed), parsed.external_histories
+        )
 
     def recode(self, spec: AnySpec) -> None:
         """Convert the stored rows to another spec.
@@ -385,8 +373,8 @@ class Cache(UsageHints):
             "nbytes_before": self.nbytes,
         }
         layout = self.state.layout.replace_spec(full)
-        self._adopt(recode_state(self.state, layout, self.holder.stats))
-        self._recodes.append(event | {"to": describe_spec(full), "nbytes_after": self.nbytes})
+        adopt_transition(self.holder, recode_state(self.state, layout, self.holder.stats))
+        self.recodes.append(event | {"to": describe_spec(full), "nbytes_after": self.nbytes})
 
     def ensure_slack(self, slack: int) -> None:
         """Make rewinds of up to `slack` tokens exact from now on."""
@@ -397,7 +385,9 @@ class Cache(UsageHints):
         state, layout = self.state, self.state.layout.replace_spec(spec)
         groups = {replace(group, per_head_layer=None) for group in state.layout.layer_groups}
         if len(set(map(make_layer_group, iterate_attention(*spec.layers)))) < len(groups):
-            self._adopt(recode_state(state, layout, self.holder.stats))  # two groups become one
+            adopt_transition(
+                self.holder, recode_state(state, layout, self.holder.stats)
+            )  # two groups become one
             return
         parsed = parse_snapshot(layout, self.holder.external_states, self.shared_snapshot())
         restored, allocated = restore_state(layout, parsed)
@@ -406,7 +396,7 @@ class Cache(UsageHints):
             pruning_queries=state.pruning_queries,
             has_unpruned_prompt=state.has_unpruned_prompt,
         )
-        self._adopt(Transition(restored, allocated), parsed.external_histories)
+        adopt_transition(self.holder, Transition(restored, allocated), parsed.external_histories)
 
     def move(self, device: torch.device | str) -> None:
         """Move all tensors to another device."""
@@ -428,7 +418,7 @@ class Cache(UsageHints):
         """Return a second cache with the same tokens; pages are shared until one writes to them."""
         self.rollback()
         with self.state.pools.guard_counts():
-            return self.make_sibling(transitions.fork(self.state))
+            return make_sibling(self, transitions.fork(self.state))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
@@ -441,7 +431,7 @@ class Cache(UsageHints):
         selected = transitions.select(self.state, index, drop_padding=True)
         external_histories = _select_external(self.holder, index, selected.state)
         with self.state.pools.guard_counts():
-            return self.make_sibling(selected, external_histories)
+            return make_sibling(self, selected, external_histories)
 
     def merge_with(self, others: Sequence[Cache]) -> Cache:
         """Return a cache of the sequences of this one and of `others`, in its pools; see `merge`.
@@ -476,7 +466,9 @@ class Cache(UsageHints):
         self.rollback()
         indices = _check_indices(index, self.batch)
         selected = transitions.select(self.state, indices)
-        self._adopt(selected, _select_external(self.holder, indices, selected.state))
+        adopt_transition(
+            self.holder, selected, _select_external(self.holder, indices, selected.state)
+        )
 
     def repeat(self, count: int) -> None:
         """Repeat every sequence `count` times; copies are adjacent."""
@@ -493,39 +485,6 @@ class Cache(UsageHints):
     def check(self) -> None:
         """Verify that each slot of the pools is free, or counted once per holder."""
         self.state.pools.check()
-
-    # ---- internals
-
-    def make_sibling(
-        self, transition: Transition, external_histories: Mapping[str, Any] | None = None
-    ) -> Cache:
-        """Return a cache of another state over the same pools; call within `guard_counts`."""
-        external_states = {
-            name: external_state.fork()
-            for name, external_state in self.holder.external_states.items()
-        }
-        for name, history in (external_histories or {}).items():
-            external_states[name].prepare_restore(history)()
-        copy = Cache.__new__(Cache)
-        empty = CacheState.make_empty(self.state.layout, self.state.pools)
-        copy._set_holder(StateHolder(empty, external_states))
-        copy.holder.backend = self.holder.backend
-        copy._recodes = list(self._recodes)
-        copy.holder.adopt(*transition)
-        return copy
-
-    def _adopt(
-        self, transition: Transition, external_histories: Mapping[str, Any] | None = None
-    ) -> None:
-        """Adopt a state, and set external states to these histories."""
-        with transition.state.pools.guard_counts():
-            restores = [
-                self.holder.external_states[name].prepare_restore(history)
-                for name, history in (external_histories or {}).items()
-            ]
-            self.holder.adopt(*transition)
-            for restore in restores:
-                restore()
 
 
 def merge(caches: Sequence[Any]) -> Any:
@@ -545,6 +504,40 @@ def merge(caches: Sequence[Any]) -> Any:
     if not caches[0].length:
         raise ValueError("cache 0 has no tokens: merge caches with tokens")
     return caches[0].merge_with(caches[1:])
+
+
+def make_sibling(
+    cache: Cache, transition: Transition, external_histories: Mapping[str, Any] | None = None
+) -> Cache:
+    """Return a cache of another state over the pools of `cache`; call within `guard_counts`."""
+    holder = cache.holder
+    external_states = {name: state.fork() for name, state in holder.external_states.items()}
+    for name, history in (external_histories or {}).items():
+        external_states[name].prepare_restore(history)()
+    empty = CacheState.make_empty(cache.state.layout, cache.state.pools)
+    copy = Cache.__new__(Cache)
+    copy.holder = StateHolder(empty, external_states)
+    copy.holder.backend = holder.backend
+    copy.leaves, copy.layers = make_layers(copy.holder, cache.spec)
+    copy.recodes = list(cache.recodes)
+    copy.holder.adopt(*transition)
+    return copy
+
+
+def adopt_transition(
+    holder: StateHolder,
+    transition: Transition,
+    external_histories: Mapping[str, Any] | None = None,
+) -> None:
+    """Adopt a state, and set external states to these histories."""
+    with transition.state.pools.guard_counts():
+        restores = [
+            holder.external_states[name].prepare_restore(history)
+            for name, history in (external_histories or {}).items()
+        ]
+        holder.adopt(*transition)
+        for restore in restores:
+            restore()
 
 
 def _merge_into(
@@ -577,7 +570,7 @@ def _merge_into(
     with target.state.pools.guard_counts():
         states = [cache.state for cache in caches]
         merged = transitions.merge(states, target.state, length, prefixes)
-        return target.make_sibling(merged, external_histories)
+        return make_sibling(target, merged, external_histories)
 
 
 def _select_external(

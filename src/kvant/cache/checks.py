@@ -12,7 +12,7 @@ from torch import Tensor
 from kvant.contracts import Fields, Order
 from kvant.errors import CapacityError
 from kvant.page_table import AppendPlan, PageTable
-from kvant.platform.dtypes import DTYPES
+from kvant.platform.torch_runtime import DTYPES
 from kvant.recipes import LayerSpec
 
 

@@ -44,6 +44,8 @@ MAX_INTEGER = 1 << 53  # exact in every JSON reader; no tensor is longer
 MAX_OPEN_PAGE_BYTES = 1 << 28
 MAX_OPEN_PAGE_FACTOR = 1 << 12
 READ_CHUNK_BYTES = 1 << 22
+# What an invalid file, or one too large for the memory, may raise.
+RESTORE_ERRORS = CacheError, SafetensorError, KeyError, MemoryError, RuntimeError, ValueError
 
 
 class Storable(Protocol):
@@ -147,7 +149,7 @@ def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise errors of the block as CacheFileError of this file."""
     try:
         yield
-    except (CacheError, MemoryError, RuntimeError, ValueError) as error:
+    except RESTORE_ERRORS as error:
         raise CacheFileError(f"{path}: not a cache that can be restored: {error}") from error
 
 
@@ -156,38 +158,31 @@ def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     source = Path(path)
     header = read_header(source)
     _check_page_nbytes(source, header)
-    try:
-        with safe_open(source, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, MemoryError, RuntimeError, ValueError) as error:
-        raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
+    with convert_errors(source), safe_open(source, "pt", device=str(device)) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return SavedCache(header.spec, Snapshot(tensors, header.numbers), header.about)
 
 
 def read_header(path: str | os.PathLike[str]) -> CacheFileHeader:
     """Return the header of a file after verifying its checksum; loads no rows or pages."""
     source = Path(path)
-    entries = _read_verified_metadata(source)
-    try:
-        about = entries.get("about", {})
+    entries, metadata = _read_verified_header(source)
+    with convert_errors(source), safe_open(source, "pt") as file:  # validates the tensors
+        about = metadata.get("about", {})
         if not isinstance(about, dict):
             raise ValueError("`about` is not a JSON object")
-        spec = from_json(json.dumps(entries["spec"]))
-        tensors, numbers = _read_tensor_index(source), _check_integers(entries["numbers"])
-        return CacheFileHeader(
-            spec, numbers, about, tensors, _read_padded_lengths(source, tensors, numbers)
-        )
-    except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
-        raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
+        spec = from_json(json.dumps(metadata["spec"]))
+        tensors, numbers = _index_tensors(entries), _check_integers(metadata["numbers"])
+        lengths = _read_padded_lengths(file, tensors, numbers)
+        return CacheFileHeader(spec, numbers, about, tensors, lengths)
 
 
-def _read_tensor_index(path: Path) -> dict[str, FileTensor]:
-    """Return dtype, shape and size of each tensor; safetensors has validated them."""
-    with safe_open(path, framework="pt"), path.open("rb") as file:
-        entries = _parse_json(_read_header_bytes(path, file))
-    del entries["__metadata__"]
+def _index_tensors(entries: Mapping[str, Any]) -> dict[str, FileTensor]:
+    """Return dtype, shape and size of each tensor of a header; safetensors has validated them."""
     tensors = {}
     for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
         first, stop = entry["data_offsets"]
         if max(entry["shape"], default=0) > MAX_INTEGER:  # safetensors allows it next to a 0
             raise ValueError(f"{name} is {entry['shape']}: {MAX_INTEGER} at most")
@@ -204,7 +199,7 @@ def _get_tables_per_sequence(numbers: Mapping[str, int], name: str) -> int:
 
 
 def _read_padded_lengths(
-    path: Path, tensors: Mapping[str, FileTensor], header_numbers: Mapping[str, int]
+    file: Any, tensors: Mapping[str, FileTensor], header_numbers: Mapping[str, int]
 ) -> tuple[int, ...]:
     """Return the lengths in the first layer that stores any.
 
@@ -215,8 +210,7 @@ def _read_padded_lengths(
             tensor.dtype == "I64" and len(tensor.shape) == 2 and tensor.shape[1] > PADDING
         )
         if is_integer_matrix and name.rpartition("/")[2] == NUMBERS_KEY:
-            with safe_open(path, framework="pt") as file:
-                numbers = file.get_tensor(name)
+            numbers = file.get_tensor(name)
             padded_lengths = (numbers[:, LENGTH] + numbers[:, PADDING]).tolist()
             return tuple(padded_lengths[:: _get_tables_per_sequence(header_numbers, name)])
     return ()
@@ -271,17 +265,17 @@ def _write_file(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, 
         os.fsync(file.fileno())
 
 
-def _read_verified_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of kvant, after verifying the checksum of the file."""
+def _read_verified_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the header of safetensors and the metadata of kvant, which has the right checksum."""
     with path.open("rb") as file:
         header_bytes = _read_header_bytes(path, file)
-        header = _parse_metadata(path, header_bytes)
+        header, metadata = _parse_header(path, header_bytes)
         offset = header_bytes.find(CHECKSUM_MARK) + len(CHECKSUM_MARK)
         stored = header_bytes[offset : offset + len(BLANK_CHECKSUM)].decode("ascii", "replace")
         file.seek(0)
-        if header.get("checksum") != stored or _compute_checksum(file, 8 + offset) != stored:
+        if metadata.get("checksum") != stored or _compute_checksum(file, 8 + offset) != stored:
             raise CacheFileError(f"{path}: corrupt: its checksum does not match its content")
-    return header
+    return header, metadata
 
 
 def _read_header_bytes(path: Path, file: BinaryIO) -> bytes:
@@ -292,9 +286,10 @@ def _read_header_bytes(path: Path, file: BinaryIO) -> bytes:
     return header_bytes
 
 
-def _parse_metadata(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_header(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        header = _parse_json(_parse_json(raw)["__metadata__"][METADATA_KEY])
+        header = _parse_json(raw)
+        metadata = _parse_json(header["__metadata__"][METADATA_KEY])
     except (KeyError, TypeError) as error:
         raise CacheFileError(
             f"{path}: not a kvant cache: no {METADATA_KEY!r} in its header"
@@ -303,13 +298,13 @@ def _parse_metadata(path: Path, raw: bytes) -> dict[str, Any]:
         raise CacheFileError(
             f"{path}: not a kvant cache: its header is not JSON: {error}"
         ) from error
-    if not isinstance(header, dict) or header.get("version") != FORMAT_VERSION:
-        version = header.get("version") if isinstance(header, dict) else None
+    version = metadata.get("version") if isinstance(metadata, dict) else None
+    if version != FORMAT_VERSION:
         raise CacheFileError(
             f"{path}: version {version!r} of the format, {FORMAT_VERSION} is needed: there is no "
             "conversion, so process its tokens again and save the new cache"
         )
-    return header
+    return header, metadata
 
 
 def _parse_json(text: str | bytes) -> Any:

@@ -21,8 +21,8 @@ from kvant.cache import checks
 from kvant.cache.layout import AttentionLeaf
 from kvant.cache.recurrent import StateHistory
 from kvant.cache.state import CacheState, PruningQueries
-from kvant.derived import Derived
 from kvant.errors import CapacityError, UnsupportedView
+from kvant.lazy import Derived
 from kvant.page_table import AppendPlan, PageTable
 from kvant.pages.advance import MAX_DRAFT_COLUMNS, advance, advance_steadily
 from kvant.pages.pool import GroupSlots, reserve_capacity

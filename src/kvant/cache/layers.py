@@ -31,7 +31,7 @@ from kvant.cache.recurrent_layer import RecurrentLayer
 from kvant.contracts import Fields, LayerStats, Order, View
 from kvant.page_table import AppendPlan, PageTable
 from kvant.pages.storage import Geometry, Storage, pages_nbytes
-from kvant.platform.torch_modes import get_transform, make_transform_error
+from kvant.platform.torch_runtime import get_transform, make_transform_error
 from kvant.recipes import (
     CacheSpec,
     EmptySpec,

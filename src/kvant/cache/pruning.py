@@ -49,12 +49,6 @@ MAX_DECODE_EXCESS = 128  # rows over budget that trigger a prune during decoding
 MIN_HEAD_SHARE = 0.2  # of the budget per head: the least that a head retains if `adaptive`
 
 
-def mask_over_budget(pruning: Pruning, page_table: PageTable, excess: int = 0) -> Bools:
-    """Return which sequences exceed their budget by more than `excess` rows per head."""
-    over_budget: Bools = count_spare_rows(pruning, page_table) + excess < 0
-    return over_budget
-
-
 def count_spare_rows(pruning: Pruning, page_table: PageTable) -> Floats:
     """Return the number of rows that each sequence may still store, averaged over its heads.
 
@@ -131,7 +125,7 @@ def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
     if rule is None or not (state.has_unpruned_prompt or rule.score.prunes_during_decode):
         return None
     excess = 0 if state.has_unpruned_prompt else MAX_DECODE_EXCESS
-    mask = mask_over_budget(rule, state.page_tables[group], excess)
+    mask: Bools = count_spare_rows(rule, state.page_tables[group]) + excess < 0
     leaves = {leaf.index for leaf in state.layout.attention if leaf.group == group}
     has_queries = not rule.score.num_queries or state.pruning_queries.keys() >= leaves
     return mask if mask.any() and (state.has_unpruned_prompt or has_queries) else None
@@ -243,40 +237,31 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
     row_mask = torch.from_numpy(has_row.repeat(view.keys.heads, 0))
     index_by_table = np.full(page_table.num_tables, -1)
     index_by_table[tables] = np.arange(len(tables))
+
+    def locate_pages(
+        page_list: tuple[Ints, Ints],
+    ) -> tuple[tuple[Ints, Ints], tuple[Tensor, Tensor]]:
+        """Return table and number of the pruned pages of a list, and their index in `pages`."""
+        pruned = index_by_table[page_list[0]] >= 0
+        tables_of_pages, numbers = page_list[0][pruned], page_list[1][pruned]
+        index = index_by_table[tables_of_pages]
+        number = torch.from_numpy(numbers - first_page[index])
+        return (tables_of_pages, numbers), (torch.from_numpy(index), number)
+
+    open_pages, open_index = locate_pages(page_table.list_open_pages())
+    sealed_pages, sealed_index = locate_pages(page_table.list_sealed_pages())
+    open_slots = torch.from_numpy(page_table.open_table[open_pages])
+    slots, starts = page_table.sealed_table[sealed_pages], sealed_pages[1] * page
     for name, rows in retained.rows.items():
         stored = view.keys if name == "keys" else view.values
         padded = rows.new_zeros(*row_mask.shape, rows.shape[1])
         padded[row_mask.to(rows.device)] = rows
-        pages = padded.view(len(tables), stored.heads, -1, page, rows.shape[1])
-
-        def gather_pages(
-            tables_of_pages: Ints, page_numbers: Ints, pages: Tensor = pages
-        ) -> Tensor:
-            """Return the dense rows of pages, [n, H, P, D]."""
-            table = index_by_table[tables_of_pages]
-            return pages[
-                torch.from_numpy(table), :, torch.from_numpy(page_numbers - first_page[table])
-            ]
-
-        tables_of_pages, page_numbers = _filter_pages(page_table.list_open_pages(), index_by_table)
-        open_slots = torch.from_numpy(page_table.open_table[tables_of_pages, page_numbers]).to(
-            rows.device
-        )
-        stored.open[open_slots] = gather_pages(tables_of_pages, page_numbers)
-        tables_of_pages, page_numbers = _filter_pages(
-            page_table.list_sealed_pages(), index_by_table
-        )
-        slots = page_table.sealed_table[tables_of_pages, page_numbers]
+        pages = padded.view(len(tables), stored.heads, -1, page, rows.shape[1]).transpose(1, 2)
+        stored.open[open_slots.to(rows.device)] = pages[open_index]
         for start in range(0, len(slots), MAX_PAGES_PER_SEAL):
             batch = slice(start, start + MAX_PAGES_PER_SEAL)
-            sealing = gather_pages(tables_of_pages[batch], page_numbers[batch])
-            seal_pages(stored, name, sealing, slots[batch], page_numbers[batch] * page, 0, stats)
-
-
-def _filter_pages(page_list: tuple[Ints, Ints], index_by_table: Ints) -> tuple[Ints, Ints]:
-    """Return only the pages of tables that `index_by_table` maps to an index, not to -1."""
-    mask = index_by_table[page_list[0]] >= 0
-    return page_list[0][mask], page_list[1][mask]
+            sealing = pages[sealed_index[0][batch], sealed_index[1][batch]]
+            seal_pages(stored, name, sealing, slots[batch], starts[batch], 0, stats)
 
 
 def _mask_present_rows(page_table: PageTable) -> Bools:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.length_groups import LengthGroup, group_by_length, read_visible_rows
+from kvant.attention.length_groups import group_by_length, read_visible_rows
 from kvant.contracts import Fields, View
 from kvant.page_table import PageTable
 
@@ -82,22 +82,19 @@ class ReadableRows:
         raise ValueError(f"rows [{start}, {stop}): the layer holds [{self.first_column}, {length})")
 
 
-def read_columns(view: View, name: Any, start: int, stop: int) -> Tensor:
-    """Return framed rows of columns [start, stop) of one side, as the newest query reads them."""
-    return _read_side(view, name, 0, start, stop)
+def read_columns(view: View, name: Any, start: int, stop: int, num_sinks: int = 0) -> Tensor:
+    """Return framed rows of one side, as the newest query reads them.
 
-
-def _read_sides(view: View, num_sinks: int, start: int, stop: int) -> dict[str, Tensor]:
-    names = ["keys"] if view.values is view.keys else ["keys", "values"]
-    return {name: _read_side(view, name, num_sinks, start, stop) for name in names}
-
-
-def _read_side(view: View, name: Any, num_sinks: int, start: int, stop: int) -> Tensor:
+    These are the first `num_sinks` positions of each sequence, then columns [start, stop).
+    """
     stored = view.keys if name == "keys" else view.values
     heads, dim = stored.heads, stored.dim
     out = stored.open.new_zeros(view.page_table.num_tables, heads, num_sinks + stop - start, dim)
     for group in group_by_length(view) if view.batch else []:
-        rows = _read_group(group, name, num_sinks, start, stop)
+        first_column = view.page_table.num_columns - group.length
+        rows = read_visible_rows(group, name, start - first_column, stop - first_column)
+        if num_sinks:
+            rows = torch.cat([read_visible_rows(group, name, 0, num_sinks), rows], 2)
         if group.indices is None:
             out = rows
         else:
@@ -109,7 +106,6 @@ def _read_side(view: View, name: Any, num_sinks: int, start: int, stop: int) -> 
     )
 
 
-def _read_group(group: LengthGroup, name: Any, num_sinks: int, start: int, stop: int) -> Tensor:
-    first_column = group.view.page_table.num_columns - group.length
-    rows = read_visible_rows(group, name, start - first_column, stop - first_column)
-    return torch.cat([read_visible_rows(group, name, 0, num_sinks), rows], 2) if num_sinks else rows
+def _read_sides(view: View, num_sinks: int, start: int, stop: int) -> dict[str, Tensor]:
+    names = ["keys"] if view.values is view.keys else ["keys", "values"]
+    return {name: read_columns(view, name, start, stop, num_sinks) for name in names}

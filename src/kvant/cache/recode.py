@@ -146,10 +146,13 @@ def check_recodable(page_table: PageTable, layer_group: LayerGroup) -> None:
             f"{longest} tokens for a capacity of {layer_group.capacity}: rewind first, or give "
             f"the spec capacity={longest} or none"
         )
-    first_held = _find_first_retained(page_table)
-    first_needed = np.maximum(
-        _find_first_in_window(layer_group, page_table.seq_lens), page_table.pruned_before
-    )
+    first_in_windows = [
+        _find_first_in_window(group, page_table.seq_lens)
+        for group in (page_table.layer_group, layer_group)
+    ]
+    # The first position that is stored and that the retention promises to keep.
+    first_held = _extend_to_sinks(page_table, np.maximum(page_table.first_row, first_in_windows[0]))
+    first_needed = np.maximum(first_in_windows[1], page_table.pruned_before)
     worst = int((first_held - first_needed).argmax())
     if first_held[worst] > first_needed[worst]:
         length = int(page_table.seq_lens[worst])
@@ -168,14 +171,6 @@ def check_recodable(page_table: PageTable, layer_group: LayerGroup) -> None:
             "are held, and released rows cannot be restored: use at most "
             f"sinks={page_table.layer_group.sinks}, or reset first"
         )
-
-
-def find_first_rows(page_table: PageTable) -> Ints:
-    """Return, for each sequence, the first position with a row."""
-    first: Ints = np.minimum(
-        _extend_to_sinks(page_table, page_table.first_row), page_table.seq_lens
-    )
-    return first
 
 
 def allocate_recoded(
@@ -266,7 +261,11 @@ class SequenceRecoder:
         if self.is_unchanged(name):
             is_sealed = numbers >= self.old_table.first_sealed[self.table_index]
             is_sealed &= numbers < self.old_table.stop_sealed[self.table_index]
-            self._copy_sealed_pages(name, numbers[is_sealed])
+            slots = (
+                table.sealed_table[self.table_index, numbers[is_sealed]]
+                for table in (self.old_table, self.new_table)
+            )
+            copy_pages(self.old.sides[name].sealed, stored.sealed, *slots)
             numbers = numbers[~is_sealed]
         for first in range(0, len(numbers), MAX_PAGES_PER_SEAL):
             batch = numbers[first : first + MAX_PAGES_PER_SEAL]
@@ -274,14 +273,6 @@ class SequenceRecoder:
             slots = self.new_table.sealed_table[self.table_index, batch]
             sinks = self.new_table.layer_group.sinks
             seal_pages(stored, name, torch.cat(pages), slots, batch * page, sinks, self.stats)
-
-    def _copy_sealed_pages(self, name: str, numbers: Ints) -> None:
-        old, new = (storage.sides[name].sealed for storage in (self.old, self.new))
-        slots = (
-            table.sealed_table[self.table_index, numbers]
-            for table in (self.old_table, self.new_table)
-        )
-        copy_pages(old, new, *slots)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return positions [start, stop) in the new frame and dtype, [1, H, n, D]."""
@@ -310,7 +301,8 @@ def recode_state(
         with _name_layer_in_errors(leaf.name):
             old_table = state.page_tables[old_leaf.group]
             check_recodable(old_table, layout.layer_groups[leaf.group])
-            first = find_first_rows(old_table)
+            first_row = _extend_to_sinks(old_table, old_table.first_row)
+            first = np.minimum(first_row, old_table.seq_lens)
             first_rows[leaf.group] = np.maximum(first_rows.get(leaf.group, first), first)
     for old_leaf, leaf in pairs if state.page_tables else ():
         with _name_layer_in_errors(leaf.name):
@@ -357,16 +349,6 @@ def _find_first_in_window(layer_group: LayerGroup, lengths: Ints) -> Ints:
         np.zeros_like(lengths)
         if layer_group.window is None
         else np.maximum(lengths - layer_group.window, 0)
-    )
-
-
-def _find_first_retained(page_table: PageTable) -> Ints:
-    """Return the first position that is stored and that the retention promises to keep."""
-    return _extend_to_sinks(
-        page_table,
-        np.maximum(
-            page_table.first_row, _find_first_in_window(page_table.layer_group, page_table.seq_lens)
-        ),
     )
 
 

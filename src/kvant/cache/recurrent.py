@@ -7,7 +7,7 @@ every token would accumulate. States are copied in and out, because models updat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,10 +25,12 @@ class RecurrentState(NamedTuple):
     length: int
     tensors: Fields
 
+    def map_tensors(self, convert: Callable[[Tensor], Tensor]) -> RecurrentState:
+        """Return the state with `convert` applied to each tensor."""
+        return RecurrentState(self.length, {n: convert(t) for n, t in self.tensors.items()})
+
     def copy(self) -> RecurrentState:
-        return RecurrentState(
-            self.length, {name: tensor.clone() for name, tensor in self.tensors.items()}
-        )
+        return self.map_tensors(Tensor.clone)
 
 
 EMPTY_STATE = RecurrentState(0, {})
@@ -80,12 +82,7 @@ class StateHistory:
 
     def select(self, index: Tensor) -> StateHistory:
         """Return the history of the sequences `index`."""
-
-        def pick(state: RecurrentState) -> RecurrentState:
-            picked = {n: t.index_select(0, index.to(t.device)) for n, t in state.tensors.items()}
-            return RecurrentState(state.length, picked)
-
-        return StateHistory(pick(self.current), tuple(map(pick, self.checkpoints)))
+        return self._map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     def drop_columns(self, num_columns: int) -> StateHistory:
         """Return the history with lengths reduced by `num_columns` of padding."""
@@ -100,11 +97,11 @@ class StateHistory:
 
     def to_device(self, device: torch.device) -> StateHistory:
         """Return the history with its tensors on `device`."""
+        return self._map_tensors(lambda tensor: tensor.to(device))
 
-        def move_state(state: RecurrentState) -> RecurrentState:
-            return RecurrentState(state.length, {n: t.to(device) for n, t in state.tensors.items()})
-
-        return StateHistory(move_state(self.current), tuple(map(move_state, self.checkpoints)))
+    def _map_tensors(self, convert: Callable[[Tensor], Tensor]) -> StateHistory:
+        current, *checkpoints = (state.map_tensors(convert) for state in self.states)
+        return StateHistory(current, tuple(checkpoints))
 
 
 def concat_histories(histories: Sequence[StateHistory], length: int) -> StateHistory:

@@ -17,7 +17,7 @@ from kvant.cache.recurrent import (
     get_stored_dtype,
 )
 from kvant.contracts import Fields, LayerStats
-from kvant.platform.torch_modes import is_transforming, make_transform_error
+from kvant.platform.torch_runtime import is_transforming, make_transform_error
 from kvant.recipes import RecurrentSpec
 
 

@@ -28,6 +28,7 @@ from kvant.page_table import (
     FIRST_SEALED,
     FIRST_VISIBLE,
     LENGTH,
+    NO_SLOTS,
     PADDING,
     PRUNED_AT,
     STOP_SEALED,
@@ -47,23 +48,30 @@ MAX_POSITION = 1 << 53  # no overflow in arithmetic on positions
 MAX_TABLE_ENTRIES = 1 << 24  # of a page table, which has entries for released pages as well
 
 
-def snapshot_layer(storage: Storage | None, page_table: PageTable | None) -> Snapshot:
-    """Return the rows and pages of a layer, ordered by sequence and position."""
+def snapshot_layer(
+    storage: Storage | None,
+    page_table: PageTable | None,
+    open_mask: Bools | None = None,
+    *,
+    include_sealed: bool = True,
+) -> Snapshot:
+    """Return the rows and pages of a layer, ordered by sequence and position.
+
+    `open_mask` selects open pages. Without `include_sealed`, tensors of sealed pages are empty.
+    """
     if storage is None or page_table is None or not page_table.num_columns:
         return Snapshot({}, {})
-    tensors: dict[str, Tensor] = {NUMBERS_KEY: torch.from_numpy(canonicalize_numbers(page_table))}
-    sealed = _make_index(page_table.list_sealed_slots(), storage.geometry.device)
+    tensors: dict[str, Tensor] = {NUMBERS_KEY: torch.from_numpy(_canonicalize_numbers(page_table))}
+    sealed_slots = page_table.list_sealed_slots() if include_sealed else NO_SLOTS[1]
+    sealed = _make_index(sealed_slots, storage.geometry.device)
     for name, stored in storage.sides.items():
-        tensors[f"{name}.open"] = gather_open_rows(stored.open, page_table)
+        tensors[f"{name}.open"] = _gather_open_rows(stored.open, page_table, open_mask)
         for field, tensor in stored.sealed.items():
             key = f"{name}.{field}"
             tensors[key] = retile(key, tensor[sealed], stored.tiles, None)
-    return Snapshot(
-        tensors,
-        {TABLES_KEY: page_table.tables_per_sequence}
-        if page_table.layer_group.per_head_layer is not None
-        else {},
-    )
+    has_per_head_tables = page_table.layer_group.per_head_layer is not None
+    numbers = {TABLES_KEY: page_table.tables_per_sequence} if has_per_head_tables else {}
+    return Snapshot(tensors, numbers)
 
 
 class ParsedLayer(NamedTuple):
@@ -139,9 +147,7 @@ def restore_storage(leaf: AttentionLeaf, parsed: ParsedLayer, snapshot: Snapshot
     return storage
 
 
-def gather_open_rows(
-    tensor: Tensor, page_table: PageTable, page_mask: Bools | None = None
-) -> Tensor:
+def _gather_open_rows(tensor: Tensor, page_table: PageTable, page_mask: Bools | None) -> Tensor:
     """Return the rows [n, H, D] of open pages, of all or of those in `page_mask`."""
     tables, page_numbers = page_table.list_open_pages()
     if page_mask is not None:
@@ -154,7 +160,7 @@ def gather_open_rows(
     ].transpose(1, 2)[is_row]
 
 
-def canonicalize_numbers(page_table: PageTable) -> Ints:
+def _canonicalize_numbers(page_table: PageTable) -> Ints:
     """Return the numbers with empty ranges set to 0.
 
     The last column is omitted if no rows were pruned, as in files without it.

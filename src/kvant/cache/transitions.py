@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from kvant.cache.layout import AttentionLeaf
 from kvant.cache.recurrent import StateHistory, concat_histories
 from kvant.cache.state import CacheState, PruningQueries
 from kvant.contracts import ExternalState, LayerStats
-from kvant.derived import Derived
 from kvant.errors import RewindError
+from kvant.lazy import Derived
 from kvant.page_table import LENGTH, NO_SLOTS, PADDING, Ints, PageTable
 from kvant.pages.advance import (
     allocate_table,
@@ -33,8 +33,8 @@ from kvant.pages.advance import (
     share_prefix_pages,
 )
 from kvant.pages.pool import GroupSlots, Pools, bound_slots, reserve_capacity
+from kvant.pages.storage import copy_sides, pair_slots
 
-T = TypeVar("T")
 ExternalStates = Mapping[str, ExternalState]  # by leaf name
 
 
@@ -289,8 +289,13 @@ def _import_pages(
             raise ValueError(f"layer {leaf.name}: rows of other shapes, or on another device")
         pools = target.pools[leaf.group]
         copy.ensure_slots(pools.open.size, pools.sealed.size)
-        tables = state.page_tables[leaf.group], page_tables[leaf.group]
-        copy.copy_pages_from(source, *tables, allocated[leaf.group])
+        pairs = pair_slots(state.page_tables[leaf.group], page_tables[leaf.group])
+        masks = [
+            np.isin(new, slots)
+            for (_, new), slots in zip(pairs, allocated[leaf.group], strict=True)
+        ]
+        selected = [(old[mask], new[mask]) for (old, new), mask in zip(pairs, masks, strict=True)]
+        copy_sides(source.sides, copy.sides, *selected)
     return page_tables, list(enumerate(allocated))
 
 
@@ -326,7 +331,10 @@ def shrink_pools(state: CacheState, group: int, *, after_prune: bool) -> CacheSt
         new_pools.open if is_large[0] else None,
         new_pools.sealed if is_large[1] else None,
     )
-    new_pools = Pools(*_select_each(is_large, new_pools, pools))
+    new_pools = Pools(
+        new_pools.open if is_large[0] else pools.open,
+        new_pools.sealed if is_large[1] else pools.sealed,
+    )
     num_slots = new_pools.open.size, new_pools.sealed.size
     moved = {
         leaf.index: state.storages[leaf.index].relocate_pages(old_table, new_table, num_slots)
@@ -334,8 +342,9 @@ def shrink_pools(state: CacheState, group: int, *, after_prune: bool) -> CacheSt
         if leaf.group == group
     }
     retired = [entry for entry in state.retired_slots if entry[0] != group]
+    no_slots = NO_SLOTS[0]
     retired += [  # slots of a pool that is not replaced
-        (group, _select_each(is_large, NO_SLOTS, slots))
+        (group, (no_slots if is_large[0] else slots[0], no_slots if is_large[1] else slots[1]))
         for slots_group, slots in state.retired_slots
         if slots_group == group
     ]
@@ -347,10 +356,3 @@ def shrink_pools(state: CacheState, group: int, *, after_prune: bool) -> CacheSt
         storages={**state.storages, **moved},
         retired_slots=tuple(retired),
     )
-
-
-def _select_each(
-    mask: tuple[bool, bool], if_true: tuple[T, T], if_false: tuple[T, T]
-) -> tuple[T, T]:
-    """Select `if_true` or `if_false`, for open and for sealed pages."""
-    return if_true[0] if mask[0] else if_false[0], if_true[1] if mask[1] else if_false[1]

@@ -1,1 +1,40 @@
-"""The `kvant` command: one module per subcommand."""
+"""The `kvant` command line. This module prints the notes, lines and tables of all commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterable
+from typing import Literal
+
+from kvant.platform.terminal import make_table
+
+
+def print_note(line: str) -> None:
+    """Print a line to standard error: standard output is for generated text."""
+    print(line, file=sys.stderr)
+
+
+def print_line(line: str) -> None:
+    """Print a line between tables; only a terminal wraps it."""
+    make_table()[0].print(line, soft_wrap=True)
+
+
+def print_table(
+    headings: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    wrapped: Container[str] = (),
+    stderr: bool = False,
+) -> None:
+    """Print a table; only the cells of `wrapped` columns may take several lines.
+
+    A heading that begins with > is of a column of numbers, which is aligned to the right.
+    """
+    console, table = make_table(stderr=stderr)
+    for heading in headings:
+        name = heading.removeprefix(">")
+        alignment: Literal["left", "right"] = "left" if name == heading else "right"
+        table.add_column(name, justify=alignment, no_wrap=name not in wrapped)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -10,7 +10,7 @@ import json as json_text
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -18,22 +18,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from kvant import checkpoints
-from kvant.cli import options
+from kvant.cli import options, print_note
 from kvant.cli.options import (
-    check_backend,
+    EngineOptions,
+    ReplyOptions,
     check_readable,
     check_send_options,
     check_writable,
+    expand_options,
     read_text,
 )
-from kvant.cli.session import attach_model, open_prefixes, print_note
+from kvant.cli.session import attach_model, open_prefixes
 from kvant.errors import name_path
-from kvant.platform import malloc
-from kvant.platform.devices import check_device, check_dtype
-from kvant.platform.progress import ProgressBar
-from kvant.platform.sizes import format_count, parse_size
-from kvant.spec.auto import check_spec_or_auto
+from kvant.platform import c_libraries
+from kvant.platform.sizes import format_count
+from kvant.platform.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from kvant.engine import Engine, Stream
@@ -56,39 +55,25 @@ OPTION_TYPES: Mapping[str, tuple[type, ...]] = {  # options of a line, over thos
 }
 
 
+@expand_options
 def batch(
     prompts: Annotated[Path, Argument(help='JSON lines: {"prompt": ...} or {"messages": ...}.')],
     out: Annotated[Path, Option(help="Output file; a run resumes after the replies in it.")],
-    model: options.Model = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    kv_cache: options.KVCache = None,
-    max_bytes: Annotated[str | None, Option(help="Limit on all caches together: 2GiB.")] = None,
-    max_sequences: Annotated[int, Option(min=1, help="Limit on concurrent prompts.")] = 16,
-    max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    max_context: options.MaxContext = None,
-    store: options.Store = None,
-    backend: options.Backend = None,
-    pack: options.Pack = True,
-    guard: options.Guard = True,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
+    engine_options: EngineOptions,
+    sampling: ReplyOptions,
     json: options.Json = False,
 ) -> None:
     """Generate replies to a file of prompts, many at a time."""
-    spec = "affine8" if kv_cache is None else kv_cache
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    defaults = sampling | {"seed": seed, "max_new_tokens": max_new_tokens}
-    limit = None if max_bytes is None else parse_size(max_bytes)
+    spec, store, defaults = engine_options.spec, engine_options.store, asdict(sampling)
     check_readable(prompts, "PROMPTS")
     check_writable(out, "--out")
-    check_spec_or_auto(spec)
-    _check_engine_options(model, store, backend, device, dtype)
-    common = {"model": model, "kv_cache": spec, "dtype": dtype, "max_context": max_context}
+    engine_options.check()
+    if store:
+        from kvant.stores import open_tiers
+
+        open_tiers(store)
+    common = {name: getattr(engine_options, name) for name in ("model", "dtype", "max_context")}
+    common["kv_cache"] = spec
     requests = [
         _parse_request(line, number, defaults)
         for number, line in enumerate(read_text(prompts, "PROMPTS").split("\n"), 1)
@@ -96,76 +81,51 @@ def batch(
     ]
     digests = [_digest_request(common | request) for request in requests]
     num_done, failed = _read_progress(out, digests)
-    summary = _summarize(0.0, NO_STATS)
-    if num_done < len(requests):
-        loaded, tokenizer = checkpoints.load(
-            model, trust_code=trust_remote_code, device=device, dtype=dtype
-        )
-        attached_spec = attach_model(loaded, spec, tokenizer, guard)
+    num_missing, seconds, stats = len(requests) - num_done, 0.0, NO_STATS
+    if num_missing:
+        loaded, tokenizer = engine_options.load()
+        attached_spec = attach_model(loaded, spec, tokenizer, engine_options.guard)
         from kvant.engine import Engine
 
-        malloc.keep_freed_memory()
-        engine_options: dict[str, Any] = {
-            "max_bytes": limit,
-            "max_sequences": max_sequences,
-            "max_context": max_context,
-            "backend": backend,
-            "pack": pack,
-        }
-        max_prefix_bytes = "1GiB" if limit is None else None
+        c_libraries.keep_freed_memory()
+        max_bytes = engine_options.max_bytes
+        max_prefix_bytes = "1GiB" if max_bytes is None else None
         with (
             open_prefixes(store, quiet=json, max_bytes=max_prefix_bytes) as prefixes,
-            Engine(loaded, tokenizer, attached_spec, prefixes=prefixes, **engine_options) as engine,
+            Engine(
+                loaded,
+                tokenizer,
+                attached_spec,
+                prefixes=prefixes,
+                max_bytes=max_bytes,
+                max_sequences=engine_options.max_sequences,
+                max_context=engine_options.max_context,
+                backend=engine_options.backend,
+                pack=engine_options.pack,
+            ) as engine,
         ):
             begin = time.perf_counter()
-            num_errors = _write_replies(
-                engine, requests, digests, num_done, out, max_sequences, quiet=json
-            )
+            num_errors = _write_replies(engine, requests, digests, num_done, out, quiet=json)
             failed += num_errors
-            summary = _summarize(time.perf_counter() - begin, engine.stats())
+            seconds, stats = time.perf_counter() - begin, engine.stats()
+    tokens = stats["completion_tokens"]
+    speed = tokens / seconds if seconds else None
     if json:
         counts = {"prompts": len(requests), "done_before": num_done, "failed": failed}
-        print(json_text.dumps(counts | {"out": str(out)} | summary))
+        summary = {"out": str(out), "seconds": seconds, "tokens": tokens, "tokens_a_second": speed}
+        print(json_text.dumps(counts | summary | {"engine": stats}))
     elif num_done:
         print_note(f"{num_done} of {len(requests)} were done before")
-    if num_done < len(requests) and not json:
-        print_note(_format_summary(len(requests) - num_done, num_errors, summary))
+    if num_missing and not json:
+        rate = "" if speed is None else f", {speed:.1f} a second"
+        print_note(
+            f"{format_count(num_missing, 'prompt')}, {num_errors} failed: "
+            f"{format_count(tokens, 'token')} in {seconds:.1f} s{rate}; "
+            f"{stats['cached_tokens']} of {stats['prompt_tokens']} prompt tokens were cached"
+        )
     if failed:
         print_note(f"{failed} of {len(requests)} prompts failed: see `error` in {out}")
         raise Exit(1)
-
-
-def _check_engine_options(
-    model: str | None, store: list[str] | None, backend: str | None, device: str | None, dtype: str
-) -> None:
-    """Raise an error for invalid options, before a model is loaded."""
-    check_backend(backend)
-    check_device(device)
-    check_dtype(dtype)
-    checkpoints.check_checkpoint(model)
-    if store:
-        from kvant.stores import open_tiers
-
-        open_tiers(store)
-
-
-def _summarize(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
-    """Return the speed of a run and the statistics of its engine."""
-    tokens = stats["completion_tokens"]
-    speed = tokens / seconds if seconds else None
-    return {"seconds": seconds, "tokens": tokens, "tokens_a_second": speed, "engine": stats}
-
-
-def _format_summary(num_prompts: int, failed: int, summary: dict[str, Any]) -> str:
-    """Format the summary of a run as one line."""
-    speed, stats = summary["tokens_a_second"], summary["engine"]
-    rate = "" if speed is None else f", {speed:.1f} a second"
-    return (
-        f"{format_count(num_prompts, 'prompt')}, {failed} failed: "
-        f"{format_count(summary['tokens'], 'token')} in "
-        f"{summary['seconds']:.1f} s{rate}; {stats['cached_tokens']} of {stats['prompt_tokens']} "
-        "prompt tokens were cached"
-    )
 
 
 def _write_replies(
@@ -174,7 +134,6 @@ def _write_replies(
     digests: list[str],
     num_done: int,
     out: Path,
-    max_concurrent: int,
     *,
     quiet: bool,
 ) -> int:
@@ -187,7 +146,7 @@ def _write_replies(
     with ProgressBar("prompts", quiet=quiet) as bar:
         bar.update(num_done, len(requests))
         submits = [partial(_submit, engine, request) for request in requests[num_done:]]
-        for index, result in enumerate(iterate_results(submits, max_concurrent), num_done):
+        for index, result in enumerate(iterate_results(submits, engine.max_sequences), num_done):
             failed += isinstance(result, Exception)
             line = {"index": index, "of": digests[index]} | _format_reply(result)
             with name_path(out), out.open("ab") as file:
@@ -230,16 +189,10 @@ def _parse_request(line: str, number: int, defaults: Mapping[str, Any]) -> dict[
     if not all(isinstance(text, str) for text in stop):
         raise ValueError(f"line {number}: stop is {json_text.dumps(stop)}: strings are needed")
     try:
-        sampling = {
-            option.name: request[option.name]
-            for option in fields(Sampling)
-            if option.name in request
-        }
-        stop_options = {
-            "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-            "max_new_tokens": request["max_new_tokens"],
-        }
-        check_send_options(sampling | stop_options, None)
+        names = {"max_new_tokens", *(option.name for option in fields(Sampling))}
+        send_options = {name: value for name, value in request.items() if name in names}
+        send_options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        check_send_options(send_options, None)
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from None
     return request
@@ -276,7 +229,8 @@ def _read_progress(out: Path, digests: list[str]) -> tuple[int, int]:
     if partial_line:
         if len(lines) == len(digests):
             raise _make_foreign_error(out, len(lines))
-        line_start = _format_line_start(len(lines), digests[len(lines)])
+        reply_start = {"index": len(lines), "of": digests[len(lines)]}
+        line_start = json_text.dumps(reply_start)[:-1].encode()
         if partial_line[: len(line_start)] != line_start[: len(partial_line)]:
             raise _make_foreign_error(out, len(lines))
         os.truncate(out, len(data) - len(partial_line))
@@ -289,11 +243,6 @@ def _make_foreign_error(out: Path, index: int) -> ValueError:
     )
 
 
-def _format_line_start(index: int, digest: str) -> bytes:
-    """Return the bytes that a reply's line starts with."""
-    return json_text.dumps({"index": index, "of": digest})[:-1].encode()
-
-
 def _submit(engine: Engine, request: Mapping[str, Any]) -> Stream:
     options = {name: value for name, value in request.items() if value is not None}
     prompt = options.pop("prompt", None)
@@ -304,8 +253,6 @@ def _format_reply(result: Any) -> dict[str, Any]:
     """Return the output fields of a result: a text, or the error of a failed request."""
     if isinstance(result, Exception):
         return {"error": str(result) or type(result).__name__}
-    usage = {
-        "prompt_tokens": result.usage.prompt_tokens,
-        "completion_tokens": result.usage.completion_tokens,
-    }
+    names = ("prompt_tokens", "completion_tokens")
+    usage = {name: getattr(result.usage, name) for name in names}
     return {"text": result.text, "finish_reason": result.finish_reason, "usage": usage}

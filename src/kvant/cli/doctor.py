@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -18,10 +18,15 @@ from typer import Option
 from kvant.cli import options
 from kvant.platform.devices import describe_processor, list_slow_dtypes
 from kvant.platform.sizes import format_size
-from kvant.platform.tables import make_table
+from kvant.platform.terminal import make_table
+
+if TYPE_CHECKING:
+    from kvant.contracts import View
 
 EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "gpu")
 LABEL_WIDTH = 19  # characters; the same in both tables, so that they look like one
+TESTED_FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
+HEADS, TOKENS, DIM = 2, 300, 64  # of the test cache
 MAX_DIFFERENCE = 1e-3  # between backends; the order of float32 sums changes far less
 
 
@@ -58,26 +63,94 @@ def _describe_system() -> dict[str, Any]:
         "processor": describe_processor(),
         "cores": os.cpu_count(),
         "memory": _read_memory_nbytes(),
-        "extras": dict(_list_missing_extras()),
+        "extras": _list_missing_packages(),
     }
 
 
 def _run_self_test() -> dict[str, Any]:
     """Test backends and kernels, and return the results with the facts that need torch."""
-    from kvant.bench.report import describe_machine
-    from kvant.cli import self_test
+    import torch
+
+    from kvant.attention.dispatch import BACKENDS
+    from kvant.bench.harness import describe_machine
     from kvant.native import get_library
 
-    devices = self_test.list_devices()
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    views = {device: _make_view("affine4", device) for device in devices}
     return describe_machine() | {
         "kernels": get_library().isa or get_library().reason,
         "compiled": get_library().functions is not None,
-        "packed_weights": self_test.describe_packing(),
+        "packed_weights": _describe_packing(),
         "slow_dtypes": list_slow_dtypes(),
-        "gpu": self_test.describe_gpu(),
-        "backends": {device: self_test.explain_backends(device) for device in devices},
-        "self_test": [row for device in devices for row in self_test.compare_backends(device)],
+        "gpu": _describe_gpu(),
+        "backends": {  # why each backend does not support affine4 rows on a device, or null
+            device: {backend.name: backend.supports(view, None) for backend in BACKENDS}
+            for device, view in views.items()
+        },
+        "self_test": [row for device in devices for row in _compare_backends(device)],
     }
+
+
+def _make_view(spec: str, device: str) -> View:
+    import torch
+
+    from kvant.cache import Cache
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, 1, HEADS, TOKENS, DIM, generator=generator).to(device)
+    view: View = Cache(1, spec)[0].append(*rows)
+    return view
+
+
+def _compare_backends(device: str) -> Iterator[dict[str, Any]]:
+    """Yield the largest difference of each fast backend from the reference, for each format."""
+    import torch
+
+    from kvant.attention import attend
+    from kvant.attention.dispatch import BACKENDS
+
+    queries = torch.randn(1, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    queries = queries.to(device)
+    for spec in TESTED_FORMATS:
+        view = _make_view(spec, device)
+        expected = attend(queries, view, backend="reference")
+        for backend in BACKENDS[:2]:
+            if backend.supports(view, None) is None:
+                output = attend(queries, view, backend=backend.name)
+                difference = (output - expected).abs().max().item()
+                row = {"format": spec, "device": device, "backend": backend.name}
+                yield row | {"difference": difference}
+
+
+def _describe_packing() -> str:
+    """Describe how `kvant.pack` packs bfloat16 weights on this machine."""
+    import torch
+
+    from kvant.weights.packed_matrix import (
+        MAX_KERNEL_ROWS,
+        PackedMatrix,
+        SummationOrder,
+        explain_refusal,
+    )
+
+    if (reason := explain_refusal(torch.bfloat16)) is not None:
+        return f"no: {reason}"
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    matrix = PackedMatrix(weight.bfloat16(), SummationOrder())
+    if matrix.find_kernel_k_block(torch.ones(1, 256).bfloat16(), None):
+        return f"yes, and up to {MAX_KERNEL_ROWS} rows by our kernel"
+    return "yes, computed by oneDNN"
+
+
+def _describe_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"none: torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return f"none found by torch {torch.__version__}"
+    gpus = (torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count()))
+    return ", ".join(f"{gpu.name}, {format_size(gpu.total_memory)}" for gpu in gpus)
 
 
 def _read_memory_nbytes() -> int | None:
@@ -87,19 +160,20 @@ def _read_memory_nbytes() -> int | None:
         return None
 
 
-def _list_missing_extras() -> Iterator[tuple[str, list[str]]]:
-    """Yield each extra with the packages it needs that are not installed."""
+def _list_missing_packages() -> dict[str, list[str]]:
+    """Return for each extra the packages it needs that are not installed."""
     try:
         requirements = [Requirement(text) for text in requires("kvant") or ()]
     except PackageNotFoundError:  # run from a source folder, not installed
-        return
-    for extra in EXTRAS:
-        missing = [
+        return {}
+    return {
+        extra: [
             str(requirement.name)
             for requirement in _list_requirements(requirements, extra)
             if not _is_installed(requirement)
         ]
-        yield extra, missing
+        for extra in EXTRAS
+    }
 
 
 def _list_requirements(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:

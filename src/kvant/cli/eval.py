@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import csv as csv_text
 import json as json_text
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvant import checkpoints
-from kvant.cli import options
-from kvant.cli.options import check_writable, read_text
+from kvant.cli import options, print_line, print_table
+from kvant.cli.options import ModelOptions, check_writable, expand_options, read_text
 from kvant.errors import name_path
-from kvant.platform.progress import ProgressBar
 from kvant.platform.sizes import format_size
-from kvant.platform.tables import make_table
-from kvant.spec import check_words, split_specs
+from kvant.platform.terminal import ProgressBar
+from kvant.spec import parse_words, split_specs
 
 if TYPE_CHECKING:
     from kvant.eval.result import EvaluationResult
@@ -25,9 +24,17 @@ if TYPE_CHECKING:
 DEFAULT_FORMATS = "affine8,affine4,turbo4v4,turbo4v2"
 
 
+@dataclass(frozen=True)
+class EvaluatedModel(ModelOptions):
+    dtype: Annotated[
+        str,
+        Option(help="auto, bfloat16, ...; float32 avoids 16-bit rounding, which adds to the KL."),
+    ] = "auto"
+
+
+@expand_options
 def evaluate_formats(
-    model: options.Model = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    model_options: EvaluatedModel,
     text: Annotated[
         Path | None,
         Option(help="Text file to evaluate on; default: files of Python's standard library."),
@@ -40,11 +47,6 @@ def evaluate_formats(
     prompts: Annotated[
         int, Option(min=1, help="Number of pieces to continue, and of recall tests.")
     ] = 8,
-    device: options.Device = None,
-    dtype: Annotated[
-        str,
-        Option(help="auto, bfloat16, ...; float32 avoids 16-bit rounding, which adds to the KL."),
-    ] = "auto",
     csv: Annotated[Path | None, Option(help="CSV file for a table of the results.")] = None,
     plot: Annotated[
         Path | None, Option(help="Image file for a plot of divergence against bytes: F.png.")
@@ -56,17 +58,16 @@ def evaluate_formats(
 ) -> None:
     """Measure each format's effect on predictions, and its bytes."""
     if plot is not None:
-        from kvant.bench.report import check_plot
+        from kvant.bench.harness import check_plot
 
         check_plot(plot)
-    _check_files({"--csv": csv, "--plot": plot, "--save": save})
+    for flag, file in {"--csv": csv, "--plot": plot, "--save": save}.items():
+        check_writable(file, flag)
     specs = {spec: spec for spec in split_specs(formats)}
     for spec in specs:
-        check_words(spec)
+        parse_words(spec)
     evaluation_text = None if text is None else read_text(text, "--text")
-    loaded, tokenizer = checkpoints.load(
-        model, trust_code=trust_remote_code, device=device, dtype=dtype
-    )
+    loaded, tokenizer = model_options.load()
     from kvant.eval import EvaluationSettings, evaluate
     from kvant.eval.result import FormatPoint, flatten_result, plot_results
     from kvant.hf import attach
@@ -84,7 +85,7 @@ def evaluate_formats(
             progress=bar.update,
         )
     facts = {
-        "model": model or "the model inside",
+        "model": model_options.model or "the model inside",
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "tokens": tokens,
         "context": context,
@@ -101,12 +102,6 @@ def evaluate_formats(
         _show_results(title, results)
 
 
-def _check_files(files: Mapping[str, Path | None]) -> None:
-    for flag, file in files.items():
-        if file is not None:
-            check_writable(file, flag)
-
-
 def _write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     with name_path(file), file.open("w", encoding="utf-8", newline="") as opened:
         writer = csv_text.DictWriter(opened, rows[0])
@@ -116,32 +111,22 @@ def _write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _show_results(title: str, results: Sequence[EvaluationResult]) -> None:
     first = results[0]
-    console, _ = make_table()
     shares = ", ".join(f"{test} {share:.0%}" for test, share in first.raw_recall_shares.items())
-    console.print(
+    print_line(
         f"{title}; raw: perplexity {first.raw_perplexity:.4g} over {first.positions} tokens, "
-        f"{shares}",
-        soft_wrap=True,
+        f"{shares}"
     )
+    answers = ("top-1", f"same of {first.continued}", *first.recall_shares, "tokens/s", "of raw")
     tables = {
         ("perplexity", "95%", "mean KL", "95%", "p99.9"): _format_predictions,
-        (
-            "top-1",
-            f"same of {first.continued}",
-            *first.recall_shares,
-            "tokens/s",
-            "of raw",
-        ): _format_answers,
+        answers: _format_answers,
         ("bytes a token", "of raw", "at 2k", "of raw", "at 32k", "of raw"): _format_bytes,
     }
     for headings, format_cells in tables.items():  # split so that each fits a terminal
-        console, table = make_table()
-        table.add_column("format", no_wrap=True)
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for result in results:
-            table.add_row(result.format, *format_cells(result))
-        console.print(table)
+        print_table(
+            ["format", *(f">{heading}" for heading in headings)],
+            [(result.format, *format_cells(result)) for result in results],
+        )
 
 
 def _format_predictions(result: EvaluationResult) -> list[str]:

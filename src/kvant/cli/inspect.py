@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from kvant.checkpoints import load_config, make_meta_model
-from kvant.cli import options
+from kvant.cli import options, print_line, print_table
 from kvant.platform.sizes import format_count, format_size
-from kvant.platform.tables import make_table
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
 from kvant.spec import format_codecs
 
@@ -52,7 +52,10 @@ def inspect(
     else:
         report, lines = _inspect_file(file)
     if json:
-        layers = [_make_entry(indices, line) for indices, line in _group_lines(lines)]
+        layers = [
+            {"layers": indices} | {n: v for n, v in line._asdict().items() if v != ""}
+            for indices, line in _group_lines(lines)
+        ]
         print(json_text.dumps(report | {"layers": layers}))
     else:
         _show_report(report, lines)
@@ -91,9 +94,8 @@ def _describe_saved_layer(head: CacheFileHeader, index: int, recipe: Recipe) -> 
     sides = {n: t for n, t in tensors.items() if n.endswith(("keys.open", "values.open"))}
     rows = {name: tensor for name, tensor in sides.items() if len(tensor.shape) == 3}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    return LayerLine(
-        _describe_kind(recipe), _describe_rows(head, rows), _describe_recipe(recipe), nbytes
-    )
+    kind, stored = _describe_recipe(recipe)
+    return LayerLine(kind, _describe_rows(head, rows), stored, nbytes)
 
 
 def _describe_rows(head: CacheFileHeader, sides: Mapping[str, FileTensor]) -> str:
@@ -146,7 +148,7 @@ def _describe_planned_layer(cache_plan: Plan, index: int, has_position_bias: boo
     if layer.attends:
         dims = "/".join(dict.fromkeys((str(layer.key_dim), str(layer.value_dim))))
         rows = _format_heads(layer.num_heads, dims, str(layer.dtype).removeprefix("torch."))
-    stored = _describe_recipe(recipe)
+    _, stored = _describe_recipe(recipe)
     if not (layer.attends or layer.recurs):
         stored = "stored by transformers"
     if not layer.attends and layer.state_nbytes == 0:
@@ -177,29 +179,22 @@ def _find_backend(recipe: Recipe, layer: LayerShape, has_position_bias: bool) ->
     return str(explain(cache_layer.append(*rows)).backend)
 
 
-def _describe_kind(recipe: Recipe) -> str:
-    if isinstance(recipe, GroupSpec):
-        return " and ".join(_describe_kind(part) for _, part in recipe.parts)
-    if isinstance(recipe, SharedSpec):
-        return "shared"
-    if isinstance(recipe, RecurrentSpec):
-        return "recurrent"
-    return "attention" if isinstance(recipe, LayerSpec) else "empty"
-
-
-def _describe_recipe(recipe: Recipe) -> str:
-    if isinstance(recipe, GroupSpec):
-        return " and ".join(_describe_recipe(part) for _, part in recipe.parts)
-    if isinstance(recipe, SharedSpec):
-        return f"the rows of layer {recipe.layer}"
-    if isinstance(recipe, RecurrentSpec):
-        return "a recurrent state"
-    if not isinstance(recipe, LayerSpec):
-        return "nothing"
-    description = format_codecs(*recipe.sides.values())
-    retention = recipe.retention
-    description += "" if retention.window is None else f", window {retention.window}"
-    return description + (f", {retention.sinks} dense sinks" if retention.sinks else "")
+def _describe_recipe(recipe: Recipe) -> tuple[str, str]:
+    """Return the kind of a layer and what it stores."""
+    match recipe:
+        case GroupSpec():
+            kinds, contents = zip(*(_describe_recipe(p) for _, p in recipe.parts), strict=True)
+            return " and ".join(kinds), " and ".join(contents)
+        case SharedSpec():
+            return "shared", f"the rows of layer {recipe.layer}"
+        case RecurrentSpec():
+            return "recurrent", "a recurrent state"
+        case LayerSpec():
+            stored, retention = format_codecs(*recipe.sides.values()), recipe.retention
+            stored += "" if retention.window is None else f", window {retention.window}"
+            stored += f", {retention.sinks} dense sinks" if retention.sinks else ""
+            return "attention", stored
+    return "empty", "nothing"
 
 
 def _format_heads(count: int, dims: str, dtype: str) -> str:
@@ -214,36 +209,28 @@ def _group_lines(lines: Sequence[LayerLine]) -> Iterable[tuple[list[int], LayerL
     return [(indices, line) for line, indices in indices_by_line.items()]
 
 
-def _make_entry(indices: list[int], line: LayerLine) -> dict[str, Any]:
-    return {"layers": indices} | {n: v for n, v in line._asdict().items() if v != ""}
-
-
 def _format_ranges(indices: Sequence[int]) -> str:
     """Format layer indices as ranges: 0-4, 6-10."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    ranges = []
+    for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
+        first, *others = (index for _, index in run)
+        ranges.append(f"{first}-{others[-1]}" if others else str(first))
+    return ", ".join(ranges)
 
 
 def _show_report(report: Mapping[str, Any], lines: Sequence[LayerLine]) -> None:
-    console, table = make_table()
     for name, value in report.items():
         if value not in (None, {}, []):
-            console.print(f"{name}: {_format_value(name, value)}", soft_wrap=True)
-    backend_column = ["read by"] if any(line.read for line in lines) else []  # not for a file
-    for heading in ("layers", "kind", "rows", "stored", *backend_column):
-        table.add_column(heading)
-    table.add_column("bytes a layer", justify="right", no_wrap=True)
+            print_line(f"{name}: {_format_value(name, value)}")
+    texts = ["layers", "kind", "rows", "stored"]
+    texts += ["read by"] if any(line.read for line in lines) else []  # not for a file
+    rows = []
     for indices, line in _group_lines(lines):
-        cells = [_format_ranges(indices), line.kind, line.rows, line.stored]
-        cells += [line.read] if backend_column else []
-        table.add_row(*cells, "unknown" if line.nbytes is None else format_size(line.nbytes))
-    console.print()
-    console.print(table)
+        cells = [_format_ranges(indices), line.kind, line.rows, line.stored, line.read]
+        nbytes = "unknown" if line.nbytes is None else format_size(line.nbytes)
+        rows.append([*cells[: len(texts)], nbytes])
+    print_line("")
+    print_table([*texts, ">bytes a layer"], rows, wrapped=texts)
 
 
 def _summarize_metadata(value: Any) -> str:

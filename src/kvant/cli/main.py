@@ -17,13 +17,12 @@ from kvant.cli.batch import batch
 from kvant.cli.chat import chat
 from kvant.cli.doctor import doctor
 from kvant.cli.eval import evaluate_formats
-from kvant.cli.formats import formats
+from kvant.cli.formats import formats, plan
 from kvant.cli.inspect import inspect
-from kvant.cli.plan import plan
 from kvant.cli.run import run
 from kvant.cli.serve import serve
 from kvant.cli.store import store
-from kvant.platform.exit_codes import run_app
+from kvant.platform.terminal import run_app
 
 BENCHES = {  # the first line of each benchmark's help
     "append": "Time one appended token: one layer, bf16, batch 1.",
@@ -63,14 +62,12 @@ class BenchGroup(TyperGroup):
         return Bench(cmd_name, help=BENCHES[cmd_name])
 
 
-bench = typer.Typer(cls=BenchGroup, no_args_is_help=True, rich_markup_mode=None)
-
-
-@bench.callback()
-def bench_callback() -> None:
-    """Run a benchmark; prints a table and one line of JSON."""
-
-
+bench = typer.Typer(
+    cls=BenchGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run a benchmark; prints a table and one line of JSON.",
+)
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -4,111 +4,205 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
+from kvant import checkpoints
 from kvant.errors import CacheError, CacheFileError
-from kvant.retention import DEFAULT_WINDOW_SINKS
+from kvant.platform.devices import check_device, check_dtype
+from kvant.platform.sizes import parse_size
+from kvant.spec.language import check_spec_or_auto
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seconds to import
     from kvant.cache.files import CacheFileHeader
-    from kvant.generation.conversation import Transcript
+    from kvant.generation.session import Transcript
 
 
 Model = Annotated[
     str | None, Option(help="Folder or name on the hub; default: the model inside the package.")
 ]
-TrustRemoteCode = Annotated[
-    bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
-]
-KVCache = Annotated[
-    str | None, Option(help="Cache format: affine4, raw, auto; kvant formats lists all.")
-]
-WindowSize = Annotated[int | None, Option(help="Window of the last N positions to store.")]
-WindowKeep = Annotated[
-    int | None,
-    Option(
-        help=f"Sinks: the first N positions, stored besides the window (default "
-        f"{DEFAULT_WINDOW_SINKS})."
-    ),
-]
-MaxNewTokens = Annotated[int, Option(min=1, help="Limit on generated tokens.")]
-DEFAULT_MAX_NEW_TOKENS = 256  # the same as in Python
-Temperature = Annotated[
-    float, Option(min=0.0, help="Sampling temperature; 0: always the likeliest token.")
-]
-TopP = Annotated[
-    float | None, Option(help="Sample from the likeliest tokens whose probabilities sum to this.")
-]
-TopK = Annotated[int | None, Option(min=1, help="Sample from the K likeliest tokens.")]
-MinP = Annotated[
-    float | None, Option(help="Minimum probability, as a fraction of the likeliest token's.")
-]
-RepetitionPenalty = Annotated[
-    float, Option(help="Above 1: make tokens of the prompt and the reply less likely.")
-]
-PresencePenalty = Annotated[
-    float, Option(help="Subtracted once from the logit of each token in the reply.")
-]
-FrequencyPenalty = Annotated[
-    float, Option(help="Subtracted from a token's logit for each occurrence in the reply.")
-]
-Stop = Annotated[list[str] | None, Option(help="Text to stop before; may be repeated.")]
-Seed = Annotated[int | None, Option(help="Seed of sampling; the same seed repeats a reply.")]
-MaxContext = Annotated[
-    int | None, Option(min=2, help="Limit on the tokens of prompt and reply together.")
-]
-Strategy = Annotated[str, Option(help="When to use a cache: always, disabled, long or adaptive.")]
-Threshold = Annotated[int, Option(help="Number of tokens from which `long` uses a cache.")]
-Budget = Annotated[str | None, Option(help="Limit on the bytes of an `adaptive` cache: 64MiB.")]
-PrefillChunk = Annotated[int, Option(min=1, help="Tokens per prefill step.")]
-Draft = Annotated[
-    str | None, Option(help="Speculative decoding: ngram, or the name of a smaller model.")
-]
-Backend = Annotated[
-    str | None, Option(help="Attention backend: native, triton, reference; default: the fastest.")
-]
-Pack = Annotated[bool, Option(help="Pack 16-bit weights for faster computation on a CPU.")]
-Guard = Annotated[
-    bool, Option(help="Test the format on the model, for at most 2 s, and warn if it does harm.")
-]
-Load = Annotated[Path | None, Option(help="Saved conversation to continue.")]
-Store = Annotated[
-    list[str] | None,
-    Option(help="Folder or URL of a prefix store; may be repeated, nearest first."),
-]
-Device = Annotated[str | None, Option(help="cpu, cuda, cuda:1, mps; default: a CUDA GPU if any.")]
-DType = Annotated[str, Option(help="float32, bfloat16, float16; auto: as in the checkpoint.")]
-Stats = Annotated[bool, Option(help="Print speed and memory.")]
 Json = Annotated[bool, Option(help="Print only one JSON object.")]
-
-
+Stats = Annotated[bool, Option(help="Print speed and memory.")]
 BACKENDS = ["native", "triton", "reference", "dequantize", "interpreted"]  # of kvant.attention
 
 
-def merge_spec(kv_cache: str | None, window_size: int | None, num_sinks: int | None) -> str:
-    """Merge the window flags into a spec; raise an error if it has the option already."""
-    spec = "raw" if kv_cache is None else kv_cache
-    spec_words = {word.strip().partition("=")[0] for word in spec.split(",")}
-    for flag, option, value in (
-        ("--kv-window-size", "window", window_size),
-        ("--kv-window-keep", "sinks", num_sinks),
-    ):
-        if value is None:
-            continue
-        if option in spec_words:
-            raise ValueError(
-                f"{flag} {value} with --kv-cache {spec}, which has {option}= too: drop one"
-            )
-        spec += f",{option}={value}"
-    if num_sinks is not None and window_size is None and "window" not in spec_words:
-        raise ValueError(
-            f"--kv-window-keep {num_sinks} without a window: give --kv-window-size too"
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of every command that loads a model."""
+
+    model: Model = None
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False
+    device: Annotated[
+        str | None, Option(help="cpu, cuda, cuda:1, mps; default: a CUDA GPU if any.")
+    ] = None
+    dtype: Annotated[
+        str, Option(help="float32, bfloat16, float16; auto: as in the checkpoint.")
+    ] = "auto"
+
+    def load(self) -> tuple[Any, Any]:
+        """Load the model and its tokenizer."""
+        return checkpoints.load(self.model, **self.load_options)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Options of `checkpoints.load`, except the model."""
+        return {"trust_code": self.trust_remote_code, "device": self.device, "dtype": self.dtype}
+
+
+@dataclass(frozen=True)
+class CacheOptions(ModelOptions):
+    """Options of every command that generates text: the model, its cache and its kernels."""
+
+    kv_cache: Annotated[
+        str | None, Option(help="Cache format: affine4, raw, auto; kvant formats lists all.")
+    ] = None
+    max_context: Annotated[
+        int | None, Option(min=2, help="Limit on the tokens of prompt and reply together.")
+    ] = None
+    store: Annotated[
+        list[str] | None,
+        Option(help="Folder or URL of a prefix store; may be repeated, nearest first."),
+    ] = None
+    backend: Annotated[
+        str | None,
+        Option(help="Attention backend: native, triton, reference; default: the fastest."),
+    ] = None
+    pack: Annotated[bool, Option(help="Pack 16-bit weights for faster computation on a CPU.")] = (
+        True
+    )
+    guard: Annotated[
+        bool,
+        Option(help="Test the format on the model, for at most 2 s, and warn if it does harm."),
+    ] = True
+
+    @property
+    def spec(self) -> str:
+        """The spec of the cache, with the default of the command."""
+        return "raw" if self.kv_cache is None else self.kv_cache
+
+    def check(self) -> None:
+        """Raise an error for invalid options and missing files, without importing torch."""
+        check_spec_or_auto(self.spec)
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend {self.backend!r} is not one of {BACKENDS}")
+        if self.store:
+            from kvant.stores.open import check_name
+
+            for name in self.store:
+                check_name(name)
+        check_device(self.device)
+        check_dtype(self.dtype)
+        checkpoints.check_checkpoint(self.model)
+
+
+@dataclass(frozen=True)
+class EngineOptions(CacheOptions):
+    """Options of the commands that run an engine: `batch` and `serve`."""
+
+    max_bytes: Annotated[str | None, Option(help="Limit on all caches together: 8GiB.")] = None
+    max_sequences: Annotated[int, Option(min=1, help="Limit on concurrent sequences.")] = 16
+
+    @property
+    def spec(self) -> str:
+        return "affine8" if self.kv_cache is None else self.kv_cache
+
+    def check(self) -> None:
+        if self.max_bytes is not None:
+            parse_size(self.max_bytes)
+        super().check()
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """How many tokens a reply has, and how they are sampled."""
+
+    max_new_tokens: Annotated[int, Option(min=1, help="Limit on generated tokens.")] = 256
+    temperature: Annotated[
+        float, Option(min=0.0, help="Sampling temperature; 0: always the likeliest token.")
+    ] = 0.0
+    top_p: Annotated[
+        float | None,
+        Option(help="Sample from the likeliest tokens whose probabilities sum to this."),
+    ] = None
+    top_k: Annotated[int | None, Option(min=1, help="Sample from the K likeliest tokens.")] = None
+    min_p: Annotated[
+        float | None,
+        Option(help="Minimum probability, as a fraction of the likeliest token's."),
+    ] = None
+    seed: Annotated[int | None, Option(help="Seed of sampling; the same seed repeats a reply.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class SendOptions(ReplyOptions):
+    """The options of `Session.send`."""
+
+    repetition_penalty: Annotated[
+        float, Option(help="Above 1: make tokens of the prompt and the reply less likely.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, Option(help="Subtracted once from the logit of each token in the reply.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Option(help="Subtracted from a token's logit for each occurrence in the reply.")
+    ] = 0.0
+    stop: Annotated[list[str] | None, Option(help="Text to stop before; may be repeated.")] = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `Session.send`."""
+        return asdict(self) | {"stop": tuple(self.stop or ())}
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of `command` that is a class of options by an option per field.
+
+    Typer reads the options of a command from its signature.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        if name in groups:
+            parameters += _list_parameters(groups[name])
+        else:
+            annotated = parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+            parameters.append(annotated)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        arguments = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**arguments, **values)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _list_parameters(group: Any) -> list[Parameter]:
+    """Return a parameter per field of a class of options."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
         )
-    return spec
+        for field in fields(group)
+    ]
 
 
 RowShape = tuple[int, int]  # number of key heads, head dimension
@@ -119,9 +213,9 @@ def check_readable(path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path}: there is no such file")
 
 
-def check_writable(path: Path, flag: str) -> None:
+def check_writable(path: Path | None, flag: str) -> None:
     """Raise an error for an output file that cannot be created, before any work is done."""
-    if path.is_dir() or not path.parent.is_dir():
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ValueError(f"{flag} {path}: the name of a file in an existing folder is needed")
 
 
@@ -146,20 +240,6 @@ def check_text(text: str, source: str) -> str:
     return text
 
 
-def check_backend(name: str | None) -> None:
-    """Raise an error for the name of an unknown backend, without importing torch."""
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"backend {name!r} is not one of {BACKENDS}")
-
-
-def check_stores(names: list[str] | None) -> None:
-    """Raise an error for an invalid name of a store, without importing torch."""
-    from kvant.stores.open import check_name
-
-    for name in names or ():
-        check_name(name)
-
-
 def check_send_options(send_options: Mapping[str, Any], max_context: int | None) -> None:
     """Raise an error for invalid sampling options or stop conditions."""
     from kvant.generation.settings import Sampling, StopConditions
@@ -178,7 +258,7 @@ def check_transcript(path: Path, model: str | None) -> Transcript:
     """
     check_readable(path, "--load")
     from kvant.cache.files import read_header
-    from kvant.generation.conversation import Transcript
+    from kvant.generation.session import Transcript
 
     head = read_header(path)
     transcript = Transcript.from_header(path, head.about)

@@ -6,30 +6,31 @@ statistics to standard error.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from typer import Option
 
 from kvant import checkpoints
+from kvant.cli import print_note, print_table
 from kvant.cli.options import (
-    check_backend,
+    CacheOptions,
     check_readable,
     check_send_options,
     check_transcript,
-    merge_spec,
 )
-from kvant.platform import malloc
-from kvant.platform.devices import check_device, check_dtype, warn_of_slow_weights
-from kvant.platform.progress import ProgressBar
+from kvant.platform import c_libraries
+from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import format_count, format_size, parse_size
-from kvant.platform.tables import make_table
+from kvant.platform.terminal import ProgressBar
 from kvant.recipes import AnySpec
+from kvant.retention import DEFAULT_WINDOW_SINKS
 from kvant.spec import describe_spec
-from kvant.spec.auto import check_spec_or_auto, is_auto
+from kvant.spec.language import is_auto
 
 if TYPE_CHECKING:
     from kvant.generation import Session, Step
@@ -41,63 +42,83 @@ FLUSH_POLL_S = 0.1  # between updates of the progress of store writes
 
 
 @dataclass(frozen=True)
-class SessionOptions:
-    """Command-line options that configure a session."""
+class SessionOptions(CacheOptions):
+    """Options that configure a session."""
 
-    model: str | None
-    kv_cache: str | None
-    window_size: int | None
-    window_keep: int | None
-    max_context: int | None
-    strategy: str
-    threshold: int
-    budget: str | None
-    draft: str | None
-    load: Path | None
-    guard: bool
-    trust_remote_code: bool
-    device: str | None
-    dtype: str
-    prefill_chunk: int
-    backend: str | None = None
-    pack: bool = True
-    store: list[str] | None = None
-    chat: bool = False  # the model must have a chat template
+    kv_window_size: Annotated[
+        int | None, Option(help="Window of the last N positions to store.")
+    ] = None
+    kv_window_keep: Annotated[
+        int | None,
+        Option(
+            help=f"Sinks: the first N positions, stored besides the window (default "
+            f"{DEFAULT_WINDOW_SINKS})."
+        ),
+    ] = None
+    strategy: Annotated[
+        str, Option(help="When to use a cache: always, disabled, long or adaptive.")
+    ] = "always"
+    threshold: Annotated[int, Option(help="Number of tokens from which `long` uses a cache.")] = 512
+    budget: Annotated[
+        str | None, Option(help="Limit on the bytes of an `adaptive` cache: 64MiB.")
+    ] = None
+    prefill_chunk: Annotated[int, Option(min=1, help="Tokens per prefill step.")] = 512
+    draft: Annotated[
+        str | None, Option(help="Speculative decoding: ngram, or the name of a smaller model.")
+    ] = None
+    load_path: Annotated[Path | None, Option("--load", help="Saved conversation to continue.")] = (
+        None
+    )
 
     @property
     def spec(self) -> str:
-        return merge_spec(self.kv_cache, self.window_size, self.window_keep)
+        """The spec with the window flags; raises an error for an option that it has already."""
+        spec = super().spec
+        spec_words = {word.strip().partition("=")[0] for word in spec.split(",")}
+        for flag, option, value in (
+            ("--kv-window-size", "window", self.kv_window_size),
+            ("--kv-window-keep", "sinks", self.kv_window_keep),
+        ):
+            if value is None:
+                continue
+            if option in spec_words:
+                raise ValueError(
+                    f"{flag} {value} with --kv-cache {spec}, which has {option}= too: drop one"
+                )
+            spec += f",{option}={value}"
+        has_window = self.kv_window_size is not None or "window" in spec_words
+        if self.kv_window_keep is not None and not has_window:
+            raise ValueError(
+                f"--kv-window-keep {self.kv_window_keep} without a window: give --kv-window-size "
+                "too"
+            )
+        return spec
 
     @property
     def budget_bytes(self) -> int | None:
         return None if self.budget is None else parse_size(self.budget)
 
-    def check(self, send_options: Mapping[str, Any]) -> None:
+    def check_session(self, send_options: Mapping[str, Any]) -> None:
         """Raise an error for invalid or conflicting options and missing files, before loading."""
         from kvant.generation.settings import check_strategy
 
-        if self.load is not None:
-            check_readable(self.load, "--load")  # first: the other checks import torch
+        if self.load_path is not None:
+            check_readable(self.load_path, "--load")  # first: the other checks import torch
         check_send_options(send_options, self.max_context)
         check_strategy(self.strategy, self.threshold, self.budget_bytes)
         if self.store and self.budget is not None:
             raise ValueError("--budget with --store: a store holds one format; drop one of them")
-        check_spec_or_auto(self.spec)
-        check_backend(self.backend)
-        check_device(self.device)
-        check_dtype(self.dtype)
-        checkpoints.check_checkpoint(self.model)
+        self.check()
         if self.draft not in (None, "ngram"):
             checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
-        if self.load is not None:
-            self._check_file(self.load)
+        if self.load_path is not None:
+            self._check_file(self.load_path)
 
     def _check_file(self, file: Path) -> None:
         """Raise an error if the file does not fit the model or another option sets its format."""
-        flags = {"--kv-cache": self.kv_cache, "--kv-window-size": self.window_size}
-        flags["--kv-window-keep"] = self.window_keep
-        for flag, value in flags.items():
-            if value is not None:
+        for name in ("kv_cache", "kv_window_size", "kv_window_keep"):
+            if (value := getattr(self, name)) is not None:
+                flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
                     f"{flag} {value} with --load: the file has its own format; drop {flag}"
                 )
@@ -109,29 +130,29 @@ class SessionOptions:
         *,
         template: bool,
         system: str | None = None,
+        needs_template: bool = False,
         prefixes: Prefixes | None = None,
     ) -> Session:
         """Load the model, and start a session or resume the one of --load.
 
         `send_options` are the later arguments of `Session.send`, checked before loading.
         """
-        self.check(send_options)
-        model, tokenizer = checkpoints.load(self.model, **self._load_options)
-        if self.chat and tokenizer.chat_template is None:
+        self.check_session(send_options)
+        model, tokenizer = self.load()
+        if needs_template and tokenizer.chat_template is None:
             raise ValueError(
                 "--chat: this model has no chat template: drop --chat to continue the prompt as "
                 "plain text"
             )
         self._pack_model(model)
-        malloc.keep_freed_memory()
+        c_libraries.keep_freed_memory()
         from kvant.generation import Session
 
-        initial_spec = "raw" if self.load is not None else self.spec
-        spec = attach_model(model, initial_spec, tokenizer, self.guard)
+        initial_spec = "raw" if self.load_path is not None else self.spec
         session = Session(
             model,
             tokenizer,
-            spec,
+            attach_model(model, initial_spec, tokenizer, self.guard),
             system=system,
             template=template,
             max_context=self.max_context,
@@ -143,16 +164,15 @@ class SessionOptions:
             backend=self.backend,
             prefixes=prefixes,
         )
-        if self.load is not None:
-            session.resume(self.load)
+        if self.load_path is not None:
+            session.resume(self.load_path)
         return session
 
     def _load_draft(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
-        return self._pack_model(
-            checkpoints.load_model(self.draft, flag="--draft", **self._load_options)
-        )
+        draft = checkpoints.load_model(self.draft, flag="--draft", **self.load_options)
+        return self._pack_model(draft)
 
     def _pack_model(self, model: Any) -> Any:
         """Pack the weights in place unless --no-pack, and return the model."""
@@ -161,15 +181,6 @@ class SessionOptions:
 
             pack(model)
         return model
-
-    @property
-    def _load_options(self) -> dict[str, Any]:
-        """Options for loading the model and its draft."""
-        return {
-            "trust_code": self.trust_remote_code,
-            "device": self.device,
-            "dtype": self.dtype,
-        }
 
 
 @contextmanager
@@ -212,13 +223,20 @@ def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -
     Prints warnings if the format harms the model or its weights have a slow dtype.
     """
     from kvant import probing
+    from kvant.probing.guard import TRIAL_SECONDS
 
+    announcement = (
+        f"{requested_spec}: testing formats on the model, the smallest first"
+        if is_auto(requested_spec)
+        else f"testing {requested_spec} on the model (at most {TRIAL_SECONDS:g} s; --no-guard "
+        "skips it)"
+    )
     warn_of_slow_weights(model, lambda line: print_note(f"warning: {line}"))
     with ProgressBar(f"testing {requested_spec}") as bar:
 
         def progress(done: int, total: int) -> None:
             if done == 0:  # called only if no verdict is cached
-                print_note(_describe_test(requested_spec, is_auto(requested_spec)))
+                print_note(announcement)
             bar.update(done, total)
 
         verdict = probing.attach_checked(
@@ -232,34 +250,24 @@ def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -
     return verdict.spec
 
 
-def _describe_test(spec: str, auto: bool) -> str:
-    """Announce the test of a spec, with its time limit."""
-    from kvant.probing.guard import TRIAL_SECONDS
-
-    if auto:
-        return f"{spec}: testing formats on the model, the smallest first"
-    return f"testing {spec} on the model (at most {TRIAL_SECONDS:g} s; --no-guard skips it)"
-
-
 def _show_candidates(model: Any, verdict: GuardedSpec) -> None:
     """Print the formats that `auto` tested, on standard error."""
     from kvant.planner import plan
 
-    console, table = make_table(stderr=True)
-    for heading in ("", "format", "bytes a token", "KL", "top-1", "recall lost", "verdict"):
-        table.add_column(heading, no_wrap=True)
-    for candidate in verdict.candidates:
-        mark = "*" if candidate.spec == verdict.spec else ""
-        nbytes = plan(model, candidate.spec, context=1).nbytes_per_token
-        cells = (
-            f"{nbytes:.0f}",
+    headings = ("", "format", "bytes a token", "KL", "top-1", "recall lost", "verdict")
+    rows = [
+        (
+            "*" if candidate.spec == verdict.spec else "",
+            candidate.spec,
+            f"{plan(model, candidate.spec, context=1).nbytes_per_token:.0f}",
             f"{candidate.mean_kl:.2g}",
             f"{candidate.top1:.1%}",
             "" if candidate.lost is None else f"{candidate.lost:.2g}",
             candidate.verdict,
         )
-        table.add_row(mark, candidate.spec, *cells)
-    console.print(table)
+        for candidate in verdict.candidates
+    ]
+    print_table(headings, rows, stderr=True)
 
 
 @dataclass(frozen=True)
@@ -276,7 +284,7 @@ class CacheName:
     def from_session(cls, session_options: SessionOptions, session: Session) -> CacheName:
         """Name the cache of a new or loaded session."""
         initial = read_spec(session)
-        is_chosen = session_options.load is not None or is_auto(session_options.spec)
+        is_chosen = session_options.load_path is not None or is_auto(session_options.spec)
         return cls(initial if is_chosen else session_options.spec, initial)
 
     def find_current(self, session: Session) -> str:
@@ -320,30 +328,33 @@ class PrintedReply:
         if not quiet:
             print()
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed, None for a single token."""
+        if self.num_tokens < 2 or self.decode_seconds <= 0:
+            return None
+        return (self.num_tokens - 1) / self.decode_seconds
+
     def summarize(self) -> dict[str, Any]:
-        speed = (
-            (self.num_tokens - 1) / self.decode_seconds
-            if self.decode_seconds > 0 and self.num_tokens > 1
-            else None
-        )
         return {
             "tokens": self.num_tokens,
             "seconds_to_first": self.first_token_seconds,
-            "tokens_a_second": speed,
+            "tokens_a_second": self.tokens_per_second,
             "finish_reason": self.finish_reason,
         }
 
-    def format_line(self, spec: str, session: Session) -> str:
-        """Format the speed of the reply and the size of the cache as one line."""
-        cache = session.stats()
-        speed = self.summarize()["tokens_a_second"]
+    def print_stats(self, cache_name: CacheName, session: Session, num_recodes: int = 0) -> None:
+        """Print the recodes after the first `num_recodes`, and the speed and size of the cache."""
+        cache, speed = session.stats(), self.tokens_per_second
+        for line in describe_recodes(cache["recoded"][num_recodes:]):
+            print_note(line)
         details = "" if speed is None else f", {speed:.1f} a second"
         if restored := cache["tokens_restored"]:
             details += f", {restored} prompt tokens from the store"
-        return (
+        print_note(
             f"{format_count(self.num_tokens, 'token')}{details}, the first after "
-            f"{self.first_token_seconds:.2f} s; "
-            f"{spec}: {format_count(cache['length'], 'token')} in {describe_memory(session)}"
+            f"{self.first_token_seconds:.2f} s; {cache_name.find_current(session)}: "
+            f"{format_count(cache['length'], 'token')} in {describe_memory(session)}"
         )
 
 
@@ -368,8 +379,3 @@ def describe_recodes(recoded: Sequence[dict[str, Any]]) -> list[str]:
         f"{format_size(recode['nbytes_before'])} to {format_size(recode['nbytes_after'])}"
         for recode in recoded
     ]
-
-
-def print_note(line: str) -> None:
-    """Print a line to standard error: standard output is for generated text."""
-    print(line, file=sys.stderr)

@@ -8,18 +8,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import islice
+from itertools import groupby, islice
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Exit, Option
 
-from kvant.cli import options
+from kvant.cli import options, print_line, print_table
 from kvant.errors import BlobError, StoreError
-from kvant.platform.progress import ProgressBar
 from kvant.platform.sizes import format_count, format_size, parse_size
-from kvant.platform.tables import make_table
+from kvant.platform.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from kvant.stores import BlobInfo, FolderStore
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 DAY_SECONDS = 86_400.0
 MAX_BLOBS_TRIED = 8  # per namespace, to find one whose metadata names the model
 
+HEADINGS = {"nbytes": ">bytes", "pages": ">pages", "anchors": ">anchors", "last_used": "last use"}
+
 FolderArgument = Annotated[str, Argument(metavar="FOLDER", help="Folder of a store.")]
 
-store = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-
-@store.callback()
-def store_callback() -> None:
-    """List, verify and prune a folder of stored prefixes."""
+store = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List, verify and prune a folder of stored prefixes.",
+)
 
 
 @store.command("ls")
@@ -49,33 +50,32 @@ def list_namespaces(
     report: dict[str, Any] = {"store": folder_store.url}
     report["namespaces"] = [
         _describe_namespace(folder_store, namespace, blobs)
-        for namespace, blobs in _group_by_namespace(entries)
+        for namespace, blobs in _group_by_namespace(entries).items()
     ]
     if pages:
-        report["blobs"] = [_describe_blob(entry) for entry in entries]
+        report["blobs"] = [
+            entry._asdict() | {"last_used": _format_time(entry.last_used)} for entry in entries
+        ]
     if json:
         print(json_text.dumps(report))
         return
-    console, _ = make_table()
     for rows in [report["namespaces"], *([report["blobs"]] if pages else [])]:
-        _, table = make_table()
-        for name in rows[0] if rows else ():
-            is_number = name in ("pages", "anchors", "nbytes")
-            table.add_column(
-                _format_heading(name), justify="right" if is_number else "left", no_wrap=True
-            )
-        for row in rows:
-            table.add_row(*(_format_cell(name, value) for name, value in row.items()))
-        console.print(table if rows else f"{folder_store.url}: the store is empty")
+        if not rows:
+            print_line(f"{folder_store.url}: the store is empty")
+            continue
+        print_table(
+            [HEADINGS.get(name, name) for name in rows[0]],
+            [[_format_cell(name, value) for name, value in row.items()] for row in rows],
+        )
 
 
 @store.command()
 def stats(folder: FolderArgument, json: options.Json = False) -> None:
     """Show the totals of a store."""
     folder_store = _open_folder(folder)
-    entries = list(folder_store)
+    entries = sorted(folder_store)
     times = [entry.last_used for entry in entries]
-    report = {
+    report: dict[str, Any] = {
         "store": folder_store.url,
         "namespaces": len(_group_by_namespace(entries)),
         **_count_entries(entries),
@@ -84,7 +84,12 @@ def stats(folder: FolderArgument, json: options.Json = False) -> None:
         "last_used": _format_time(max(times)) if times else None,
         "nbytes_free": shutil.disk_usage(folder_store.path).free,
     }
-    _print_report(report, json=json)
+    if json:
+        print(json_text.dumps(report))
+        return
+    for name, value in report.items():
+        cell = format_size(value) if name.startswith("nbytes") else value
+        print_line(f"{name}: {'never' if cell is None else cell}")
 
 
 @store.command()
@@ -121,12 +126,11 @@ def verify(
         report |= {"damaged": damaged, "dropped": len(damaged) if drop else 0}
         print(json_text.dumps(report))
     else:
-        console, _ = make_table()
         for entry, reason in corrupt.items():
-            console.print(f"{entry.page} {entry.part}: {reason}", soft_wrap=True)
+            print_line(f"{entry.page} {entry.part}: {reason}")
         result = f", {len(corrupt)} corrupt" if corrupt else ": all intact"
         result += ", now deleted" if corrupt and drop else ""
-        console.print(f"{_format_amount(entries)}{result}", soft_wrap=True)
+        print_line(f"{_format_amount(entries)}{result}")
     if corrupt and not drop:
         raise Exit(1)
 
@@ -152,19 +156,17 @@ def prune(
     from kvant.stores import choose_evictions
 
     folder_store = _open_folder(folder)
-    groups = _group_by_namespace(sorted(folder_store))
+    entries = sorted(folder_store)
     if namespace is not None:
-        groups = [(name, blobs) for name, blobs in groups if name == namespace]
-        if not groups:
+        entries = _group_by_namespace(entries).get(namespace, [])
+        if not entries:
             raise StoreError(f"{folder_store.url}: there is no namespace {namespace!r}")
-    entries = [entry for _, blobs in groups for entry in blobs]
     if older_than is None and limit is None:
         evicted = entries
     else:
-        since = None if older_than is None else time.time() - older_than * DAY_SECONDS
-        evicted = [entry for entry in entries if since is not None and entry.last_used < since]
-        expired = set(evicted)
-        remaining = [entry for entry in entries if entry not in expired]
+        since = -inf if older_than is None else time.time() - older_than * DAY_SECONDS
+        evicted = [entry for entry in entries if entry.last_used < since]
+        remaining = [entry for entry in entries if entry.last_used >= since]
         evicted += [] if limit is None else choose_evictions(remaining, limit)
     with ProgressBar("deleting", quiet=json) as bar:
         for done, entry in enumerate(evicted, 1):
@@ -178,12 +180,10 @@ def prune(
         report |= {"unfinished": num_unfinished, "nbytes_left": nbytes_left}
         print(json_text.dumps(report))
         return
-    console, _ = make_table()
     scope = "" if namespace is None else f" of {namespace}"
-    amount = _format_amount(evicted)
-    console.print(f"deleted: {amount}{scope}; {format_size(nbytes_left)} left", soft_wrap=True)
+    print_line(f"deleted: {_format_amount(evicted)}{scope}; {format_size(nbytes_left)} left")
     if num_unfinished:
-        console.print(f"deleted: {num_unfinished} unfinished files of killed writers")
+        print_line(f"deleted: {num_unfinished} unfinished files of killed writers")
 
 
 def _open_folder(folder: str) -> FolderStore:
@@ -195,21 +195,11 @@ def _open_folder(folder: str) -> FolderStore:
     if not path.is_dir():
         problem = "a folder is needed" if "://" in folder or path.exists() else "no such folder"
         raise StoreError(f"{folder.rpartition('@')[2]}: {problem}")  # without a URL's password
-    subfolders = (
-        subfolder
-        for namespace in path.iterdir()
-        if namespace.is_dir()
-        for subfolder in namespace.iterdir()
-    )
-    if any(path.iterdir()) and not any(_is_two_digits(entry.name) for entry in subfolders):
+    if any(path.iterdir()) and not any(path.glob("*/[0-9a-f][0-9a-f]")):
         raise StoreError(f"{path}: this folder is not a kvant store: give the folder of --store")
     from kvant.stores import FolderStore
 
     return FolderStore(path)
-
-
-def _is_two_digits(name: str) -> bool:
-    return len(name) == 2 and set(name) <= set("0123456789abcdef")
 
 
 def _read_secret(file: Path | None) -> bytes | None:
@@ -239,12 +229,10 @@ def _find_damage(folder_store: FolderStore, entry: BlobInfo, secret: bytes | Non
     return None
 
 
-def _group_by_namespace(entries: Iterable[BlobInfo]) -> list[tuple[str, list[BlobInfo]]]:
-    """Group blobs by namespace."""
-    groups: dict[str, list[BlobInfo]] = {}
-    for entry in entries:
-        groups.setdefault(entry.page.partition("/")[0], []).append(entry)
-    return list(groups.items())
+def _group_by_namespace(entries: Iterable[BlobInfo]) -> dict[str, list[BlobInfo]]:
+    """Group sorted blobs by namespace."""
+    groups = groupby(entries, lambda entry: entry.page.partition("/")[0])
+    return {namespace: list(blobs) for namespace, blobs in groups}
 
 
 def _describe_namespace(
@@ -260,10 +248,8 @@ def _describe_namespace(
                 break
     return {
         "namespace": name,
-        **{
-            key: _make_printable(metadata[key]) if key in metadata else None
-            for key in ("model", "spec")
-        },
+        "model": _make_printable(metadata.get("model")),
+        "spec": _make_printable(metadata.get("spec")),
         **_count_entries(entries),
         "last_used": _format_time(max(entry.last_used for entry in entries)),
     }
@@ -273,15 +259,6 @@ def _count_entries(entries: Sequence[BlobInfo]) -> dict[str, int]:
     anchors = [entry for entry in entries if entry.part.startswith("a-")]
     pages = {entry.page for entry in entries if not entry.part.startswith("a-")}
     return {"pages": len(pages), "anchors": len(anchors), "nbytes": _sum_nbytes(entries)}
-
-
-def _describe_blob(entry: BlobInfo) -> dict[str, Any]:
-    return {
-        "page": entry.page,
-        "part": entry.part,
-        "nbytes": entry.nbytes,
-        "last_used": _format_time(entry.last_used),
-    }
 
 
 def _sum_nbytes(entries: Iterable[BlobInfo]) -> int:
@@ -296,26 +273,14 @@ def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
 
 
-def _make_printable(text: str) -> str:
+def _make_printable(text: str | None) -> str | None:
     """Make text from a blob safe to print: any process may have written it."""
+    if text is None:
+        return None
     return "".join(character if character.isprintable() else "?" for character in text)[:1000]
-
-
-def _format_heading(name: str) -> str:
-    return {"nbytes": "bytes", "last_used": "last use"}.get(name, name)
 
 
 def _format_cell(name: str, value: Any) -> str:
     if value is None:
         return "unknown"
     return format_size(value) if name == "nbytes" else str(value)
-
-
-def _print_report(report: Mapping[str, Any], *, json: bool) -> None:
-    if json:
-        print(json_text.dumps(report))
-        return
-    console, _ = make_table()
-    for name, value in report.items():
-        cell = format_size(value) if name.startswith("nbytes") and value is not None else value
-        console.print(f"{name}: {'never' if cell is None else cell}", soft_wrap=True)

@@ -28,9 +28,9 @@ if not TYPE_CHECKING:  # otherwise type checkers would accept any name
     __getattr__ = lazy_names(
         __name__,
         {
-            "Affine": "kvant.codecs.affine",
-            "Codebook": "kvant.codecs.codebook",
-            "Fp8": "kvant.codecs.fp8",
-            "Raw": "kvant.codecs.raw",
+            "kvant.codecs.affine": "Affine",
+            "kvant.codecs.codebook": "Codebook",
+            "kvant.codecs.fp8": "Fp8",
+            "kvant.codecs.raw": "Raw",
         },
     )

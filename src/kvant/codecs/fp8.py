@@ -23,12 +23,7 @@ import torch
 from torch import Tensor
 
 from kvant.codecs.frames.diagonal import Identity
-from kvant.codecs.packing import (
-    FLOAT16_MAX,
-    check_dim,
-    round_up,
-    saturate,
-)
+from kvant.codecs.packing import FLOAT16_MAX, check_dim, round_up, saturate
 from kvant.contracts import Field, Fields, Form, Frame
 
 FLOAT8_DTYPE = torch.float8_e4m3fn

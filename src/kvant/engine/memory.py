@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from kvant.engine.request import NO_SLOTS, Request
 from kvant.page_table import Ints, LayerGroup
 from kvant.pages.pool import Pools, bound_pages
 from kvant.planner import Plan
@@ -109,46 +110,116 @@ _max_pages = lru_cache(1 << 16)(bound_pages)
 
 
 class MemoryBudget:
-    """Track the peak slots of all pools, and compare their bytes with a limit."""
+    """Count the slots of prefixes and requests, and compare their bytes with a limit.
 
-    def __init__(self, memory_model: MemoryModel, max_bytes: int | None) -> None:
+    Pools keep their peak size, so the peak of each is tracked, too.
+    """
+
+    def __init__(
+        self, memory_model: MemoryModel, max_bytes: int | None, overcommit: float = 1.0
+    ) -> None:
+        """With `overcommit` above 1, requests may be swapped out; files share no pages."""
         self.memory_model = memory_model
         self.max_bytes = max_bytes
-        self._peak_slots = self.zero_slots
-
-    @property
-    def zero_slots(self) -> Ints:
-        return np.zeros(len(self.memory_model.slot_nbytes), np.int64)
+        self.overcommit = overcommit
+        self.overcommits = overcommit > 1
+        self.zero_slots: Ints = np.zeros(len(memory_model.slot_nbytes), np.int64)
+        self.has_prefixes = False  # whether prefixes are on
+        self.prefix_slots = self.zero_slots  # slots of cached prefixes
+        self.peak_slots = self.zero_slots  # since the pools were freed
 
     def compute_nbytes(self, slots: Ints) -> int:
         """Return the bytes of the pools once `slots` are in use; pools keep their peak size."""
-        return int(
-            (np.maximum(self._peak_slots, slots) + self.memory_model.pool_overhead)
-            @ self.memory_model.slot_nbytes
-        )
+        return self.compute_fresh_nbytes(np.maximum(self.peak_slots, slots))
 
     def compute_fresh_nbytes(self, slots: Ints) -> int:
         """Return the bytes of new pools with `slots` in use."""
         return int((slots + self.memory_model.pool_overhead) @ self.memory_model.slot_nbytes)
 
-    def fits(self, slots: Ints, extra_slots: Ints | None = None) -> bool:
+    def fits(self, slots: Ints, extra_slots: Ints = NO_SLOTS) -> bool:
         """Return whether the limit has room for `slots` in the pools, and `extra_slots` outside."""
         if self.max_bytes is None:
             return True
-        extra_nbytes = (
-            0 if extra_slots is None else int(extra_slots @ self.memory_model.slot_nbytes)
-        )
+        extra_nbytes = int((extra_slots * self.memory_model.slot_nbytes).sum())
         return self.compute_nbytes(slots) + extra_nbytes <= self.max_bytes
+
+    def fits_admission(self, request: Request, running: list[Request]) -> bool:
+        """Return whether a waiting request may be admitted within the limit of bytes."""
+        if self.max_bytes is None:
+            return True
+        committed = self.count_committed([*running, request])
+        if not self.overcommits:
+            return self.fits(committed)
+        if request.is_swapped_out:  # a swap-in copies: its pages exist twice for a moment
+            second_copy = self.count_current(request) if self.peak_slots.any() else NO_SLOTS
+            return self.fits(committed, extra_slots=second_copy)
+        chunk_end = request.num_computed_tokens + self.memory_model.max_chunk
+        chunk = self.memory_model.count_slots(min(request.num_prompt_tokens, chunk_end))
+        chunk = chunk - request.shared_slots + self.count_transient([request])
+        if not self.fits(self.count_allocated(running) + chunk):
+            return False
+        return self.compute_fresh_nbytes(committed) <= self.overcommit * self.max_bytes
+
+    def fits_restore(self, request: Request, length: int, running: list[Request]) -> bool:
+        """Return whether `length` tokens of a running request may come from a store."""
+        slots = self.count_charged(running)
+        if self.overcommits:
+            slots = slots + self.count_growth(request, max(length, request.num_computed_tokens))
+        return self.fits(slots)
 
     def record_slots(self, slots: Ints) -> None:
         """Raise the peak to `slots`."""
-        self._peak_slots = np.maximum(self._peak_slots, slots)
+        self.peak_slots = np.maximum(self.peak_slots, slots)
 
-    @property
-    def has_allocations(self) -> bool:
-        """Whether any slot was used since the last reset."""
-        return bool(self._peak_slots.any())
+    # ---- slots of requests
 
-    def reset(self) -> None:
-        """Reset the peak: all pools were freed."""
-        self._peak_slots = self.zero_slots
+    def count_charged(self, requests: list[Request]) -> Ints:
+        """Return the slots that count towards the limit: committed; with overcommit, allocated."""
+        count = self.count_allocated if self.overcommits else self.count_committed
+        return count(requests)
+
+    def count_committed(self, requests: list[Request]) -> Ints:
+        """Return the most slots that prefixes and `requests` may need."""
+        peaks = (self.count_peak(request) - request.shared_slots for request in requests)
+        return sum(peaks, self.prefix_slots) + self.count_transient(requests)
+
+    def count_allocated(self, requests: list[Request]) -> Ints:
+        """Return the slots that prefixes and `requests` hold now."""
+        slots = (self.count_current(request) - request.shared_slots for request in requests)
+        return sum(slots, self.prefix_slots)
+
+    def count_transient(self, requests: list[Request]) -> Ints:
+        """Return the extra slots while any one of `requests` is prefilled."""
+        counts = [self.memory_model.count_transient_slots(r.num_prompt_tokens) for r in requests]
+        largest: Ints = np.max([self.zero_slots, *counts], axis=0)
+        return largest
+
+    def count_growth(self, request: Request, length: int, num_sequences: int = 1) -> Ints:
+        """Return the slots that a request at a length needs beyond its current ones."""
+        return self.count_at(request, length, num_sequences) - self.count_current(request)
+
+    def count_current(self, request: Request) -> Ints:
+        """Return the slots of a request, without its newest token: the next forward stores it."""
+        num_prompt = request.num_prompt_tokens
+        if request.is_decoding:
+            length = num_prompt + request.num_output_tokens - 1
+            return self.count_at(request, length, request.num_sequences)
+        # A store lookup reserves slots for the whole prompt.
+        length = num_prompt if request.store_deadline_ms else request.num_computed_tokens
+        return self.count_at(request, length, 1)
+
+    def count_peak(self, request: Request, num_sequences: int | None = None) -> Ints:
+        """Return the slots at the final length, of the unfinished sequences by default."""
+        count = request.num_sequences if num_sequences is None else num_sequences
+        return self.count_at(request, request.num_prompt_tokens + request.max_new_tokens - 1, count)
+
+    def count_at(self, request: Request, length: int, num_sequences: int) -> Ints:
+        """Return the slots of `num_sequences` sequences of a request at a length.
+
+        They share the pages of the prompt, unless they may be swapped out.
+        """
+        slots = num_sequences * self.memory_model.count_slots(length)
+        if num_sequences == 1 or self.overcommits:
+            return slots
+        shared = self.memory_model.count_shared_slots(request.num_prompt_tokens)
+        return slots - (num_sequences - 1) * shared

@@ -13,7 +13,7 @@ from kvant.engine.stream import Result, Stream
 from kvant.errors import CapacityError, EngineError
 from kvant.generation.conversation import Prompt
 from kvant.generation.settings import SamplingOptions, make_sampling
-from kvant.platform.progress import ProgressBar
+from kvant.platform.terminal import ProgressBar
 from kvant.recipes import AnySpec
 
 QUEUE_FACTOR = 8  # submitted and unfinished requests, as a multiple of `max_concurrent`
@@ -97,14 +97,10 @@ def iterate_results(
         except (CapacityError, TypeError, ValueError) as error:  # concerns this request alone
             open_requests.release()
             streams.append(error)
-        while streams and _is_done(streams[0]):
+        while streams and (isinstance(streams[0], Exception) or streams[0].done):
             yield _get_result(streams.popleft())
     while streams:
         yield _get_result(streams.popleft())
-
-
-def _is_done(stream: Stream | Exception) -> bool:
-    return isinstance(stream, Exception) or stream.done
 
 
 def _get_result(stream: Stream | Exception) -> Result | Exception:

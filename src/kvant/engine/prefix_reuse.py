@@ -2,32 +2,39 @@
 
 Prefixes count towards the engine's `max_bytes`. When a request needs memory, they are evicted
 first. Store lookups and flushes run in threads of their own; everything else runs in the engine's
-thread.
+thread. Of the engine, only this module calls `kvant.prefixes`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
+from weakref import WeakValueDictionary
 
-from kvant.engine.batch import Batch, EngineSequence
-from kvant.engine.request import Request, clear_traceback_frames
-from kvant.engine.scheduler import ScheduledRequest, Scheduler
-from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes
-from kvant.prefixes.restore import STORE_TIMEOUT_S
-from kvant.prefixes.threads import start_daemon
+from kvant.engine.batch import Batch
+from kvant.engine.request import Request, Sequence, clear_traceback_frames
+from kvant.engine.scheduler import Evict, Scheduler
+from kvant.engine.stream import Stream
+from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes, PrefixNamespace
+from kvant.prefixes.memory import EvictionRules
+from kvant.prefixes.restore import STORE_TIMEOUT_S, start_daemon
 from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
+WEIGHTS_CHECK_INTERVAL_S = 1.0  # checking all weights takes as long as a decode, or longer
 MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # longest wait of a request for a store
 EVICTION_FLUSH_S = 2.0  # longest wait of an eviction for pending store writes
 MAX_LOOKUP_THREADS = 4  # including lookups whose requests gave up waiting
+
+Inbox = SimpleQueue[Callable[[], None]]  # calls for the engine's thread, from any thread
 
 
 class PrefixReuse:
@@ -37,73 +44,82 @@ class PrefixReuse:
         self,
         batch: Batch,
         scheduler: Scheduler,
-        requests: Mapping[ScheduledRequest, Request],
+        requests: Mapping[Request, Stream],
         tokenizer: Any,
-        call_in_engine: Callable[[Callable[[], None]], None],
+        inbox: Inbox,
     ) -> None:
-        """`call_in_engine` queues a call for the engine's thread, from any thread."""
-        self._batch = batch
-        self._scheduler = scheduler
-        self._requests = requests
+        """`requests` are the open ones."""
+        self.batch = batch
+        self.scheduler = scheduler
+        self.requests = requests
+        self.inbox = inbox
         self._tokenizer = tokenizer
-        self._call_in_engine = call_in_engine
-        self._num_lookups = 0  # running lookup threads, also of cancelled lookups
-        self._lookup_queue: deque[tuple[Request, float]] = deque()  # with end times
-        self._current_lookup: tuple[ScheduledRequest, LookupDeadline] | None = None
+        self._namespace: PrefixNamespace | None = None  # without a salt; None: prefixes are off
+        # The requests of a salt own its namespace; it ends with the last one.
+        self._salted_namespaces: WeakValueDictionary[str, PrefixNamespace] = WeakValueDictionary()
         self._is_flushing = False
         self._flush_finished = False  # the last flush is over: evict without another one
 
-    def close(self) -> None:
-        """Cancel the current store lookup."""
-        if self._current_lookup is not None:
-            self._current_lookup[1].cancel()
+    def attach(self, prefixes: Prefixes) -> None:
+        """Match prompts with `prefixes` and insert into them from now on."""
+        caches = self.batch.caches
+        self._namespace = prefixes.open_namespace(
+            self.batch.decoder.model, caches.empty_cache, WEIGHTS_CHECK_INTERVAL_S
+        )
+        if (pool_cache := self._namespace.pools.cache) is not None:
+            pool_cache = pool_cache.fork()
+            pool_cache.backend = caches.empty_cache.backend
+            caches.adopt_pools(pool_cache)
+        self.update_prefix_slots()
 
-    def match_prefix(self, scheduled: ScheduledRequest) -> None:
+    def invalidate_weights_check(self) -> None:
+        """Check the weights again before the next use of a prefix."""
+        for namespace in filter(None, (self._namespace, *self._salted_namespaces.values())):
+            namespace.invalidate_weights_check()
+
+    def open_namespace(self, request: Request) -> None:
+        """Give a request the namespace of its salt, if prefixes are on."""
+        namespace = self._namespace
+        if namespace is not None and request.salt:
+            namespace = self._salted_namespaces.get(request.salt) or namespace.fork(request.salt)
+            self._salted_namespaces[request.salt] = namespace
+        request.namespace = namespace
+
+    def match_prefix(self, request: Request) -> None:
         """Match a prompt with the prefixes, and give the result to scheduler and stream."""
-        self.cancel_lookup(scheduled)
-        request = self._requests[scheduled]
+        length, checkpoints, mismatch = 0, list[int](), None
+        sequence, namespace, caches = request.sequences[0], request.namespace, self.batch.caches
+        assert namespace is not None
         try:
-            length, checkpoints = self._batch.match_prefix(request.sequence, request.branch_points)
-            mismatch = self._batch.describe_mismatch(request.sequence, self._tokenizer)
+            length = caches.count_tokens(sequence)
+            cache, num_prefilled = namespace.match_prefix(
+                sequence.tokens, caches.empty_cache.fork(), 0
+            )
+            if cache.length > length:
+                length, sequence.num_prefilled = cache.length, num_prefilled
+                sequence.cache = caches.import_cache(cache)  # it may be in other pools
+            checkpoints = namespace.plan_checkpoints(sequence.tokens, length, request.branch_points)
+            mismatch = namespace.describe_mismatch(self._tokenizer)
         except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
             log.warning("a prompt was not matched with prefixes: %r", error)
-            self._batch.release(request.sequence)
-            length, checkpoints, mismatch = 0, (), None
-        request.stream.set_prefix_usage(length, request.restored_range, mismatch)
-        self._scheduler.record_prefix_match(scheduled, length, checkpoints)
+            caches.release([sequence])
+            length, checkpoints = 0, []
+        self.requests[request].set_prefix_usage(length, request.restored_range, mismatch)
+        request.set_match(self.scheduler.prefix_version, length, tuple(checkpoints))
         self.update_prefix_slots()
 
-    def look_up_store(self, scheduled: ScheduledRequest) -> None:
-        """Queue a store lookup of a prompt, limited to the time that its prefill would take.
-
-        Lookups run one by one, in the order of their prefills. The time of a queued lookup starts
-        at the latest deadline of those before it.
-        """
-        request, now = self._requests[scheduled], time.monotonic()
-        queue_end = max((1e-3 * other.store_deadline_ms for other in self._requests), default=0.0)
-        wait = max(queue_end - now, 0.0) + self._batch.estimate_prefill_seconds(
-            scheduled.num_prompt_tokens - scheduled.num_computed_tokens
-        )
-        end_time = now + min(wait, MAX_STORE_WAIT_S)
-        scheduled.store_deadline_ms = int(1e3 * end_time)
-        self._lookup_queue.append((request, end_time))
-        self._start_next_lookup()
-
-    def cancel_lookup(self, scheduled: ScheduledRequest) -> None:
-        """Cancel the store lookup of a request and free its memory."""
-        if self._current_lookup is not None and self._current_lookup[0] is scheduled:
-            self._current_lookup[1].cancel()
-            self._current_lookup = None  # a hung store must not delay other prompts
-            self._start_next_lookup()
-
-    def insert_prefix(self, scheduled: ScheduledRequest, sequence: EngineSequence) -> None:
+    def insert_prefix(self, request: Request, sequence: Sequence) -> None:
         """Insert a sequence of a request into the prefixes, if it fits."""
-        length = self._batch.count_tokens(sequence)
-        if not length or not self._scheduler.can_insert_prefix(scheduled, length):
+        (cache, index), namespace = self.batch.caches.locate(sequence), request.namespace
+        length = self.batch.caches.count_tokens(sequence)
+        if not length or not self.scheduler.can_insert_prefix(request, length):
             return
         try:
-            self._batch.insert_prefix(sequence)
+            if namespace is not None and cache is not None:
+                single = cache if sequence.cache is not None else cache.extract(index)
+                tokens = sequence.tokens[: single.length]
+                namespace.insert_prefix(tokens, single, sequence.num_prefilled)
         except Exception as error:  # the client already has all tokens
             clear_traceback_frames(error)
             log.warning("a prefix was not inserted: %r", error)
@@ -111,19 +127,35 @@ class PrefixReuse:
 
     def reject(self, request: Request) -> None:
         """Drop the restored prefix of a request: the model failed on it."""
-        if request.restored_range:
-            self._batch.reject(request.sequence, request.restored_range.stop)
+        if request.restored_range and request.namespace is not None:
+            request.namespace.reject(request.sequences[0].tokens[: request.restored_range.stop])
             self.update_prefix_slots()
 
-    def evict_prefixes(self, nbytes: int, *, include_unwritten: bool) -> None:
+    def record_lookup(self, request: Request) -> None:
+        """Count the tokens of a prompt, and those found in the cache."""
+        if self._namespace is not None:
+            self._namespace.memory.record_lookup(
+                request.num_prompt_tokens, request.num_computed_tokens
+            )
+
+    def record_prefill_time(self, count: int, seconds: float) -> None:
+        """Record that `count` prompt tokens were prefilled in `seconds`."""
+        if self._namespace is not None:
+            self._namespace.pools.record_prefill_time(count, seconds)
+
+    def evict_prefixes(self, action: Evict) -> None:
         """Evict unused prefixes; if there is none and no request runs, those of waiting ones.
 
         Without `include_unwritten`, pending store writes are flushed first; the request that needs
         the memory waits for them, and others continue.
         """
-        include_unwritten, self._flush_finished = include_unwritten or self._flush_finished, False
-        evicted = self._batch.evict_prefixes(nbytes, include_unwritten=include_unwritten)
-        pending = not (evicted or include_unwritten) and self._batch.has_unwritten_prefixes
+        if (namespace := self._namespace) is None:
+            return
+        nbytes, include_unwritten = action.nbytes, action.include_unwritten or self._flush_finished
+        self._flush_finished = False
+        rules = EvictionRules(include_unwritten, include_used=False)
+        evicted = namespace.memory.evict(nbytes, namespace.pools, rules).num_entries > 0
+        pending = not (evicted or include_unwritten) and namespace.pools.has_unwritten
         if pending and not self._is_flushing:
             self._is_flushing = True
             try:
@@ -131,141 +163,210 @@ class PrefixReuse:
             except RuntimeError as error:  # no thread could start; writes continue slowly
                 self._is_flushing = False
                 log.warning("store writes are not flushed: %r", error)
-        if not evicted and not pending and not self._scheduler.running:
+        running = self.scheduler.queue.running
+        if not evicted and not pending and not running:
             self.drop_waiting_matches()
-            evicted = self._batch.evict_prefixes(nbytes, include_unwritten=True, include_used=True)
+            rules = EvictionRules(include_unwritten=True, include_used=True)
+            evicted = namespace.memory.evict(nbytes, namespace.pools, rules).num_entries > 0
         self.update_prefix_slots()
-        may_free_later = bool(pending or self._scheduler.running)
-        self._scheduler.record_eviction(any_freed=evicted or not may_free_later)
+        self.scheduler.may_evict = evicted or not (pending or running)
 
     def drop_waiting_matches(self) -> None:
         """Release the matched prefixes of waiting requests."""
-        for scheduled in self._scheduler.waiting:
-            if scheduled.matched_version is not None and not scheduled.is_swapped_out:
-                self._batch.release(self._requests[scheduled].sequence)
-                self._scheduler.clear_prefix_match(scheduled)
+        for request in self.scheduler.queue.waiting:
+            if request.holds_match:
+                self.batch.caches.release(request.sequences)
+                request.set_match()
 
     def update_prefix_slots(self) -> None:
         """Tell the scheduler the slots of all prefixes, and which of them each request shares."""
-        if (usage := self._batch.measure_prefixes()) is None:
+        if self._namespace is None:
             return
-        model = self._scheduler.memory_model
-        for request in self._requests.values():
-            scheduled, sequences = request.scheduled, request.sequences
-            shared_pages = self._batch.count_shared_pages(
-                sequences[0], scheduled.num_prompt_tokens, usage
-            )
-            scheduled.shared_slots = model.count_page_slots(shared_pages)
-            holds_match = (
-                scheduled.matched_version is not None
-                and not scheduled.is_swapped_out
-                and scheduled in self._scheduler.waiting
-            )
-            if holds_match:
-                needed = model.count_shared_slots(scheduled.num_computed_tokens)
-                if (needed > scheduled.shared_slots).any():  # the matched prefix was evicted
-                    self._batch.release(request.sequence)
-                    self._scheduler.clear_prefix_match(scheduled)
+        model, usage = self.scheduler.memory_model, self._namespace.pools.measure()
+        for request in self.requests:
+            if not request.sequences:  # its last one finished: the scheduler has removed it
+                continue
+            cache, index = self.batch.caches.locate(request.sequences[0])
+            length, pages = request.num_prompt_tokens, {}
+            if cache is not None:
+                pages = usage.count_shared_pages(cache.states, index, length)
+            request.shared_slots = model.count_page_slots(pages)
+            if request.holds_match and request in self.scheduler.queue.waiting:
+                needed = model.count_shared_slots(request.num_computed_tokens)
+                if (needed > request.shared_slots).any():  # the matched prefix was evicted
+                    self.batch.caches.release(request.sequences)
+                    request.set_match()
         slots = model.count_page_slots(usage.num_pages, len(usage.unique_nbytes))
-        self._scheduler.set_prefix_slots(slots)
+        self.scheduler.set_prefix_slots(slots)
+
+    def _flush_store(self) -> None:
+        """Flush pending store writes with a time limit, in a thread of its own."""
+        if self._namespace is not None and self._namespace.memory.prefix_store is not None:
+            self._namespace.memory.prefix_store.flush(EVICTION_FLUSH_S)
+        self.inbox.put(self._finish_flush)
+
+    def _finish_flush(self) -> None:
+        """Allow the next eviction to include unwritten prefixes."""
+        self._is_flushing, self._flush_finished = False, True
+        self.update_prefix_slots()  # and another eviction is tried
+
+
+class StoreLookups:
+    """Look up prompts in a store, one by one, in threads of their own."""
+
+    def __init__(self, reuse: PrefixReuse) -> None:
+        self._reuse = reuse
+        self._num_threads = 0  # also of cancelled lookups
+        self._queue: deque[tuple[Request, float]] = deque()  # with end times
+        self._current: tuple[Request, LookupDeadline] | None = None
+
+    def close(self) -> None:
+        """Cancel the current lookup."""
+        if self._current is not None:
+            self._current[1].cancel()
+
+    def add(self, request: Request) -> None:
+        """Queue a lookup of a prompt, limited to the time that its prefill would take.
+
+        Lookups run one by one, in the order of their prefills. The time of a queued lookup starts
+        at the latest deadline of those before it.
+        """
+        assert request.namespace is not None
+        now = time.monotonic()
+        queue_end = max(1e-3 * other.store_deadline_ms for other in self._reuse.requests)
+        count = request.num_prompt_tokens - request.num_computed_tokens
+        prefill = request.namespace.pools.estimate_prefill_seconds(count)
+        end_time = now + min(max(queue_end - now, 0.0) + prefill, MAX_STORE_WAIT_S)
+        request.store_deadline_ms = int(1e3 * end_time)
+        self._queue.append((request, end_time))
+        self._start_next()
+
+    def cancel(self, request: Request) -> None:
+        """Cancel the lookup of a request and free its memory."""
+        if self._current is not None and self._current[0] is request:
+            self._current[1].cancel()
+            self._current = None  # a hung store must not delay other prompts
+            self._start_next()
 
     # ---- internals
 
-    def _start_next_lookup(self) -> None:
+    def _start_next(self) -> None:
         """Start the next lookup in a thread, once the result of the previous one was adopted.
 
         The previous restore may create the pools that the next one uses. If `MAX_LOOKUP_THREADS`
         threads still wait for a store, the prompt is prefilled without a lookup.
         """
-        while self._lookup_queue and self._current_lookup is None:
-            request, end_time = self._lookup_queue.popleft()
-            deadline = LookupDeadline(
-                partial(self._compute_seconds_left, request.scheduled, end_time)
-            )
-            look_up = None
+        while self._queue and self._current is None:
+            request, end_time = self._queue.popleft()
+            deadline = LookupDeadline(partial(_compute_seconds_left, request, end_time))
             try:
                 has_time = deadline.compute_seconds_left() > 0
-                if has_time and self._num_lookups < MAX_LOOKUP_THREADS:
-                    look_up = self._batch.prepare_store_lookup(request.sequence, deadline)
-                    run = partial(self._run_lookup, request, deadline, look_up)
-                    start_daemon(run, "kvant-store-read")
+                if has_time and self._num_threads < MAX_LOOKUP_THREADS:
+                    start_daemon(self._prepare(request, deadline), "kvant-store-read")
+                    self._current = request, deadline
+                    self._num_threads += 1
             except Exception as error:  # the prompt can still be prefilled
                 deadline.cancel()
                 clear_traceback_frames(error)
                 log.warning("a prompt was not looked up in a store: %r", error)
-                look_up = None
-            if look_up is None:
-                self._scheduler.finish_store_lookup(request.scheduled, 0)
-            else:
-                self._current_lookup = request.scheduled, deadline
-                self._num_lookups += 1
+            if self._current is None:
+                self._reuse.scheduler.finish_store_lookup(request, 0)
 
-    def _compute_seconds_left(self, scheduled: ScheduledRequest, end_time: float) -> float:
-        """Return how long a request still waits for a store; any thread may call this."""
-        return end_time - time.monotonic() if scheduled.store_deadline_ms else 0.0
+    def _prepare(self, request: Request, deadline: LookupDeadline) -> Callable[[], None]:
+        """Return a function that looks up a prompt, to be called in another thread."""
+        batch, sequence = self._reuse.batch, request.sequences[0]
+        lookup = None if request.namespace is None else request.namespace.open_store_lookup()
+        assert lookup is not None
+        # Stores are untrusted: the shapes of blobs are compared with those of a one-token forward.
+        if not batch.caches.empty_cache.has_shapes:
+            batch.prefill(Sequence(sequence.tokens[:1]), 1)
+        base_cache = (sequence.cache or batch.caches.empty_cache).fork()
+        tokens, num_cached = list(sequence.tokens), base_cache.length
+        deadline.allocate(lambda: base_cache)
 
-    def _run_lookup(
-        self,
-        request: Request,
-        deadline: LookupDeadline,
-        look_up: Callable[[], PendingRestore | None],
-    ) -> None:
-        restore = None
-        with suppress(Exception):  # the prompt can still be prefilled
-            restore = look_up()
-        self._call_in_engine(lambda: self._finish_lookup(request, deadline, restore))
+        def look_up() -> None:
+            restore = None
+            with suppress(Exception):  # the prompt can still be prefilled
+                restore = lookup.run(tokens, base_cache, num_cached, deadline)
+            with suppress(Exception):
+                deadline.release(base_cache)  # at once: its pages may be needed
+            self._reuse.inbox.put(lambda: self._finish(request, deadline, restore))
 
-    def _finish_lookup(
+        return look_up
+
+    def _finish(
         self, request: Request, deadline: LookupDeadline, restore: PendingRestore | None
     ) -> None:
         """Adopt the result of a lookup unless it was cancelled, and start the next one."""
-        self._num_lookups -= 1
+        self._num_threads -= 1
         try:
             if not deadline.is_cancelled:
-                self._current_lookup = None
-                self._adopt_restore(request, restore)
+                self._current = None
+                self._adopt(request, restore)
         finally:
-            self._start_next_lookup()
+            self._start_next()
 
-    def _adopt_restore(self, request: Request, restore: PendingRestore | None) -> None:
+    def _adopt(self, request: Request, restore: PendingRestore | None) -> None:
         """Continue a prompt from restored tokens, in the memory that was reserved for it."""
-        scheduled = request.scheduled
+        scheduler, caches = self._reuse.scheduler, self._reuse.batch.caches
         length = 0 if restore is None else len(restore.restored.tokens)
-        is_usable = self._scheduler.finish_store_lookup(scheduled, length)
+        is_usable = scheduler.finish_store_lookup(request, length)
         if restore is None:
             return
         if not is_usable:
             restore.restored.cache.clear()
             return
         try:
-            insert = self._scheduler.can_insert_prefix(scheduled, length)
-            num_cached = self._batch.adopt_restore(request.sequence, restore, insert=insert)
+            insert = scheduler.can_insert_prefix(request, length)
+            num_cached = self._import_restore(request, restore, insert=insert)
         except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
             log.warning("a restored prefix was not adopted: %r", error)
-            num_cached = self._batch.count_tokens(request.sequence)
+            num_cached = caches.count_tokens(request.sequences[0])
         finally:
             restore.restored.cache.clear()
-        if num_cached > scheduled.num_computed_tokens:
+        if num_cached > request.num_computed_tokens:
             request.restored_range = restore.restored_range
-            request.stream.set_prefix_usage(num_cached, restore.restored_range, None)
-        scheduled.num_computed_tokens = num_cached
-        self.update_prefix_slots()
+            self._reuse.requests[request].set_prefix_usage(num_cached, restore.restored_range, None)
+        request.num_computed_tokens = num_cached
+        self._reuse.update_prefix_slots()
 
-    def _flush_store(self) -> None:
-        """Flush pending store writes with a time limit, in a thread of its own."""
-        self._batch.flush_store(EVICTION_FLUSH_S)
-        self._call_in_engine(self._finish_flush)
+    def _import_restore(self, request: Request, restore: PendingRestore, *, insert: bool) -> int:
+        """Move restored tokens to the sequence of a prompt; return how many it has then.
 
-    def _finish_flush(self) -> None:
-        """Allow the next eviction to include unwritten prefixes."""
-        self._is_flushing, self._flush_finished = False, True
-        self.update_prefix_slots()
-        self._scheduler.record_eviction(any_freed=True)
+        With `insert`, other requests may use them, too.
+        """
+        namespace, sequence = request.namespace, request.sequences[0]
+        caches, restored = self._reuse.batch.caches, restore.restored
+        assert namespace is not None
+        num_before = caches.count_tokens(sequence)
+        length = namespace.count_usable_tokens(restore, len(sequence.tokens) - 1)
+        if length <= num_before:
+            return num_before
+        if sequence.cache is not None:
+            cache = sequence.cache.import_sequence(restored.cache)
+        else:
+            cache = caches.import_cache(restored.cache.fork())
+        sequence.cache = None  # frees pages before the rewind below may need one
+        restored.cache.clear()
+        if insert:
+            namespace.insert_restored(restore._replace(restored=replace(restored, cache=cache)))
+            cache = cache.fork()
+        cache.rewind(length)
+        num_prefilled = restored.num_prefilled
+        if sequence.num_prefilled != num_before:  # some of those tokens were decoded
+            num_prefilled = min(num_prefilled, sequence.num_prefilled)
+        sequence.cache, sequence.num_prefilled = cache, min(num_prefilled, length)
+        return length
+
+
+def _compute_seconds_left(request: Request, end_time: float) -> float:
+    """Return how long a request still waits for a store; any thread may call this."""
+    return end_time - time.monotonic() if request.store_deadline_ms else 0.0
 
 
 def make_own_prefixes(
-    store: str | Store | Sequence[str | Store] | None,
+    store: str | Store | abc.Sequence[str | Store] | None,
     max_bytes: int | str | None,
     prefixes: Prefixes | None,
 ) -> Prefixes | None:

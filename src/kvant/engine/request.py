@@ -1,71 +1,123 @@
-"""A request in the engine: its prompt, its continuations, and the stream of its client."""
+"""A request in the engine, and the sequences that answer it.
+
+The scheduler reads and writes the counts of a request; the engine's thread owns its sequences. A
+request does not know its client: the engine maps each open request to a `Stream`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
+from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from kvant.engine.batch import EngineSequence
-from kvant.engine.scheduler import ScheduledRequest
-from kvant.engine.stream import Stream
+from kvant.generation.grammar import make_matcher
 from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
-from kvant.generation.settings import StopConditions
+from kvant.generation.settings import Sampling, StopConditions
+from kvant.hf import TransformersCache
+from kvant.page_table import Ints
+from kvant.prefixes import PrefixNamespace
+
+AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
+NO_SLOTS: Ints = np.zeros(1, np.int64)  # broadcasts to the slots of all pools
 
 
 @dataclass(eq=False)
-class RequestChoice:
-    """One continuation of a prompt: its output, sampler and cache sequence."""
+class Sequence:
+    """A sequence: its tokens, and its cache while it is not in the batch."""
 
-    index: int
-    output: Output
-    sampler: Sampler
-    sequence: EngineSequence
+    tokens: list[int]  # a token is appended before each decode
+    choice: int = 0  # which continuation of its prompt it is
+    num_prefilled: int = 0  # first tokens that were prefilled, not decoded
+    cache: TransformersCache | None = field(default=None, repr=False)
+    swap_file: Path | None = None  # holds its pages while it is swapped out
 
 
 @dataclass(eq=False)
 class Request:
-    """A request, its limits, and its unfinished continuations."""
+    """A prompt, `num_choices` sequences that continue it, and where they are in the schedule."""
 
-    scheduled: ScheduledRequest
-    sequence: EngineSequence
-    samplers: list[Sampler]  # one for each continuation
-    stop_conditions: StopConditions
-    logprobs: int
-    stream: Stream
-    branch_points: list[int]  # prompt lengths at which other prompts may diverge
-    last_token_time: float  # monotonic seconds; before the first token, the time of arrival
+    number: int  # in the order of arrival
+    num_prompt_tokens: int
+    max_new_tokens: int
+    num_choices: int = 1  # sequences that continue the prompt
+    priority: int = 0
+    tenant: str = ""
+    arrival_ms: int = 0
+
+    # ---- counts of the scheduler, which needs no more than these
+    num_computed_tokens: int = 0  # tokens of the prompt
+    num_output_tokens: int = 0  # of each unfinished sequence
+    matched_version: int | None = None  # version of the prefixes at the last match; None: unmatched
     prefill_started: bool = False
+    checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
+    shared_slots: Ints = field(default_factory=lambda: NO_SLOTS)  # shared with cached prefixes
+    num_finished: int = 0  # finished sequences
+    is_swapped_out: bool = False
+    is_active: bool = False  # its sequences count towards max_sequences
+    store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
+
+    # ---- for the engine's thread
+    sequences: list[Sequence] = field(default_factory=list)  # unfinished; the first is prefilled
+    samplers: list[Sampler] = field(default_factory=list)  # by choice
+    outputs: list[Output] = field(default_factory=list)  # by choice
+    logprobs: int = 0
+    salt: str = ""  # prefixes are shared among equal salts
+    namespace: PrefixNamespace | None = field(default=None, repr=False)  # None: no prefixes
+    branch_points: list[int] = field(default_factory=list)  # where other prompts may diverge
     restored_range: range = range(0)  # prompt tokens restored from a store
-    choices: list[RequestChoice] = field(default_factory=list)  # unfinished; [] while prefilling
+    last_token_time: float = 0.0  # monotonic seconds; before the first token, the time of arrival
 
     @property
-    def sequences(self) -> list[EngineSequence]:
-        """Sequences of the unfinished continuations; before the fork, the one of the prompt."""
-        return [choice.sequence for choice in self.choices] or [self.sequence]
+    def is_decoding(self) -> bool:
+        return self.num_computed_tokens == self.num_prompt_tokens
 
-    def start_choices(self, tokenizer: Any, forks: Sequence[EngineSequence]) -> None:
-        """Make the continuations of a prefilled prompt: its sequence, and forks of it."""
-        sequences = zip([self.sequence, *forks], self.samplers, strict=True)
-        self.choices = [
-            RequestChoice(
-                index, Output(tokenizer, self.stop_conditions, sequence.tokens), sampler, sequence
-            )
-            for index, (sequence, sampler) in enumerate(sequences)
-        ]
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are unfinished, or not forked yet."""
+        return self.num_choices - self.num_finished
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Flush the detokenizers and end the stream, with `error` if the request failed."""
-        for choice in self.choices:
-            self.stream.set_final_text(choice.index, choice.output.detokenizer.flush())
-        self.stream.finish(error)
+    @property
+    def holds_match(self) -> bool:
+        """Whether, while it waits, it holds pages of a matched prefix."""
+        return self.matched_version is not None and not self.is_swapped_out
 
+    def compute_priority(self, now_ms: int) -> int:
+        """Return the priority, plus 1 for every `AGING_MS` of waiting."""
+        return self.priority + (now_ms - self.arrival_ms) // AGING_MS
 
-ChoiceOfRequest = tuple[Request, RequestChoice]  # a choice, with its request
+    def set_match(
+        self, version: int | None = None, num_cached: int = 0, checkpoints: tuple[int, ...] = ()
+    ) -> None:
+        """Set how many tokens of the prompt are cached, and where later chunks must end.
+
+        Without arguments, forget the match: its pages were released.
+        """
+        self.matched_version, self.num_computed_tokens = version, num_cached
+        self.checkpoint_positions = checkpoints
+        if version is None:
+            self.shared_slots = NO_SLOTS
+
+    def add_choices(
+        self, tokens: list[int], tokenizer: Any, sampling: Sampling, conditions: StopConditions
+    ) -> None:
+        """Make the sequence, the sampler and the output of each continuation."""
+        for choice in range(self.num_choices):
+            sequence = Sequence([*tokens], choice)
+            self.sequences.append(sequence)
+            self.outputs.append(Output(tokenizer, conditions, sequence.tokens))
+            matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)
+            self.samplers.append(Sampler(sampling.derive_choice(choice), len(tokens), matcher))
+
+    def flush_outputs(self) -> dict[int, str]:
+        """Return what the detokenizers of unfinished sequences held back, by choice."""
+        outputs = [(sequence.choice, self.outputs[sequence.choice]) for sequence in self.sequences]
+        return {n: output.detokenizer.flush() for n, output in outputs if output.num_generated}
 
 
 def check_counts(**counts: int) -> None:
@@ -79,21 +131,25 @@ def check_counts(**counts: int) -> None:
 
 
 def sample_tokens(
-    choices: Sequence[ChoiceOfRequest], logits: Tensor
+    sequences: abc.Sequence[tuple[Request, Sequence]], logits: Tensor
 ) -> list[SampledToken | Exception]:
-    """Sample the next token of each choice in one batch; if that fails, one by one."""
+    """Sample the next token of each sequence in one batch; if that fails, one by one."""
 
-    def sample(batch: Sequence[ChoiceOfRequest], rows: Tensor) -> list[SampledToken]:
-        samplers, outputs = zip(*((c.sampler, c.output.tokens) for _, c in batch), strict=True)
-        return sample_batch(rows, samplers, outputs, [request.logprobs for request, _ in batch])
+    def sample(batch: abc.Sequence[tuple[Request, Sequence]], rows: Tensor) -> list[SampledToken]:
+        return sample_batch(
+            rows,
+            [request.samplers[sequence.choice] for request, sequence in batch],
+            [sequence.tokens for _, sequence in batch],
+            [request.logprobs for request, _ in batch],
+        )
 
     try:
-        return [*sample(choices, logits)]
+        return [*sample(sequences, logits)]
     except Exception:
         tokens: list[SampledToken | Exception] = []
-        for row, choice in enumerate(choices):
+        for row, sequence in enumerate(sequences):
             try:
-                tokens += sample([choice], logits[row : row + 1])
+                tokens += sample([sequence], logits[row : row + 1])
             except Exception as error:
                 tokens.append(error)
         return tokens

@@ -1,6 +1,7 @@
 """Choose the next action of an engine: what to prefill, decode, swap or evict.
 
-The scheduler counts tokens and pages; it has no model, no tensors and no clock.
+The scheduler counts tokens and pages; it has no model, no tensors and no clock. The engine carries
+out its actions: `Prefill` and `Decode` by the batch, in batch.py.
 
      add()
        v
@@ -29,56 +30,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvant.engine.chunk_sizer import CHUNK_TIME_TOLERANCE, ChunkSizer
 from kvant.engine.memory import MemoryBudget, MemoryModel
+from kvant.engine.request import NO_SLOTS, Request
 from kvant.errors import CapacityError, ContextError
 from kvant.page_table import Ints
 from kvant.platform.sizes import format_size
 
-AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
+TIMING_DECAY = 0.9  # weight of earlier chunks against the newest one
+CHUNK_ALIGNMENT = 64  # chunks end at positions that are multiples of this
+# The last chunk of a prompt, or several chunks in a row, may take this multiple of the time limit.
+CHUNK_TIME_TOLERANCE = 1.1
 MAX_TIMED_PROMPTS = 4  # prompts in prefill that may each delay a token by `chunk_seconds`
 
 
-@dataclass(eq=False)
-class ScheduledRequest:
-    """The scheduler's record of a request: counts of tokens."""
-
-    number: int  # in the order of arrival
-    num_prompt_tokens: int
-    max_new_tokens: int
-    num_choices: int = 1  # sequences that continue the prompt
-    priority: int = 0
-    tenant: str = ""
-    arrival_ms: int = 0
-    num_computed_tokens: int = 0  # tokens of the prompt
-    num_output_tokens: int = 0  # of each unfinished sequence
-    matched_version: int | None = None  # `_prefix_version` at the last match; None: unmatched
-    prefill_started: bool = False
-    checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
-    shared_slots: Ints | None = None  # slots shared with cached prefixes
-    num_finished: int = 0  # finished sequences
-    is_swapped_out: bool = False
-    is_active: bool = False  # its sequences count towards max_sequences
-    store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.num_computed_tokens == self.num_prompt_tokens
-
-    @property
-    def num_sequences(self) -> int:
-        return self.num_choices - self.num_finished
-
-    def compute_priority(self, now_ms: int) -> int:
-        """Return the priority, plus 1 for every `AGING_MS` of waiting."""
-        return self.priority + (now_ms - self.arrival_ms) // AGING_MS
-
-
 @dataclass(frozen=True)
-class MatchPrefix:
-    """Look up the prompt of a request in the cached prefixes."""
+class RequestAction:
+    request: Request
 
-    request: ScheduledRequest
+
+class MatchPrefix(RequestAction):
+    """Look up the prompt of a request in the cached prefixes."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +60,14 @@ class Evict:
     include_unwritten: bool = False  # also evict prefixes with pending store writes
 
 
-@dataclass(frozen=True)
-class LookUpStore:
+class LookUpStore(RequestAction):
     """Look up the prompt of a request in a store; memory for it is reserved."""
 
-    request: ScheduledRequest
-
 
 @dataclass(frozen=True)
-class Prefill:
+class Prefill(RequestAction):
     """Prefill the next `count` tokens of the prompt of a request."""
 
-    request: ScheduledRequest
     count: int
 
 
@@ -108,21 +75,15 @@ class Prefill:
 class Decode:
     """Decode one token for each sequence of `requests`."""
 
-    requests: tuple[ScheduledRequest, ...]
+    requests: tuple[Request, ...]
 
 
-@dataclass(frozen=True)
-class SwapOut:
+class SwapOut(RequestAction):
     """Write the pages of a request to files and free them."""
 
-    request: ScheduledRequest
 
-
-@dataclass(frozen=True)
-class SwapIn:
+class SwapIn(RequestAction):
     """Read the pages of a swapped-out request back."""
-
-    request: ScheduledRequest
 
 
 @dataclass(frozen=True)
@@ -134,8 +95,55 @@ Action = MatchPrefix | Evict | LookUpStore | Prefill | Decode | SwapOut | SwapIn
 
 
 @dataclass
+class RequestQueue:
+    """Waiting requests, and running ones; at most `max_sequences` sequences are active."""
+
+    max_sequences: int
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        """Unfinished sequences of active requests."""
+        return sum(request.num_sequences for request in self.running if request.is_active)
+
+    def has_capacity_for(self, request: Request) -> bool:
+        """Return whether all sequences of a request fit in max_sequences."""
+        return self.num_sequences + request.num_sequences <= self.max_sequences
+
+    def activate(self, now_ms: int) -> None:
+        """Activate running requests that have room now, and end waits for a store in time."""
+        for request in self.running:
+            request.is_active = request.is_active or self.has_capacity_for(request)
+            if request.is_active and request.store_deadline_ms <= now_ms:
+                request.store_deadline_ms = 0
+
+    def find_next(self, now_ms: int) -> Request:
+        """Return the next waiting request: swapped out, by priority, load of tenant, arrival."""
+
+        def rank(request: Request) -> tuple[bool, int, int, int]:
+            tenant = [other for other in self.running if other.tenant == request.tenant]
+            load, priority = sum(r.num_sequences for r in tenant), request.compute_priority(now_ms)
+            return not request.is_swapped_out, -priority, load, request.number
+
+        return min(self.waiting, key=rank)
+
+    def load(self, tenant: str | None = None) -> dict[str, int]:
+        """Count waiting and running requests, and sequences; with `tenant`, only of this one."""
+        requests = [r for r in (*self.waiting, *self.running) if tenant in (None, r.tenant)]
+        active = [request.num_sequences for request in requests if request.is_active]
+        waiting = len(requests) - len(active)
+        return {"waiting": waiting, "running": len(active), "sequences": sum(active)}
+
+    def compute_timeout(self, now_ms: int) -> float | None:
+        """Return the seconds until the next store deadline; None without one."""
+        deadlines = {r.store_deadline_ms for r in self.running if r.is_active} - {0}
+        return max(min(deadlines) - now_ms, 0) / 1e3 if deadlines else None
+
+
+@dataclass
 class Scheduler:
-    """Queues of waiting and running requests, and the memory promised to them."""
+    """The next action by the queue of requests, and the memory promised to them."""
 
     memory_model: MemoryModel
     chunk_sizer: ChunkSizer
@@ -144,13 +152,8 @@ class Scheduler:
     overcommit: float = 1.0
     chunk_seconds: float = math.inf  # of prefill between two decodes, for each prompt in prefill
     has_store: bool = False  # if so, the next request is admitted early, to look it up
-    prefix_slots: Ints | None = None  # slots of cached prefixes; None: prefixes are off
-    waiting: list[ScheduledRequest] = field(default_factory=list)
-    running: list[ScheduledRequest] = field(default_factory=list)
-    _last_was_oldest: bool = False  # whether the last chunk was of the oldest prompt
-    _decode_delay_s: float = 0.0  # prefill time since the last decode
-    _prefix_version: int = 0  # raised when prefixes gain slots
-    _may_evict: bool = True  # False: the last eviction found nothing to evict
+    prefix_version: int = 0  # raised when prefixes gain slots
+    may_evict: bool = True  # False: the last eviction found nothing, and nothing changed since
     _is_head_blocked: bool = False  # the first waiting request did not fit; nothing changed since
 
     def __post_init__(self) -> None:
@@ -162,45 +165,48 @@ class Scheduler:
             raise ValueError(f"chunk_seconds={self.chunk_seconds}: must be above 0")
         if self.overcommit > 1 and self.max_bytes is None:
             raise ValueError(f"overcommit={self.overcommit} without max_bytes: set max_bytes, too")
-        self.memory_budget = MemoryBudget(self.memory_model, self.max_bytes)
+        self.memory_budget = MemoryBudget(self.memory_model, self.max_bytes, self.overcommit)
+        self.queue = RequestQueue(self.max_sequences)
 
-    def check_request(self, request: ScheduledRequest) -> None:
+    def check_request(self, request: Request) -> None:
         """Raise an error for a request that could never be served."""
         if (n := request.num_choices) > self.max_sequences:
             raise CapacityError(
                 f"n={n} with max_sequences={self.max_sequences}: lower n or raise max_sequences"
             )
-        transient = self.memory_model.count_transient_slots(request.num_prompt_tokens)
-        need = self.memory_budget.compute_fresh_nbytes(self._count_peak_slots(request) + transient)
+        budget, transient = self.memory_budget, self.memory_budget.count_transient([request])
+        need = budget.compute_fresh_nbytes(budget.count_peak(request) + transient)
         if self.max_bytes is not None and need > self.max_bytes:
-            final_length = request.num_prompt_tokens + request.max_new_tokens - 1
-            single = self._count_slots_at(request, final_length, 1)  # a smaller n may help
-            fits = self.memory_budget.compute_fresh_nbytes(single + transient) <= self.max_bytes
+            single = budget.count_peak(request, 1)  # a smaller n may help
+            fits = budget.compute_fresh_nbytes(single + transient) <= self.max_bytes
             raise (CapacityError if fits else ContextError)(
                 f"{request.num_prompt_tokens} tokens and {request.max_new_tokens} new ones need "
                 f"{format_size(need)} of a limit of {format_size(self.max_bytes)}: use a smaller "
                 "format, a window, a shorter prompt, less max_new_tokens or n, or more max_bytes"
             )
 
-    def add(self, request: ScheduledRequest) -> None:
+    def add(self, request: Request) -> None:
         """Append a request to the waiting queue."""
-        self.waiting.append(request)
+        self.queue.waiting.append(request)
         self._is_head_blocked = False
 
     def choose_action(self, now_ms: int) -> Action | None:
         """Return the action that is due at `now_ms`; None if there is nothing to do."""
         if (first := self._admit(now_ms)) is not None:
             return first
-        action = self._choose_forward()
+        running = self.queue.running
+        action = self.chunk_sizer.choose_forward(running, self.chunk_seconds)
         if action is None:
-            return FreePools() if self._has_reclaimable_memory and not self.running else None
+            return FreePools() if self._has_reclaimable_memory and not running else None
         if isinstance(action, Prefill) and self._needs_prefix_match(action.request):
             return MatchPrefix(action.request)
         if self.overcommit > 1:
             slots = self._count_slots_after(action)
             if not self.memory_budget.fits(slots):
                 eviction = self._plan_eviction(slots, include_unwritten=True)
-                return eviction or SwapOut(self._choose_victim(now_ms))
+                return eviction or SwapOut(
+                    max(running, key=lambda r: (-r.compute_priority(now_ms), r.number))
+                )
             self.memory_budget.record_slots(slots)
         return action
 
@@ -208,227 +214,170 @@ class Scheduler:
         """Update requests and memory after `action` was performed."""
         if isinstance(action, Prefill):
             request = action.request
-            if any(other.is_decoding and other.is_active for other in self.running):
-                num_computed = request.num_computed_tokens
-                self._decode_delay_s += self.chunk_sizer.predict_seconds(action.count, num_computed)
+            self.chunk_sizer.count_forward(action, self.queue.running)
             request.num_computed_tokens += action.count
             request.prefill_started = True
             request.num_output_tokens += request.is_decoding  # last prompt logits give a token
-            self._last_was_oldest = not self._last_was_oldest
         elif isinstance(action, Decode):
+            self.chunk_sizer.count_forward(action, self.queue.running)
             for request in action.requests:
                 request.num_output_tokens += 1
-            self._decode_delay_s = 0.0
         elif isinstance(action, SwapOut):
             request = action.request
-            request.is_swapped_out, request.shared_slots = True, None  # files share no pages
+            request.is_swapped_out, request.shared_slots = True, NO_SLOTS  # files share no pages
             request.is_active, request.store_deadline_ms = False, 0
-            self.running.remove(request)
-            self._is_head_blocked, self._may_evict = False, True
-            self.waiting.append(request)
+            self.queue.running.remove(request)
+            self._is_head_blocked, self.may_evict = False, True
+            self.queue.waiting.append(request)
         elif isinstance(action, SwapIn):
             action.request.is_swapped_out = False
         elif isinstance(action, FreePools):
-            self.memory_budget.reset()
+            self.memory_budget.peak_slots = self.memory_budget.zero_slots
             self._is_head_blocked = False
 
-    def finish_store_lookup(self, request: ScheduledRequest, length: int) -> bool:
+    def finish_store_lookup(self, request: Request, length: int) -> bool:
         """End a store lookup that found `length` tokens; return whether they may be used.
 
         They may be used if they fit and no chunk was prefilled yet, even after the deadline.
         """
         request.store_deadline_ms = 0
-        if request.prefill_started or request not in self.running:
+        if request.prefill_started or request not in self.queue.running:
             return False
-        slots = self._count_charged_slots()
-        if self.overcommit > 1:
-            slots = slots + self._count_growth(request, max(length, request.num_computed_tokens))
-        return self.memory_budget.fits(slots)
-
-    def compute_timeout(self, now_ms: int) -> float | None:
-        """Return the seconds until the next store deadline; None without one."""
-        deadlines = {r.store_deadline_ms for r in self.running if r.is_active} - {0}
-        return max(min(deadlines) - now_ms, 0) / 1e3 if deadlines else None
-
-    def record_prefix_match(
-        self, request: ScheduledRequest, num_cached: int, checkpoint_positions: tuple[int, ...]
-    ) -> None:
-        """Set how many tokens of a prompt are cached, and where later chunks must end."""
-        request.num_computed_tokens, request.matched_version = num_cached, self._prefix_version
-        request.checkpoint_positions = checkpoint_positions
-
-    def clear_prefix_match(self, request: ScheduledRequest) -> None:
-        """Undo `record_prefix_match` of a waiting request: its pages were released."""
-        request.num_computed_tokens, request.checkpoint_positions = 0, ()
-        request.matched_version, request.shared_slots = None, None
-
-    def record_eviction(self, *, any_freed: bool) -> None:
-        """Note whether another eviction may help; otherwise none is tried until a change."""
-        self._may_evict = any_freed
+        return self.memory_budget.fits_restore(request, length, self.queue.running)
 
     def set_prefix_slots(self, slots: Ints) -> None:
         """Set the slots that cached prefixes hold."""
-        self._prefix_version += self.prefix_slots is None or bool((slots > self.prefix_slots).any())
-        self.prefix_slots = slots
-        self._is_head_blocked, self._may_evict = False, True
-        self.memory_budget.record_slots(self._count_charged_slots())
+        budget = self.memory_budget
+        self.prefix_version += not budget.has_prefixes or bool((slots > budget.prefix_slots).any())
+        budget.has_prefixes, budget.prefix_slots = True, slots
+        self._is_head_blocked, self.may_evict = False, True
+        budget.record_slots(budget.count_charged(self.queue.running))
 
-    def can_insert_prefix(self, request: ScheduledRequest, length: int) -> bool:
+    def can_insert_prefix(self, request: Request, length: int) -> bool:
         """Return whether the first `length` tokens of a request fit as a cached prefix."""
-        if request in self.running:  # it keeps sharing the pages of its prompt
+        budget, counted = self.memory_budget, request.shared_slots
+        if request in self.queue.running:  # it keeps sharing the pages of its prompt
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
-        else:  # it ended: its reserved memory is free again
-            counted = self._or_zeros(request.shared_slots)
+        # Otherwise it ended: its reserved memory is free again.
         new_slots = np.maximum(self.memory_model.count_slots(length) - counted, 0)
-        fits = self.memory_budget.fits(self._count_charged_slots() + new_slots)
-        return self.prefix_slots is not None and fits
+        fits = budget.fits(budget.count_charged(self.queue.running) + new_slots)
+        return budget.has_prefixes and fits
 
-    def finish_sequence(self, request: ScheduledRequest) -> None:
+    def finish_sequence(self, request: Request) -> None:
         """Count a finished sequence of a request; remove the request after the last one."""
         request.num_finished += 1
-        self._is_head_blocked, self._may_evict = False, True
+        self._is_head_blocked, self.may_evict = False, True
         if not request.num_sequences:
             self.remove(request)
 
-    def remove(self, request: ScheduledRequest) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a request from both queues."""
-        self._is_head_blocked, self._may_evict = False, True
+        self._is_head_blocked, self.may_evict = False, True
         request.store_deadline_ms = 0
-        for queue in (self.waiting, self.running):
-            if request in queue:
-                queue.remove(request)
-
-    def load(self, tenant: str | None = None) -> dict[str, int]:
-        """Count waiting and running requests, and sequences; with `tenant`, only of this one."""
-        requests = [r for r in (*self.waiting, *self.running) if tenant in (None, r.tenant)]
-        active = [request.num_sequences for request in requests if request.is_active]
-        waiting = len(requests) - len(active)
-        return {"waiting": waiting, "running": len(active), "sequences": sum(active)}
-
-    @property
-    def num_sequences(self) -> int:
-        """Unfinished sequences of active requests."""
-        return sum(request.num_sequences for request in self.running if request.is_active)
+        for requests in (self.queue.waiting, self.queue.running):
+            if request in requests:
+                requests.remove(request)
 
     # ---- internals
 
-    def _count_charged_slots(self) -> Ints:
-        """Return the slots that count towards the limit: committed; with overcommit, allocated."""
-        reserves_peak = self.overcommit == 1
-        return self._count_committed_slots() if reserves_peak else self._count_allocated_slots()
-
     def _admit(self, now_ms: int) -> Action | None:
         """Admit waiting requests that fit, in order; return an action that must come first."""
-        for request in self.running:
-            request.is_active = request.is_active or self._has_capacity_for(request)
-            if request.is_active and request.store_deadline_ms <= now_ms:
-                request.store_deadline_ms = 0
-        while not self._is_head_blocked and self.waiting:
-            request = min(self.waiting, key=lambda other: self._rank(other, now_ms))
-            any_inactive = any(not other.is_active for other in self.running)
+        queue, budget = self.queue, self.memory_budget
+        queue.activate(now_ms)
+        while not self._is_head_blocked and queue.waiting:
+            request = queue.find_next(now_ms)
+            any_inactive = any(not other.is_active for other in queue.running)
             can_look_up = self.has_store and not request.is_swapped_out
-            if any_inactive or not (self._has_capacity_for(request) or can_look_up):
+            if any_inactive or not (queue.has_capacity_for(request) or can_look_up):
                 self._is_head_blocked = True
                 break
             if self._needs_prefix_match(request):
                 return MatchPrefix(request)
-            if not self._fits_budget(request):
-                if eviction := self._plan_eviction(self._count_committed_slots(request)):
+            if not budget.fits_admission(request, queue.running):
+                committed = budget.count_committed([*queue.running, request])
+                if eviction := self._plan_eviction(committed):
                     return eviction
-                if not self.running and self._has_reclaimable_memory:
+                if not queue.running and self._has_reclaimable_memory:
                     return FreePools()
                 self._is_head_blocked = True
                 break
-            self.waiting.remove(request)
-            request.is_active = self._has_capacity_for(request)
-            self.running.append(request)
+            queue.waiting.remove(request)
+            request.is_active = queue.has_capacity_for(request)
+            queue.running.append(request)
             if self.overcommit == 1:
-                self.memory_budget.record_slots(self._count_committed_slots())
+                budget.record_slots(budget.count_committed(queue.running))
             if request.is_swapped_out:
-                self.memory_budget.record_slots(self._count_allocated_slots())
+                budget.record_slots(budget.count_allocated(queue.running))
                 return SwapIn(request)
-            if self._can_look_up_store(request):
+            num_prompt = request.num_prompt_tokens
+            if self.has_store and budget.fits_restore(request, num_prompt, queue.running):
                 return LookUpStore(request)
         return None
 
-    def _can_look_up_store(self, request: ScheduledRequest) -> bool:
-        """Return whether there is a store, and memory to restore the whole prompt from it."""
-        if not self.has_store or self.overcommit == 1:
-            return self.has_store
-        growth = self._count_growth(request, request.num_prompt_tokens)
-        return self.memory_budget.fits(self._count_allocated_slots() + growth)
-
-    def _needs_prefix_match(self, request: ScheduledRequest) -> bool:
+    def _needs_prefix_match(self, request: Request) -> bool:
         """Return whether prefixes were added since the prompt was matched."""
-        is_stale = self.prefix_slots is not None and request.matched_version != self._prefix_version
+        if not self.memory_budget.has_prefixes:
+            return False
+        is_stale = request.matched_version != self.prefix_version
         return is_stale and not (request.prefill_started or request.is_swapped_out)
-
-    def _has_capacity_for(self, request: ScheduledRequest) -> bool:
-        """Return whether all sequences of a request fit in max_sequences."""
-        return self.num_sequences + request.num_sequences <= self.max_sequences
 
     def _plan_eviction(self, slots: Ints, *, include_unwritten: bool = False) -> Evict | None:
         """Return the eviction after which `slots` fit; None if no prefix can be evicted."""
-        has_evictable = self._may_evict and self._or_zeros(self.prefix_slots).any()
+        budget = self.memory_budget
+        has_evictable = self.may_evict and budget.prefix_slots.any()
         if self.max_bytes is None or not has_evictable:
             return None
-        excess = self.memory_budget.compute_nbytes(slots) - self.max_bytes
+        excess = budget.compute_nbytes(slots) - self.max_bytes
         return Evict(max(excess, 1), include_unwritten)
 
     @property
     def _has_reclaimable_memory(self) -> bool:
         """Whether pools have memory, and no prefix is in them."""
-        return self.memory_budget.has_allocations and not self._or_zeros(self.prefix_slots).any()
+        budget = self.memory_budget
+        return bool(budget.peak_slots.any()) and not budget.prefix_slots.any()
 
-    def _or_zeros(self, slots: Ints | None) -> Ints:
-        return self.memory_budget.zero_slots if slots is None else slots
+    def _count_slots_after(self, action: Prefill | Decode) -> Ints:
+        """Return the slots of all running requests after `action`, and while it runs."""
+        slots = self.memory_budget.count_allocated(self.queue.running)
+        if isinstance(action, Prefill):
+            request = action.request
+            num_computed = request.num_computed_tokens + action.count
+            is_last = num_computed >= request.num_prompt_tokens
+            num_sequences = request.num_choices if is_last else 1
+            slots = slots + self.memory_budget.count_growth(request, num_computed, num_sequences)
+            return slots + self.memory_budget.count_transient([request])
+        for request in action.requests:
+            length = request.num_prompt_tokens + request.num_output_tokens
+            slots = slots + self.memory_budget.count_growth(request, length, request.num_sequences)
+        return slots
 
-    def _count_committed_slots(self, *extra_requests: ScheduledRequest) -> Ints:
-        """Return the most slots that prefixes, running requests and `extra_requests` may need."""
-        requests = (*self.running, *extra_requests)
-        peaks = (self._count_peak_slots(r) - self._or_zeros(r.shared_slots) for r in requests)
-        return sum(peaks, self._or_zeros(self.prefix_slots)) + self._count_transient_slots(
-            *requests
-        )
 
-    def _count_transient_slots(self, *requests: ScheduledRequest) -> Ints:
-        """Return the extra slots while any one of `requests` is prefilled."""
-        counts = [self.memory_model.count_transient_slots(r.num_prompt_tokens) for r in requests]
-        largest: Ints = np.max([self.memory_budget.zero_slots, *counts], axis=0)
-        return largest
+class ChunkSizer:
+    """Choose forwards, and chunks of prompts by predicted times, which are fitted to measured ones.
 
-    def _count_allocated_slots(self) -> Ints:
-        """Return the slots that prefixes and running requests hold now."""
-        slots = (
-            self._count_current_slots(r) - self._or_zeros(r.shared_slots) for r in self.running
-        )
-        return sum(slots, self._or_zeros(self.prefix_slots))
+    The fit is seconds = a + b * count + c * count * (num_computed + count / 2).
+    """
 
-    def _rank(self, request: ScheduledRequest, now_ms: int) -> tuple[bool, int, int, int]:
-        """Return a sort key: swapped out first, then by priority, load of the tenant, arrival."""
-        load = sum(other.num_sequences for other in self.running if other.tenant == request.tenant)
-        return not request.is_swapped_out, -request.compute_priority(now_ms), load, request.number
+    def __init__(
+        self, max_chunk: int, *, supports_chunks: bool = True, fixed_size: bool = False
+    ) -> None:
+        """Limit chunks to `max_chunk` tokens, or to whole prompts without `supports_chunks`.
 
-    def _fits_budget(self, request: ScheduledRequest) -> bool:
-        """Return whether a waiting request may be admitted within the limit of bytes."""
-        if self.max_bytes is None:
-            return True
-        budget, committed = self.memory_budget, self._count_committed_slots(request)
-        if self.overcommit == 1:
-            return budget.fits(committed)
-        if request.is_swapped_out:  # a swap-in copies: its pages exist twice for a moment
-            second_copy = self._count_current_slots(request) if budget.has_allocations else None
-            return budget.fits(committed, extra_slots=second_copy)
-        chunk_end = request.num_computed_tokens + self.chunk_sizer.max_chunk
-        chunk = self.memory_model.count_slots(min(request.num_prompt_tokens, chunk_end))
-        chunk = chunk - self._or_zeros(request.shared_slots) + self._count_transient_slots(request)
-        if not budget.fits(self._count_allocated_slots() + chunk):
-            return False
-        return budget.compute_fresh_nbytes(committed) <= self.overcommit * self.max_bytes
+        With `fixed_size`, chunks end at multiples of `max_chunk`, whatever time they take.
+        """
+        self.fixed_size = fixed_size
+        self.max_chunk = max_chunk
+        self.supports_chunks = supports_chunks
+        self._normal_matrix = np.zeros((3, 3))
+        self._normal_vector = np.zeros(3)
+        self._last_was_oldest = False  # whether the last chunk was of the oldest prompt
+        self._decode_delay_s = 0.0  # prefill time since the last decode
 
-    def _choose_forward(self) -> Prefill | Decode | None:
+    def choose_forward(
+        self, running: list[Request], chunk_seconds: float
+    ) -> Prefill | Decode | None:
         """Return the next chunk if decodes can wait for it, else a decode of all that are ready."""
-        active = [r for r in self.running if r.is_active and not r.store_deadline_ms]
+        active = [r for r in running if r.is_active and not r.store_deadline_ms]
         prefilling = [request for request in active if not request.is_decoding]
         decoding = tuple(request for request in active if request.is_decoding)
         if prefilling:
@@ -437,64 +386,61 @@ class Scheduler:
             stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
             stop = min([request.num_prompt_tokens, *stops])
             num_prompts = min(len(prefilling), MAX_TIMED_PROMPTS)
-            max_seconds = self.chunk_seconds * num_prompts if decoding else math.inf
-            count = self.chunk_sizer.choose_chunk(num_computed, stop, max_seconds)
-            delay = self._decode_delay_s + self.chunk_sizer.predict_seconds(count, num_computed)
+            max_seconds = chunk_seconds * num_prompts if decoding else math.inf
+            count = self.choose_chunk(num_computed, stop, max_seconds)
+            delay = self._decode_delay_s + self.predict_seconds(count, num_computed)
             if not self._decode_delay_s or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
                 return Prefill(request, count)
         return Decode(decoding) if decoding else None
 
-    def _choose_prefill(self, prefilling: list[ScheduledRequest]) -> ScheduledRequest:
+    def count_forward(self, action: Prefill | Decode, running: list[Request]) -> None:
+        """Count the delay of decodes, before the counts of the action's requests change."""
+        if isinstance(action, Decode):
+            self._decode_delay_s = 0.0
+            return
+        self._last_was_oldest = not self._last_was_oldest
+        if any(other.is_decoding and other.is_active for other in running):
+            num_computed = action.request.num_computed_tokens
+            self._decode_delay_s += self.predict_seconds(action.count, num_computed)
+
+    def _choose_prefill(self, prefilling: list[Request]) -> Request:
         """Return, by turns, the oldest prompt and the one with the fewest tokens left."""
         prefilling = sorted(prefilling, key=lambda request: request.number)
         if not self._last_was_oldest:
             return prefilling[0]
         return min(prefilling, key=lambda r: r.num_prompt_tokens - r.num_computed_tokens)
 
-    def _choose_victim(self, now_ms: int) -> ScheduledRequest:
-        return max(self.running, key=lambda r: (-r.compute_priority(now_ms), r.number))
+    def choose_chunk(self, num_computed: int, end: int, max_seconds: float) -> int:
+        """Return the size of the next chunk, up to `end` and within `max_seconds` if possible."""
+        if not self.supports_chunks:
+            return end - num_computed
+        if self.fixed_size:
+            return min((num_computed // self.max_chunk + 1) * self.max_chunk, end) - num_computed
+        count, remaining = self.max_chunk, end - num_computed
+        if remaining <= count:
+            seconds = self.predict_seconds(remaining, num_computed)
+            if seconds <= CHUNK_TIME_TOLERANCE * max_seconds:
+                return remaining
+        while count > CHUNK_ALIGNMENT and self.predict_seconds(count, num_computed) > max_seconds:
+            count -= CHUNK_ALIGNMENT
+        stop = (num_computed + count) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+        return min(stop if stop > num_computed else num_computed + count, end) - num_computed
 
-    def _count_slots_after(self, action: Prefill | Decode) -> Ints:
-        """Return the slots of all running requests after `action`, and while it runs."""
-        slots = self._count_allocated_slots()
-        if isinstance(action, Prefill):
-            request = action.request
-            num_computed = request.num_computed_tokens + action.count
-            is_last = num_computed >= request.num_prompt_tokens
-            num_sequences = request.num_choices if is_last else 1
-            slots = slots + self._count_growth(request, num_computed, num_sequences)
-            return slots + self._count_transient_slots(request)
-        for request in action.requests:
-            length = request.num_prompt_tokens + request.num_output_tokens
-            slots = slots + self._count_growth(request, length, request.num_sequences)
-        return slots
+    def predict_seconds(self, count: int, num_computed: int) -> float:
+        """Return the predicted seconds of a chunk; 0 before the first measurement."""
+        if not self._normal_vector.any():
+            return 0.0
+        scale = np.sqrt(np.diag(self._normal_matrix)).clip(1e-12)
+        ridge = self._normal_matrix / np.outer(scale, scale) + 1e-6 * np.eye(3)
+        coefficients = np.linalg.solve(ridge, self._normal_vector / scale) / scale
+        return float(_make_features(count, num_computed) @ coefficients.clip(0.0))
 
-    def _count_growth(self, request: ScheduledRequest, length: int, num_sequences: int = 1) -> Ints:
-        """Return the slots that a request at a length needs beyond its current ones."""
-        slots = self._count_slots_at(request, length, num_sequences)
-        return slots - self._count_current_slots(request)
+    def record_time(self, count: int, num_computed: int, seconds: float) -> None:
+        """Add a measured chunk, weighted by 1 / seconds: the fit minimizes relative errors."""
+        row = _make_features(count, num_computed) / max(seconds, 1e-9)
+        self._normal_matrix = TIMING_DECAY * self._normal_matrix + np.outer(row, row)
+        self._normal_vector = TIMING_DECAY * self._normal_vector + row
 
-    def _count_current_slots(self, request: ScheduledRequest) -> Ints:
-        """Return the slots of a request, without its newest token: the next forward stores it."""
-        num_prompt = request.num_prompt_tokens
-        if request.is_decoding:
-            length = num_prompt + request.num_output_tokens - 1
-            return self._count_slots_at(request, length, request.num_sequences)
-        # A store lookup reserves slots for the whole prompt.
-        length = num_prompt if request.store_deadline_ms else request.num_computed_tokens
-        return self._count_slots_at(request, length, 1)
 
-    def _count_peak_slots(self, request: ScheduledRequest) -> Ints:
-        final_length = request.num_prompt_tokens + request.max_new_tokens - 1
-        return self._count_slots_at(request, final_length, request.num_sequences)
-
-    def _count_slots_at(self, request: ScheduledRequest, length: int, num_sequences: int) -> Ints:
-        """Return the slots of `num_sequences` sequences of a request at a length.
-
-        They share the pages of the prompt, unless they may be swapped out: files share no pages.
-        """
-        slots = num_sequences * self.memory_model.count_slots(length)
-        if num_sequences == 1 or self.overcommit > 1:
-            return slots
-        shared = self.memory_model.count_shared_slots(request.num_prompt_tokens)
-        return slots - (num_sequences - 1) * shared
+def _make_features(count: int, num_computed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.array([1.0, count, count * (num_computed + count / 2)])

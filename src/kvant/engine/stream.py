@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition
@@ -77,12 +77,12 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
-        self._prefix_usage: tuple[int, int, str | None] = (0, 0, None)
+        self._prefix_usage: tuple[int, int, str | None] = (0, 0, None)  # last fields of `Usage`
         self._steps: list[list[Step]] = [[] for _ in range(num_choices)]
         self._cancel = cancel
         self._on_step = on_step
         self._unread: deque[Step] = deque()
-        self._final_texts = [""] * num_choices  # flushed by a detokenizer when cancelled
+        self._final_texts: Mapping[int, str] = {}  # by choice
         self._is_done = False  # no step follows
         self._done_callbacks: list[Callable[[], object]] = []
         self._error: BaseException | None = None
@@ -107,9 +107,6 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                 future = loop.create_future()
                 self._waiters.append((loop, future))
             await future
-
-    def __aiter__(self) -> Stream:
-        return self
 
     def cancel(self) -> None:
         """Stop generating after the current token; the steps so far stay readable."""
@@ -154,7 +151,16 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                 raise TimeoutError(f"no result after {timeout} seconds")
         if self._error is not None:
             raise self._error
-        return [self._make_result(*x) for x in zip(self._steps, self._final_texts, strict=True)]
+        return [
+            Result(
+                "".join(step.text for step in steps) + self._final_texts.get(choice, ""),
+                tuple(step.token for step in steps),
+                tuple(step.logprob for step in steps),
+                (steps[-1].finish_reason if steps else None) or "cancelled",
+                Usage(len(self.prompt), len(steps), *self._prefix_usage),
+            )
+            for choice, steps in enumerate(self._steps)
+        ]
 
     # ---- for the engine's thread
 
@@ -169,22 +175,21 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     def set_prefix_usage(self, num_cached: int, restored: range, mismatch: str | None) -> None:
         """Set the cached tokens, restored tokens and `prefix_lost` that `Usage` reports."""
-        self._prefix_usage = (
-            num_cached,
-            len(range(restored.start, min(restored.stop, num_cached))),
-            mismatch,
-        )
+        num_restored = len(range(restored.start, min(restored.stop, num_cached)))
+        self._prefix_usage = num_cached, num_restored, mismatch
 
-    def set_final_text(self, choice: int, text: str) -> None:
-        """Set the text that the detokenizer held back when a continuation was cancelled."""
-        self._final_texts[choice] = text
+    def finish(
+        self, error: BaseException | None = None, final_texts: Mapping[int, str] | None = None
+    ) -> None:
+        """End the stream; continuations without a finish reason count as cancelled.
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """End the stream; continuations without a finish reason count as cancelled."""
+        `final_texts` are what the detokenizers of these continuations held back.
+        """
         if isinstance(error, StopIteration | StopAsyncIteration):  # would end the iteration
             error = RuntimeError(repr(error))
         with self._changed:
             self._is_done, self._error = True, error
+            self._final_texts = final_texts or {}
             callbacks, self._done_callbacks = self._done_callbacks, []
             self._wake_waiters()
         for callback in callbacks:
@@ -211,13 +216,6 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         for loop, future in waiters:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_wake_future, future)
-
-    def _make_result(self, steps: list[Step], final_text: str) -> Result:
-        text = "".join(step.text for step in steps) + final_text
-        reason = (steps[-1].finish_reason if steps else None) or "cancelled"
-        tokens, logprobs = tuple(s.token for s in steps), tuple(s.logprob for s in steps)
-        usage = Usage(len(self.prompt), len(steps), *self._prefix_usage)
-        return Result(text, tokens, logprobs, reason, usage)
 
 
 def _wake_future(future: asyncio.Future[None]) -> None:

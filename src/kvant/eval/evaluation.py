@@ -10,10 +10,10 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
-from itertools import count, zip_longest
+from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,13 +32,9 @@ from kvant.eval.result import (
 from kvant.generation.decoder import count_shared_prefix
 from kvant.hf import compute_model_fingerprint
 from kvant.models import max_context
-from kvant.probing.divergence import (
-    make_empty_cache,
-    make_stored_prefill_spec,
-    measure_divergence,
-    read_prompt,
-)
+from kvant.probing.divergence import make_empty_cache, measure_divergence, read_prompt
 from kvant.probing.recall import RecallExam, RecallShares, make_exams, measure_recall
+from kvant.probing.verdicts import ProbeProgress, ignore_progress
 from kvant.recipes import AnySpec
 from kvant.spec import to_json
 
@@ -48,10 +44,6 @@ class EvaluationText:
     """Pieces [1, T] of token ids; each starts with the tokenizer's leading tokens."""
 
     pieces: tuple[Tensor, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(piece.shape[1] for piece in self.pieces)
 
     @property
     def full_pieces(self) -> list[Tensor]:
@@ -69,7 +61,7 @@ class EvaluationText:
 
 def split_text(tokenizer: Any, text: str | None, context: int, tokens: int) -> EvaluationText:
     """Split the first `tokens` tokens of a text; the default is the held-out library files."""
-    leading = get_leading_tokens(tokenizer)
+    leading = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
     num_free = context - len(leading)
     if num_free < 2:
         raise ValueError(f"pieces of {context} tokens: {2 + len(leading)} or more are needed")
@@ -89,37 +81,22 @@ def split_text(tokenizer: Any, text: str | None, context: int, tokens: int) -> E
     return EvaluationText(tuple(pieces))
 
 
-def get_leading_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text."""
-    leading: list[int] = tokenizer.encode("")
-    return [token for token in leading[:1] if token == tokenizer.bos_token_id]
-
-
 def _interleave_documents(documents: Sequence[list[int]], piece_length: int) -> Iterator[list[int]]:
     cuts = [[d[at : at + piece_length] for at in range(0, len(d), piece_length)] for d in documents]
     for turn in zip_longest(*cuts):
         yield from (piece for piece in turn if piece)
 
 
-@dataclass
-class GreedyContinuation:
-    """A greedy continuation of a prompt, token by token, and its decode time."""
-
-    model: PreTrainedModel
-    spec: AnySpec
-    prompt: Tensor  # [1, T]
-    tokens: list[int] = field(default_factory=list)
-    seconds: float = 0.0  # of the tokens after the first
-
-    def __post_init__(self) -> None:
-        self._cache = make_empty_cache(self.model, self.spec)
-        self.tokens.append(int(read_prompt(self.model, self.prompt, self._cache).argmax()))
-
-    def decode_token(self) -> None:
+def _continue_greedily(
+    model: PreTrainedModel, spec: AnySpec, prompt: Tensor
+) -> Iterator[tuple[int, float]]:
+    """Yield the tokens of a greedy continuation, each with the seconds of its forward."""
+    cache, ids = make_empty_cache(model, spec), prompt
+    while True:
         start = time.perf_counter()
-        token = int(read_prompt(self.model, torch.tensor([self.tokens[-1:]]), self._cache).argmax())
-        self.seconds += time.perf_counter() - start
-        self.tokens.append(token)
+        token = int(read_prompt(model, ids, cache).argmax())
+        yield token, time.perf_counter() - start
+        ids = torch.tensor([[token]])
 
 
 @dataclass(frozen=True)
@@ -135,28 +112,23 @@ def compare_continuations(
     model: PreTrainedModel, prompts: Iterable[Tensor], spec: AnySpec, num_tokens: int
 ) -> ContinuationSummary:
     """Continue each prompt by `num_tokens` tokens with raw and with a spec, in turn."""
-    specs = make_stored_prefill_spec(model, "raw"), make_stored_prefill_spec(model, spec)
     num_identical: list[int] = []
     seconds: list[tuple[float, float]] = []
     for prompt in prompts:
-        raw, continuation = (GreedyContinuation(model, cache_spec, prompt) for cache_spec in specs)
-        for _ in range(num_tokens - 1):
-            raw.decode_token()
-            continuation.decode_token()
-        num_identical.append(count_shared_prefix(raw.tokens, continuation.tokens))
-        seconds.append((raw.seconds, continuation.seconds))
+        raw = _continue_greedily(model, "raw", prompt)
+        both = zip(raw, _continue_greedily(model, spec, prompt), strict=True)
+        pairs = list(islice(both, num_tokens))
+        tokens = [token for (token, _), _ in pairs], [token for _, (token, _) in pairs]
+        num_identical.append(count_shared_prefix(*tokens))
+        decoded = pairs[1:]  # the first token took the prompt's forward
+        seconds.append((sum(s for (_, s), _ in decoded), sum(s for _, (_, s) in decoded)))
     raw_seconds, spec_seconds = (statistics.median(column) for column in zip(*seconds, strict=True))
     speed = (num_tokens - 1) / spec_seconds
     return ContinuationSummary(statistics.fmean(num_identical), speed, raw_seconds / spec_seconds)
 
 
-EvaluationProgress = Callable[[int, int], None]  # steps done, and all steps
 Item = TypeVar("Item")
 DEFAULT_SETTINGS = EvaluationSettings()
-
-
-def ignore_progress(done: int, total: int) -> None:
-    """Show no progress."""
 
 
 @dataclass
@@ -217,7 +189,7 @@ def evaluate(
     text: str | None = None,
     settings: EvaluationSettings = DEFAULT_SETTINGS,
     save: Path | None = None,
-    progress: EvaluationProgress = ignore_progress,
+    progress: ProbeProgress = ignore_progress,
 ) -> list[EvaluationResult]:
     """Evaluate each format, by its name.
 
@@ -232,7 +204,13 @@ def evaluate(
             f"{settings.continued} tokens after half of a context of {context}: continue by fewer"
         )
     evaluation_text = split_text(tokenizer, text, context, settings.tokens)
-    result_file = ResultFile(save, make_result_header(model, evaluation_text, settings))
+    header = {  # what results depend on, apart from the format
+        "eval": version("kvant"),
+        "model": compute_model_fingerprint(model),
+        "text": evaluation_text.digest,
+        **asdict(settings),
+    }
+    result_file = ResultFile(save, header)
     steps = len(evaluation_text.pieces) + 2 * settings.prompts
     done = count(1)
     evaluation = Evaluation(
@@ -255,21 +233,9 @@ def evaluate(
     return results
 
 
-def make_result_header(
-    model: PreTrainedModel, text: EvaluationText, settings: EvaluationSettings
-) -> dict[str, Any]:
-    """Return what results depend on, apart from the format."""
-    return {
-        "eval": version("kvant"),
-        "model": compute_model_fingerprint(model),
-        "text": text.digest,
-        **asdict(settings),
-    }
-
-
 def _compute_recipe_id(model: PreTrainedModel, spec: AnySpec) -> str:
     """Hash the recipes of a format; raise if the model does not support them."""
     # With fitted channel scales, which are part of the recipe.
-    full = make_empty_cache(model, make_stored_prefill_spec(model, spec)).spec
+    full = make_empty_cache(model, spec).spec
     summarize_nbytes(model, spec)
     return hashlib.sha256(to_json(full).encode()).hexdigest()[:16]

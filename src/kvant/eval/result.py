@@ -138,18 +138,12 @@ def summarize_quality(divergence: Divergence, seed: int) -> dict[str, Any]:
 
 def summarize_nbytes(model: Any, spec: AnySpec) -> dict[str, Any]:
     """Return the bytes of rows and caches in the dtype of the checkpoint."""
-    config = model.config
+    config, lengths = model.config, REPORTED_CONTEXT_LENGTHS.items()
     return {
         "row_nbytes": plan(config, spec, context=1).nbytes_per_token,
         "raw_row_nbytes": plan(config, "raw").nbytes_per_token,
-        "nbytes": {
-            name: _plan_nbytes(config, spec, count)
-            for name, count in REPORTED_CONTEXT_LENGTHS.items()
-        },
-        "raw_nbytes": {
-            name: _plan_nbytes(config, "raw", count)
-            for name, count in REPORTED_CONTEXT_LENGTHS.items()
-        },
+        "nbytes": {name: _plan_nbytes(config, spec, count) for name, count in lengths},
+        "raw_nbytes": {name: _plan_nbytes(config, "raw", count) for name, count in lengths},
     }
 
 

@@ -23,12 +23,11 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
     __getattr__ = lazy_names(
         __name__,
         {
-            "Grammar": "kvant.generation.grammar",
-            "TransformersDecoder": "kvant.generation.decoder",
-            "Messages": "kvant.generation.conversation",
-            "Sampling": "kvant.generation.settings",
-            "Session": "kvant.generation.session",
-            "Step": "kvant.generation.loop",
-            "generate": "kvant.generation.loop",
+            "kvant.generation.conversation": "Messages",
+            "kvant.generation.decoder": "TransformersDecoder",
+            "kvant.generation.grammar": "Grammar",
+            "kvant.generation.loop": "Step generate",
+            "kvant.generation.session": "Session",
+            "kvant.generation.settings": "Sampling",
         },
     )

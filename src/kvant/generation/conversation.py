@@ -1,106 +1,41 @@
-"""Conversations as tokens, and as JSON in the header of a cache file.
+"""Prompts as tokens: text, token ids, or messages that the model's chat template renders.
 
-A prompt becomes tokens by the model's chat template, or as one continuous text. It always holds
-the whole conversation; reusing the cached part is the prefiller's task.
+Tools are text for chat templates that do not support them: the functions are described in the
+system message, or before the first user message if the template has no system message. Calls are
+text of the assistant, results are text of the user.
 
-Files are not trusted: missing fields, another model or values that do not fit together raise an
-error with the file's name, before anything changes.
+    system     Be brief.               + signatures of the functions, and how to call them
+    assistant  [{"name": "weather", "arguments": {"city": "Rome"}}]
+    user       weather returned: It rains.
+
+A call has the form that `Grammar.calls` enforces. The text depends only on the messages and the
+tools, so equal conversations share prefixes.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+import json
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
-from kvant.errors import CacheError, CacheFileError, ContextError, PromptError
+from kvant.errors import ContextError, PromptError
 from kvant.generation.decoder import count_shared_prefix
-from kvant.generation.tools import (
-    Message,
-    convert_tools_to_text,
-    has_tools,
-    supports_system_message,
-    supports_tools,
-)
+
+Message = Mapping[str, Any]  # role, content, and further fields of a template
+Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring
 
 CHARACTERS_PER_TOKEN = 4  # initial estimate
 MAX_CUT_TOKENS = 64  # tokens that cutting a text may add, compared with the uncut text
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A message, its reply, and all tokens up to the end of the reply.
-
-        0            shared          begin         end
-        |-- last turn --|--- prompt ---|--- reply ---|
-                        |---------- tokens ----------|
-
-    The first `shared` tokens are those of the previous turn: a template may render past messages
-    in another way than new ones.
-    """
-
-    message: str
-    reply: str
-    shared: int
-    tokens: tuple[int, ...]
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.shared + len(self.tokens)
-
-
-def join_turns(turns: Sequence[Turn]) -> list[int]:
-    """Return all tokens of a conversation up to the end of its last turn."""
-    tokens: list[int] = []
-    for turn in turns:
-        tokens[turn.shared :] = turn.tokens
-    return tokens
-
-
-class PromptFormat:
-    """Renders a conversation as tokens.
-
-    Messages have roles, which the chat template renders. Without a template they are one continuous
-    text: a message follows the previous tokens directly.
-    """
-
-    def __init__(self, tokenizer: Any, system: str | None = None, template: bool = True) -> None:
-        self.tokenizer = tokenizer
-        self.system = system
-        self.uses_template = template and getattr(tokenizer, "chat_template", None) is not None
-
-    def make_prompt(
-        self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
-    ) -> list[int]:
-        """Return all tokens before the reply to `message`."""
-        if self.uses_template:
-            return encode_messages(self.tokenizer, Messages(self._make_messages(turns, message)))
-        if previous_tokens:
-            return [*previous_tokens, *self.tokenizer.encode(message, add_special_tokens=False)]
-        return list(self.tokenizer.encode((self.system or "") + message))
-
-    def find_branch_points(
-        self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
-    ) -> list[int]:
-        """Return the lengths of a prompt at which other conversations may differ."""
-        if self.uses_template:
-            messages = Messages(self._make_messages(turns, message))
-            return find_branch_points(self.tokenizer, messages, prompt)
-        return [turns[-1].end] if turns else []
-
-    def _make_messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
-        messages = [] if self.system is None else [("system", self.system)]
-        for turn in turns:
-            messages += [("user", turn.message), ("assistant", turn.reply)]
-        return [{"role": role, "content": text} for role, text in (*messages, ("user", message))]
 
 
 @dataclass(frozen=True)
@@ -262,76 +197,163 @@ def _parse_token_ids(prompt: Any) -> list[int]:
     return [int(token) for token in ids.tolist()]
 
 
-HEADER_KEY = "session"
+PROBE = "kvant_probe"  # a word that appears in the output if a template renders its field
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE,
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+DESCRIPTION = """\
+You can call these functions. Each line has a name and the JSON schema of the arguments:
+{functions}
+
+If a function helps, reply with a JSON list of calls and no other text:
+[{{"name": "FUNCTION", "arguments": {{"ARGUMENT": "VALUE"}}}}]
+The results are in the next message. If no function helps, reply in plain text."""
 
 
-@dataclass(frozen=True)
-class Transcript:
-    """All turns of a conversation, and how they were rendered."""
+def supports_tools(
+    tokenizer: Any,
+    messages: Sequence[Message] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> bool:
+    """Return whether a tokenizer's chat template renders tools; `options` are the template's.
 
-    turns: tuple[Turn, ...]
-    system: str | None
-    template: bool
-    model: str | None  # fingerprint of the model, if known
+    The template is tried with one short message; if it raises, with `messages`.
+    """
+    options = {**options, "tools": [PROBE_TOOL]}
+    text = _render(tokenizer, [{"role": "user", "content": "a"}], options)
+    if text is None and messages:
+        text = _render(tokenizer, messages, options)
+    return text is not None and PROBE in text
 
-    def to_header(self) -> dict[str, Any]:
-        """Return the transcript as JSON for the header of a file."""
-        return {HEADER_KEY: asdict(self)}
 
-    @classmethod
-    def from_header(cls, path: str | os.PathLike[str], header: Mapping[str, Any]) -> Transcript:
-        if HEADER_KEY not in header:
-            raise CacheFileError(f"{path}: a cache without a conversation: kvant.load reads it")
-        with convert_errors(path):
-            fields = header[HEADER_KEY]
-            turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in fields["turns"]]
-            transcript = cls(tuple(turns), fields["system"], fields["template"], fields["model"])
-            transcript._check_fields()
-        return transcript
+def supports_system_message(
+    tokenizer: Any, options: Mapping[str, Any] = MappingProxyType({})
+) -> bool:
+    """Return whether a tokenizer's chat template renders a system message."""
+    messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
+    return PROBE in (_render(tokenizer, messages, options) or "")
 
-    def check_model(self, path: str | os.PathLike[str], model: str | None) -> None:
-        if None not in (self.model, model) and self.model != model:
-            raise CacheFileError(
-                f"{path}: a conversation with another model, or with this one in another dtype: "
-                "load the model that wrote it"
+
+def has_tools(messages: Sequence[Message]) -> bool:
+    """Return whether any message is a tool call or its result."""
+    return any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+
+
+def convert_tools_to_text(
+    messages: Sequence[Message], tools: Sequence[Tool], *, system: bool
+) -> list[Message]:
+    """Return the messages with tools, calls and results as text.
+
+    `system` tells whether the description of the tools goes into a system message.
+    """
+    plain = _calls_as_text(messages)
+    if not tools:
+        return plain
+    role, candidates = ("system", plain[:1]) if system else ("user", plain)
+    text = DESCRIPTION.format(functions="\n".join(_json(_function(tool)) for tool in tools))
+    index = next((i for i, message in enumerate(candidates) if message.get("role") == role), None)
+    if index is None:
+        return [{"role": role, "content": text}, *plain]
+    content = _text(plain[index])
+    new_content = _paragraphs(content, text) if system else _paragraphs(text, content)
+    plain[index] = {**plain[index], "content": new_content}
+    return plain
+
+
+def _function(tool: Tool) -> Any:
+    """Return the name and schema of a tool; for a Python function, from its docstring."""
+    if callable(tool):
+        try:
+            tool = get_json_schema(tool)
+        except Exception as error:  # annotations may be arbitrary objects
+            name = getattr(tool, "__name__", repr(tool))
+            raise PromptError(f"tools: {name} cannot be described: {error}") from error
+    if not isinstance(tool, Mapping):
+        raise PromptError(
+            f"tools: {reprlib.repr(tool)} is no function, and no mapping that describes one"
+        )
+    return tool.get("function", tool)
+
+
+def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Turn calls into assistant text, and results into user text, joined into one turn."""
+    names: dict[str, str] = {}  # call id: name of the function
+    plain: list[Message] = []
+    joins = False  # whether a user message continues the results before it
+    for message in messages:
+        role, calls = message.get("role"), message.get("tool_calls") or ()
+        if role == "tool":
+            name = message.get("name") or names.get(
+                str(message.get("tool_call_id")), "the function"
             )
-
-    def get_tokens(self, cache_length: int, vocab_size: int | None) -> list[int]:
-        """Return all tokens; raise if the cache's length or the vocabulary does not fit."""
-        tokens = join_turns(self.turns)
-        if cache_length > len(tokens):
-            raise ValueError(f"{cache_length} tokens in the cache, {len(tokens)} in the turns")
-        if vocab_size is not None and max(tokens, default=0) >= vocab_size:
-            raise ValueError(f"token {max(tokens)} for a vocabulary of {vocab_size}")
-        return tokens
-
-    def _check_fields(self) -> None:
-        if not isinstance(self.template, bool):
-            raise ValueError(f"template={self.template!r}: true or false is needed")
-        if not all(isinstance(text, str | None) for text in (self.system, self.model)):
-            raise ValueError("a system message or a model that is no text")
-        previous_end = 0
-        for turn in self.turns:
-            _check_turn(turn, previous_end)
-            previous_end = turn.end
+            message = {"role": "user", "content": f"{name} returned: {_text(message)}"}
+        elif calls:
+            functions = [_parse_function(call) for call in calls]
+            for call, function in zip(calls, functions, strict=True):
+                names[str(call.get("id"))] = function["name"]
+            call_list = [{"name": f["name"], "arguments": _arguments(f)} for f in functions]
+            fields = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**fields, "content": _paragraphs(_text(message), _json(call_list))}
+        if joins and message["role"] == "user":
+            content = _paragraphs(_text(plain[-1]), _text(message))
+            plain[-1] = {"role": "user", "content": content}
+        else:
+            plain.append(message)
+        joins = role == "tool" or (joins and role == "user")
+    return plain
 
 
-def _check_turn(turn: Turn, previous_end: int) -> None:
-    numbers = (turn.shared, turn.begin, *turn.tokens)
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("a turn whose tokens or counts are not whole numbers from 0 on")
-    if not (turn.shared <= previous_end and turn.begin <= turn.end):
-        raise ValueError("a turn that does not fit after the previous one")
-    if not isinstance(turn.message, str) or not isinstance(turn.reply, str):
-        raise ValueError("a turn that is no text")
+def _parse_function(call: Any) -> Mapping[str, Any]:
+    """Return the function of a call, a mapping with a name."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(
+            f"messages: a call of a tool needs the name of its function: {reprlib.repr(call)}"
+        )
+    return function
 
 
-@contextmanager
-def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise errors about the contents of a file as `CacheFileError` with its name."""
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """Return a call's arguments as an object; text that is not a JSON object, unchanged."""
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # OpenAI's form
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            return parsed if isinstance(parsed, dict) else arguments
+    return arguments
+
+
+def _text(message: Message) -> str:
+    """Return the content of a message as one text, its parts joined."""
+    content = message.get("content") or ""
     try:
-        yield
-    except CacheFileError:
-        raise
-    except (CacheError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CacheFileError(f"{path}: not a conversation to continue: {error}") from error
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    except (KeyError, TypeError):
+        raise PromptError(
+            f"messages: content that is no text, nor parts of text: {reprlib.repr(content)}"
+        ) from None
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"tools: a function or a call that is no JSON: {error}") from error
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str | None:
+    """Render messages with the chat template; return None if it raises."""
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception:  # a template is a program and may raise anything
+        return None
+    return text

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvant.cache import Cache
 from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
@@ -52,7 +52,7 @@ from kvant.replay import (
     capture_graph,
     make_capture_function,
 )
-from kvant.spec.auto import is_auto
+from kvant.spec.language import is_auto
 
 LogitsFunction = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 PrefillProgress = Callable[[int, int], None]  # prefilled tokens of a prompt, and all of them
@@ -79,11 +79,15 @@ class TransformersDecoder:
     @property
     def max_context(self) -> int | None:
         """Longest sequence that the model has positions for."""
-        return self._get_config_value("max_position_embeddings")
+        return getattr(self._text_config, "max_position_embeddings", None)
 
     @property
     def vocab_size(self) -> int | None:
-        return self._get_config_value("vocab_size")
+        return getattr(self._text_config, "vocab_size", None)
+
+    @property
+    def _text_config(self) -> PreTrainedConfig:
+        return self.model.config.get_text_config(decoder=True)
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -120,10 +124,6 @@ class TransformersDecoder:
         """Whether a forward of several tokens can continue a non-empty cache."""
         return supports_chunked_prefill(self.model)
 
-    def _get_config_value(self, name: str) -> int | None:
-        config = self.model.config.get_text_config(decoder=True)
-        return cast("int | None", getattr(config, name, None))
-
     @torch.no_grad()
     def compute_logits(
         self, ids: list[int], cache: SequenceCache | None, num_logits: int = 1
@@ -135,16 +135,11 @@ class TransformersDecoder:
         """
         device, first = self.model.device, 0 if cache is None else cache.length
         if cache is not None and first:
-            if len(ids) > 1 and not self.supports_chunked_prefill:
-                return torch.cat([self.compute_logits([token], cache) for token in ids])[
-                    -num_logits:
-                ]
             if len(ids) == 1:
-                cache = cast(TransformersCache, cache)
-                replayer = self._replayers.get(cache)
-                if replayer is None and (replayer := self.make_replayer()) is not None:
-                    self._replayers[cache] = replayer
-                return self.compute_batch_logits(ids, [first], cache, replayer)
+                return self.compute_batch_logits(ids, [first], cast(TransformersCache, cache))
+            if not self.supports_chunked_prefill:
+                rows = [self.compute_logits([token], cache) for token in ids]
+                return torch.cat(rows[-num_logits:])
         positions = torch.arange(first, first + len(ids), device=device)[None]
         out = self._forward(torch.tensor([ids], device=device), positions, cache, num_logits)
         return out[0, -num_logits:].float()
@@ -159,8 +154,11 @@ class TransformersDecoder:
     ) -> Tensor:
         """Return logits [sequences, vocabulary] in float32 for one token of each sequence.
 
-        The forward is replayed if there is a replayer that supports it.
+        The forward is replayed if the replayer supports it; the default is that of the cache.
         """
+        replayer = replayer or self._replayers.get(cache)
+        if replayer is None and (replayer := self.make_replayer()) is not None:
+            self._replayers[cache] = replayer
         if replayer is not None and (out := replayer.compute_logits(cache, tokens)) is not None:
             return out[:, -1].to(torch.float32, copy=True)
         ids, position_ids = torch.tensor([tokens, positions], device=self.model.device)[:, :, None]
@@ -225,6 +223,12 @@ class CallableDecoder:
         self, ids: list[int], cache: SequenceCache | None, num_logits: int = 1
     ) -> Tensor:
         return self.function(torch.tensor([ids]), cache)[0, -num_logits:].float()
+
+    def compute_batch_logits(
+        self, tokens: list[int], positions: list[int], cache: SequenceCache
+    ) -> Tensor:
+        """Return logits [1, vocabulary] of the one sequence that a callable supports."""
+        return self.compute_logits(tokens, cache)
 
 
 Decoder = TransformersDecoder | CallableDecoder
@@ -355,7 +359,12 @@ class Prefiller:
             return self.decoder.compute_logits(list(tokens), None, num_logits)
         length = self.cache.length
         if num_logits == 1 and length == len(tokens) - 1:
-            return self._run_forward(tokens, length, len(tokens), num_logits)
+            self._tokens[length:] = tokens[length:]
+            if self.adaptive is not None:
+                self.adaptive.make_room(self.cache, 1)
+            # Next: a replay (replay/replayer.py), or a forward of the model (hf/model.py).
+            cache = cast(TransformersCache, self.cache)
+            return self.decoder.compute_batch_logits([tokens[-1]], [length], cache)
         previous_tokens = tokens[: len(tokens) - num_logits]
         if length == 0 and previous_tokens:
             self._prefill_unread(previous_tokens)  # the sequence passed the threshold

@@ -95,10 +95,8 @@ class GrammarMatcher:
         self._advance_to(list(tokens))
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarError(
-                "the grammar cannot be matched any further: "
-                f"{_shorten_message(self._matcher.get_error())}"
-            )
+            reason = _shorten_message(self._matcher.get_error())
+            raise GrammarError(f"the grammar cannot be matched any further: {reason}")
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=vocab_size)
         return torch.from_numpy(bits).bool()
 

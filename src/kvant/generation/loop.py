@@ -18,10 +18,12 @@ import copy
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from torch import nn
 
+from kvant.cache.pruning import count_tokens_until_prune
 from kvant.generation.conversation import Prompt, encode_prompt, find_branch_points
 from kvant.generation.decoder import (
     Decoder,
@@ -31,9 +33,15 @@ from kvant.generation.decoder import (
     TransformersDecoder,
     make_decoder,
 )
-from kvant.generation.drafters import Drafter, DraftTarget, make_drafter
 from kvant.generation.grammar import make_matcher
-from kvant.generation.sampling import DraftToken, SampledToken, Sampler
+from kvant.generation.sampling import (
+    Drafter,
+    DraftTarget,
+    DraftToken,
+    SampledToken,
+    Sampler,
+    make_drafter,
+)
 from kvant.generation.settings import (
     Sampling,
     SamplingOptions,
@@ -93,8 +101,9 @@ class IncrementalDetokenizer:
 
         With `include_special_tokens` the names of special tokens are part of the text.
         """
-        self.tokenizer = tokenizer
-        self.include_special_tokens = include_special_tokens
+        self._decode: Callable[[list[int]], str] = partial(
+            tokenizer.decode, skip_special_tokens=not include_special_tokens
+        )
         self.stop = tuple(stop)
         self.stopped = False
         self._tokens = list(previous_tokens[-DETOKENIZER_CONTEXT_TOKENS:])
@@ -105,8 +114,8 @@ class IncrementalDetokenizer:
     def append_token(self, token: int) -> str:
         """Append a token; return the text that became certain."""
         self._tokens.append(token)
-        old_text = self._decode_range(self._prefix_offset, self._read_offset)
-        new_text = self._decode_range(self._prefix_offset, len(self._tokens))
+        old_text = self._decode(self._tokens[self._prefix_offset : self._read_offset])
+        new_text = self._decode(self._tokens[self._prefix_offset :])
         if new_text.endswith(REPLACEMENT_CHARACTER) or len(new_text) < len(old_text):
             return ""
         self._prefix_offset = max(
@@ -120,18 +129,11 @@ class IncrementalDetokenizer:
         """Return the text that was held back: no more tokens follow."""
         if self.stopped:
             return ""
-        old_text = self._decode_range(self._prefix_offset, self._read_offset)
-        piece = self._decode_range(self._prefix_offset, len(self._tokens))[len(old_text) :]
+        old_text = self._decode(self._tokens[self._prefix_offset : self._read_offset])
+        piece = self._decode(self._tokens[self._prefix_offset :])[len(old_text) :]
         self._read_offset = len(self._tokens)
         text = self._cut_at_stop(piece)
         text, self._pending_text = text + self._pending_text, ""
-        return text
-
-    def _decode_range(self, first: int, stop: int) -> str:
-        tokens = self._tokens[first:stop]
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=not self.include_special_tokens
-        )
         return text
 
     def _cut_at_stop(self, piece: str) -> str:
@@ -159,7 +161,7 @@ class Output:
         self.tokens = tokens
         self.prompt_length = len(tokens)
         self.end_tokens = conditions.end_tokens
-        self._max_length = self.prompt_length + conditions.count_remaining(0, self.prompt_length)
+        self._max_length = self.prompt_length + conditions.count_new_tokens(self.prompt_length)
         self._pieces: list[str] = []
         self.detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -350,8 +352,9 @@ class GenerationLoop:
         limit = min(max_drafts, output.num_remaining - 1)
         if cache.capacity is not None:
             limit = min(limit, cache.capacity - len(output.tokens))
-        if cache.tokens_until_prune is not None:  # the forward also has the token before the drafts
-            limit = min(limit, cache.tokens_until_prune - 1)
+        until_prune = count_tokens_until_prune(cache.state)
+        if until_prune is not None:  # the forward also has the token before the drafts
+            limit = min(limit, until_prune - 1)
         drafts = drafter.propose_drafts(output.tokens, limit, target) if limit > 0 else []
         self.num_drafts += len(drafts)
         if drafts:

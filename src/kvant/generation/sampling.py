@@ -4,6 +4,10 @@ The order is the usual one: penalties, biases, grammar, temperature, then top-k,
 each on the distribution that the previous filter left. Temperature 0 is greedy, whatever the
 filters are. The random number of a token depends on the seed and the position alone: a seed gives
 the same tokens in every batch.
+
+Speculative decoding proposes cheap draft tokens, which one forward verifies together. Drafts come
+from earlier tokens (`NGramDrafter`) or from a smaller model (`ModelDrafter`). The sampler verifies
+them, so drafting does not change the distribution of the output.
 """
 
 from __future__ import annotations
@@ -11,17 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from kvant.generation.decoder import LogitsFunction, Prefiller, make_decoder
 from kvant.generation.grammar import GrammarMatcher
 from kvant.generation.settings import Sampling
 
 NEGATIVE_INFINITY = float("-inf")
 CANDIDATE_COUNTS = (256, 4096)  # candidates of top-p and min-p, before the whole vocabulary
 MIN_TEMPERATURE = 1e-30  # a lower temperature would divide 0 by 0
+NGRAM_SIZES = (4, 3, 2)  # the longest n-gram of drafts with an earlier copy is used
+NAN_MESSAGE = "the logits are NaN: no token can be sampled from them"
 
 
 class SampledToken(NamedTuple):
@@ -58,7 +66,8 @@ class TokenDistributions:
         """Sample a token for each number in [0, 1), with its log-probability: [rows] each."""
         sums = self.logprobs.exp().double().cumsum(-1)
         totals = sums[:, -1:]
-        _check_no_nan(totals)
+        if totals.isnan().any():
+            raise ValueError(NAN_MESSAGE)
         targets = (sums.new_tensor(uniforms)[:, None] * totals).minimum(
             totals.nextafter(totals * 0)
         )
@@ -85,7 +94,7 @@ def compute_distributions(logits: Tensor, sampling: Sampling) -> TokenDistributi
     # Subtract the maximum first: a tiny temperature then overflows to -inf and not to NaN.
     shifted = logits - logits.amax(-1, keepdim=True)
     logits = shifted / max(sampling.temperature, MIN_TEMPERATURE)
-    if sampling.keeps_all_tokens:
+    if sampling.top_k is None and sampling.top_p in (None, 1.0) and not sampling.min_p:
         return TokenDistributions(logits.log_softmax(-1))
     for count in (*CANDIDATE_COUNTS, logits.shape[-1]):
         distributions, complete = _filter_candidates(logits, sampling, min(count, logits.shape[-1]))
@@ -116,11 +125,6 @@ def _filter_candidates(
     return TokenDistributions(logprobs, tokens.gather(1, order)), complete
 
 
-def _draw_torch_seed() -> int:
-    """Draw a seed from torch's generator, so that `torch.manual_seed` applies."""
-    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-
-
 class Sampler:
     """Sample the tokens of one sequence; random numbers depend on seed and position alone."""
 
@@ -138,13 +142,13 @@ class Sampler:
         self.matcher = matcher
         self.unseeded_sampling = replace(sampling, seed=None)  # equal: sampled as one batch
         seed = sampling.seed
-        if seed is None:
-            seed = _draw_torch_seed() if sampling.temperature else 0
-        self._seed = seed % 2**64
+        if seed is None and sampling.temperature:  # `torch.manual_seed` applies
+            seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        self._seed = (seed or 0) % 2**64
 
     def sample(self, logits: Tensor, previous_tokens: Sequence[int]) -> SampledToken:
         """Sample a token from logits [vocabulary] that follow `previous_tokens`."""
-        return _sample_group(logits[None], [self], [previous_tokens])[0]
+        return sample_batch(logits[None], [self], [previous_tokens])[0]
 
     def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> DraftToken:
         """Sample a draft from the logits of a draft model."""
@@ -166,20 +170,18 @@ class Sampler:
         """
         if self.sampling.temperature == 0:
             return self.sample(logits, previous_tokens)
-        logprobs = self.compute_logprobs(logits, previous_tokens)
-        token = self._accept_or_resample(logprobs, draft, len(previous_tokens))
+        logprobs, position = self.compute_logprobs(logits, previous_tokens), len(previous_tokens)
+        target, token = logprobs.exp(), draft.token
+        if draft.logprobs is None:
+            proposal = torch.zeros_like(target).index_fill(0, torch.tensor([token]), 1.0)
+        else:
+            proposal = draft.logprobs.exp()
+        if self.draw_uniform(position, "stands") * proposal[token] >= target[token]:
+            excess = (target - proposal).clamp_min(0.0)
+            residual = excess if excess.sum() > 0 else target  # rounding may leave no excess
+            uniforms = [self.draw_uniform(position, "falls")]
+            token = int(TokenDistributions(residual.log()[None]).sample(uniforms)[0])
         return SampledToken(token, float(logprobs[token]))
-
-    def _accept_or_resample(self, logprobs: Tensor, draft: DraftToken, position: int) -> int:
-        target, proposal = logprobs.exp(), _get_draft_probabilities(draft, logprobs)
-        if self.draw_uniform(position, "stands") * proposal[draft.token] < target[draft.token]:
-            return draft.token
-        excess = (target - proposal).clamp_min(0.0)
-        residual = excess if excess.sum() > 0 else target  # rounding may leave no excess
-        tokens, _ = TokenDistributions(residual.log()[None]).sample(
-            [self.draw_uniform(position, "falls")]
-        )
-        return int(tokens)
 
     def draw_uniform(self, position: int, purpose: str = "") -> float:
         """Draw a number in [0, 1) for a position and a purpose."""
@@ -204,61 +206,33 @@ def sample_batch(
 
     `num_top_logprobs` is the number of alternatives to return for each row.
     """
-    groups: dict[Sampling, list[int]] = {}
+    groups: dict[Sampling, list[int]] = {}  # rows whose samplers differ only in their seeds
     for row, sampler in enumerate(samplers):
         groups.setdefault(sampler.unseeded_sampling, []).append(row)
     results: dict[int, SampledToken] = {}
-    for rows in groups.values():
-        sampled = _sample_group(
-            logits if len(rows) == len(logits) else logits[rows],
-            [samplers[row] for row in rows],
-            [previous_tokens[row] for row in rows],
-            max(num_top_logprobs[row] for row in rows) if num_top_logprobs else 0,
-        )
-        for row, token in zip(rows, sampled, strict=True):
-            top = token.top_logprobs[: num_top_logprobs[row]] if num_top_logprobs else ()
-            results[row] = token._replace(top_logprobs=top)
+    for sampling, rows in groups.items():
+        group, texts = [samplers[row] for row in rows], [previous_tokens[row] for row in rows]
+        group_logits = (logits if len(groups) == 1 else logits[rows]).float()
+        if group[0].modifies_logits:
+            group_logits = _modify_logits(group_logits, group, texts)
+        counts = [num_top_logprobs[row] for row in rows] if num_top_logprobs else [0] * len(rows)
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+        if sampling.temperature or any(counts):
+            distributions = compute_distributions(group_logits, sampling)
+            if any(counts):
+                tops = distributions.list_top_logprobs(max(counts))
+        if sampling.temperature:
+            uniforms = [s.draw_uniform(len(t)) for s, t in zip(group, texts, strict=True)]
+            tokens, logprobs = distributions.sample(uniforms)
+        else:
+            values, tokens = group_logits.max(-1)
+            if values.isnan().any():
+                raise ValueError(NAN_MESSAGE)
+            logprobs = values - group_logits.logsumexp(-1)
+        columns = rows, tokens.tolist(), logprobs.tolist(), tops, counts
+        for row, token, logprob, top, count in zip(*columns, strict=True):
+            results[row] = SampledToken(token, logprob, top[:count])
     return [results[row] for row in range(len(samplers))]
-
-
-def _sample_group(
-    logits: Tensor,
-    samplers: Sequence[Sampler],
-    previous_tokens: Sequence[Sequence[int]],
-    num_top_logprobs: int = 0,
-) -> list[SampledToken]:
-    """Sample a token for each row; the samplers differ in nothing but their seeds."""
-    sampling = samplers[0].sampling
-    logits = logits.float()
-    if samplers[0].modifies_logits:
-        logits = _modify_logits(logits, samplers, previous_tokens)
-    pairs: Sequence[tuple[tuple[int, float], ...]] = [()] * len(samplers)
-    distributions = None
-    if sampling.temperature or num_top_logprobs:
-        distributions = compute_distributions(logits, sampling)
-        if num_top_logprobs:
-            pairs = distributions.list_top_logprobs(num_top_logprobs)
-    if sampling.temperature == 0 or distributions is None:
-        values, tokens = logits.max(-1)
-        _check_no_nan(values)
-        logprobs = values - logits.logsumexp(-1)
-    else:
-        positions = map(len, previous_tokens)
-        uniforms = [s.draw_uniform(at) for s, at in zip(samplers, positions, strict=True)]
-        tokens, logprobs = distributions.sample(uniforms)
-    return list(map(SampledToken, tokens.tolist(), logprobs.tolist(), pairs))
-
-
-def _check_no_nan(max_logits: Tensor) -> None:
-    if max_logits.isnan().any():
-        raise ValueError("the logits are NaN: no token can be sampled from them")
-
-
-def _get_draft_probabilities(draft: DraftToken, logprobs: Tensor) -> Tensor:
-    """Return the probabilities [vocabulary] that a draft was drawn from."""
-    if draft.logprobs is None:
-        return torch.zeros_like(logprobs).index_fill(0, torch.tensor([draft.token]), 1.0)
-    return draft.logprobs.exp()
 
 
 def _modify_logits(
@@ -270,7 +244,8 @@ def _modify_logits(
         sampling = sampler.sampling
         if sampling.repetition_penalty != 1.0:
             index, _ = _count_tokens(tokens, row)
-            row[index] = _penalize_repetition(row[index], sampling.repetition_penalty)
+            values, penalty = row[index], sampling.repetition_penalty
+            row[index] = torch.where(values > 0, values / penalty, values * penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
             index, counts = _count_tokens(tokens[sampler.prompt_length :], row)
             row[index] -= sampling.presence_penalty + sampling.frequency_penalty * counts
@@ -291,6 +266,105 @@ def _count_tokens(token_ids: Sequence[int], logits: Tensor) -> tuple[Tensor, Ten
     return index, counts.to(logits.dtype)
 
 
-def _penalize_repetition(logits: Tensor, penalty: float) -> Tensor:
-    """Divide positive logits by the penalty, and multiply negative ones by it."""
-    return torch.where(logits > 0, logits / penalty, logits * penalty)
+@dataclass(frozen=True)
+class DraftTarget:
+    """The distribution that drafts aim at: a sampler and the size of its vocabulary."""
+
+    sampler: Sampler
+    vocab_size: int
+
+    def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> DraftToken:
+        """Sample a draft from another model's logits, padded to the target's vocabulary."""
+        missing = self.vocab_size - len(logits)
+        return self.sampler.sample_draft(
+            pad(logits, (0, missing), value=NEGATIVE_INFINITY), previous_tokens
+        )
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Propose the next tokens of a sequence."""
+
+    def propose_drafts(
+        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
+    ) -> list[DraftToken]:
+        """Propose at most `max_drafts` tokens after `tokens`; an empty list is allowed."""
+
+    def fork(self) -> Drafter: ...
+
+
+class NGramDrafter:
+    """Propose the tokens that followed the newest earlier copy of the last n-gram."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []  # tokens in the index
+        self._ngram_ends: dict[tuple[int, ...], int] = {}  # n-gram: end of its newest copy
+
+    def propose_drafts(
+        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
+    ) -> list[DraftToken]:
+        self._index_ngrams(tokens)
+        for size in NGRAM_SIZES:
+            at = self._ngram_ends.get(tuple(tokens[-size:]))
+            if at is not None and len(tokens) >= size:
+                return [DraftToken(token) for token in tokens[at : at + max_drafts]]
+        return []
+
+    def fork(self) -> NGramDrafter:
+        return NGramDrafter()
+
+    def _index_ngrams(self, tokens: Sequence[int]) -> None:
+        """Index the n-grams that end before the newest token: each has a successor."""
+        begin = len(self._tokens)
+        if self._tokens != tokens[:begin]:  # another sequence, or a rewound one
+            self._tokens, self._ngram_ends, begin = [], {}, 0
+        for end in range(max(begin, 1), len(tokens)):
+            for size in NGRAM_SIZES:
+                if size <= end:
+                    self._ngram_ends[tuple(tokens[end - size : end])] = end
+        self._tokens = list(tokens)
+
+
+class ModelDrafter:
+    """Propose drafts with a smaller model of the same tokenizer, which has its own cache."""
+
+    def __init__(self, model: nn.Module | LogitsFunction) -> None:
+        decoder = make_decoder(model)
+        self._prefiller = Prefiller(decoder, decoder.make_cache("raw"))
+
+    def propose_drafts(
+        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
+    ) -> list[DraftToken]:
+        text, drafts = list(tokens), list[DraftToken]()
+        decoder = self._prefiller.decoder
+        if decoder.vocab_size is not None and max(text) >= decoder.vocab_size:
+            return []  # the draft model's vocabulary is smaller and lacks a token
+        if decoder.max_context is not None:
+            max_drafts = min(max_drafts, decoder.max_context - len(text) + 1)
+        self._prefiller.cache.ensure_slack(max_drafts + 1)
+        for count in range(max_drafts):
+            if count == 0:
+                logits = self._prefiller.prefill(text)
+                self._prefiller.cache.checkpoint()
+            else:
+                logits = self._prefiller.compute_next_logits(text)[-1]
+            draft = target.sample_draft(logits, text)
+            drafts.append(draft)
+            text.append(draft.token)
+        return drafts
+
+    def fork(self) -> ModelDrafter:
+        copy = ModelDrafter.__new__(ModelDrafter)
+        copy._prefiller = self._prefiller.fork()
+        return copy
+
+
+def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
+    """Make a drafter from "ngram", a `Drafter` or a draft model."""
+    if draft == "ngram":
+        return NGramDrafter()
+    if isinstance(draft, Drafter):
+        return draft
+    if isinstance(draft, str):
+        raise ValueError(f"draft={draft!r}: 'ngram', a model, or None is needed")
+    return ModelDrafter(draft)

@@ -73,11 +73,6 @@ class Sampling:
         """Return a copy with the seed of one of several continuations."""
         return replace(self, seed=derive_seed(self.seed, index))
 
-    @property
-    def keeps_all_tokens(self) -> bool:
-        """Whether no filter (top-k, top-p, min-p) excludes tokens."""
-        return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
-
 
 class SamplingOptions(TypedDict, total=False):
     """The keyword arguments of every function that samples; see the fields of `Sampling`."""
@@ -146,12 +141,11 @@ class StopConditions:
                 "it, or keep a window (window=N in the spec) and allow a longer context"
             )
 
-    def count_remaining(self, num_generated: int, num_tokens: int) -> int:
-        """Return how many more tokens may be generated."""
-        num_remaining = self.max_new_tokens - num_generated
+    def count_new_tokens(self, num_tokens: int) -> int:
+        """Return how many tokens may be generated after a prompt of `num_tokens`."""
         if self.max_context is None:
-            return num_remaining
-        return min(num_remaining, self.max_context - num_tokens)
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.max_context - num_tokens)
 
 
 def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:

@@ -79,9 +79,8 @@ class AdaptiveStrategy:
             return limit_window(spec, window)
         narrowest = [limit_window(spec, MIN_WINDOW) for spec in specs if limit > MIN_WINDOW]
         smallest = min([*formats, *narrowest], key=measure_nbytes, default=None)
-        return (
-            smallest if smallest is not None and measure_nbytes(smallest) < needed_nbytes else None
-        )
+        saves = smallest is not None and measure_nbytes(smallest) < needed_nbytes
+        return smallest if saves else None
 
     def _find_widest_window(self, spec: CacheSpec, limit: int, measure: SpecSizer) -> int:
         """Return the widest window below `limit` that fits the budget; 0 if none does."""
@@ -131,21 +130,18 @@ def _find_window_limit(spec: CacheSpec, coming: int) -> int:
 
 
 def _lower_codecs(spec: CacheSpec, target: Affine) -> CacheSpec:
-    """Lower the codecs of all attention layers to at most the target's bits; keep the frames."""
+    """Lower the codecs of all attention layers to at most the target's bits; keep the frames.
+
+    A codec whose form does not state its bits stays.
+    """
 
     def lower_codec(codec: Codec) -> Codec:
-        return replace(target, frame=codec.frame) if _get_bits(codec) > target.bits else codec
+        bits = RAW_BITS if codec.exact else 0 if codec.form is None else codec.form.bits
+        return replace(target, frame=codec.frame) if bits > target.bits else codec
 
     return spec.map_layers(
         lambda layer: replace(layer, keys=lower_codec(layer.keys), values=lower_codec(layer.values))
     )
-
-
-def _get_bits(codec: Codec) -> int:
-    """Return the bits of a stored value; 0 for a codec whose form does not state them."""
-    if codec.exact:
-        return RAW_BITS
-    return 0 if codec.form is None else codec.form.bits
 
 
 def limit_window(spec: CacheSpec, window: int) -> CacheSpec:

@@ -24,7 +24,7 @@ from kvant.hf.attention import (
     set_kvant_implementations,
 )
 from kvant.hf.cache import TransformersCache
-from kvant.hf.cache_methods import CacheExplanation
+from kvant.hf.cache_context import CacheExplanation
 from kvant.hf.latents import disable_folding, enable_folding, supports_folding
 from kvant.hf.masks import find_left_padding
 from kvant.hf.model import (

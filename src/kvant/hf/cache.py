@@ -3,38 +3,62 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache as HFCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from kvant.cache import Cache
-from kvant.errors import CacheError
-from kvant.hf.cache_context import CacheContext
-from kvant.hf.cache_methods import CacheMethods
-from kvant.hf.layers import make_layer, make_recurrences
-from kvant.hf.model import ModelLayer
+from kvant.cache import Cache, constrain_spec
+from kvant.cache.state import CacheState
+from kvant.cache.transitions import end_padding
+from kvant.contracts import Snapshot
+from kvant.errors import CacheError, RenamedAttribute
+from kvant.hf.cache_context import (
+    AttentionStats,
+    CacheContext,
+    CacheExplanation,
+    StatesAttribute,
+    UseCacheCheck,
+)
+from kvant.hf.layers import AttentionLayer, make_layer, make_recurrences
+from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.hf.recurrence import RecurrentProgress
-from kvant.recipes import CacheSpec
+from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 
 INITIAL_DRAFT_TOKENS = 32  # drafts up to this length rewind exactly; longer drafts increase it
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
-GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-class TransformersCache(CacheMethods, HFCache):
+class TransformersCache(HFCache):
     """The cache of one batch of sequences, for a transformers model.
 
     `states` is the kvant cache that stores the rows. Opaque layers, whose state only transformers
     understands, use its classes; an operation that they do not support is refused. `padding` is the
     left padding of each sequence, and `columns` the width of the attention mask it was read from.
     """
+
+    # As `kvant.Cache` has them.
+    state = StatesAttribute[CacheState]()
+    backend = StatesAttribute[str | None]()
+    lengths = StatesAttribute[list[int]]()
+    num_rows = StatesAttribute[int]()
+    held = StatesAttribute[int]()
+    capacity = StatesAttribute[int | None]()
+    nbytes = StatesAttribute[int]()  # opaque layers are not counted
+    checkpoint = StatesAttribute[Callable[[], None]]()
+    prompt_mode = StatesAttribute[Callable[[], AbstractContextManager[None]]]()
+    speculation_mode = StatesAttribute[Callable[[], AbstractContextManager[None]]]()
+
+    # Old public names.
+    resumable = RenamedAttribute("find_exact_rewind")
+    extended = RenamedAttribute("import_sequence")
+    prompting = RenamedAttribute("prompt_mode")
+    speculating = RenamedAttribute("speculation_mode")
 
     def __init__(
         self,
@@ -61,9 +85,7 @@ class TransformersCache(CacheMethods, HFCache):
         """Set all fields; `existing_layers` are opaque layers to reuse, by index."""
         self.layer_info = layer_info
         self.context = context
-        self._user_defined = False
-        self._checks_use_cache = False  # during the first two forwards of a `generate`
-        self._first_num_tokens = 0  # in the first of these two forwards
+        self._use_cache_check: UseCacheCheck | None = None  # of a `generate` with this cache
         self._first_attention_index = next(
             (i for i, info in enumerate(layer_info) if info.attends), None
         )
@@ -74,6 +96,19 @@ class TransformersCache(CacheMethods, HFCache):
             for i, info in enumerate(layer_info)
         ]
         super().__init__(layers=layers)
+
+    @property
+    def states(self) -> Cache:
+        return self.context.states
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.context.states.spec
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache; an incomplete forward does not count."""
+        return self.get_seq_length()
 
     # ---- called by models
 
@@ -90,13 +125,14 @@ class TransformersCache(CacheMethods, HFCache):
                 f"rows for layer {layer_idx} of a cache for {len(self.layer_info)} layers: it was "
                 "made for another model, or the configuration does not name all layers"
             )
-        if self._checks_use_cache and layer_idx == self._first_attention_index:
-            self._check_use_cache(key_states.shape[2])
-        if self.context.record_past and layer_idx == self._first_attention_index:
-            count = key_states.shape[2]
-            self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
-            is_draft = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
-            self.states.holder.external_speculation = is_draft
+        if layer_idx == self._first_attention_index:
+            count, is_draft = key_states.shape[2], self.context.record_past
+            if self._use_cache_check is not None:
+                self._use_cache_check.check(count, is_draft=is_draft)
+            if is_draft:
+                self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
+                is_draft = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
+                self.states.holder.external_speculation = is_draft
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
@@ -211,11 +247,6 @@ class TransformersCache(CacheMethods, HFCache):
             self.states.checkpoint()
         self._ensure_draft_slack(INITIAL_DRAFT_TOKENS)
 
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Move a layer to CPU memory; layers with a window stay if `only_non_sliding`."""
-        if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self.layers[layer_idx].offload()
-
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Move a layer back to the device of its rows."""
         if not (only_non_sliding and self.is_sliding[layer_idx]):
@@ -288,35 +319,141 @@ class TransformersCache(CacheMethods, HFCache):
     def __repr__(self) -> str:
         return f"TransformersCache({self.states!r})"
 
+    def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
+        """Bytes allocated after `num_new_tokens` more tokens, recoded to `spec` first if given."""
+        return self.states.nbytes_after(
+            num_new_tokens, None if spec is None else self._resolve_spec(spec)
+        )
+
+    def reachable(self, to: int) -> int:
+        """Return the longest length <= `to` that every layer can rewind to."""
+        if self._get_opaque_layers():  # they cannot rewind, only reset
+            return self.length if to >= self.length else 0
+        return self.states.reachable(to)
+
+    def find_exact_rewind(self, to: int) -> int:
+        """Return the longest length <= `to` whose rewind is exact."""
+        return (
+            self.reachable(to) if self._get_opaque_layers() else self.states.find_exact_rewind(to)
+        )
+
+    def rewind(self, to: int) -> None:
+        """Rewind every layer to length `to`, or raise an error and change none."""
+        self._invalidate_pending()
+        if to != self.length:
+            self._check_no_opaque_layers("rewind")
+            self._rewind_to(to)
+        elif self.states.layers:  # roll back an incomplete forward
+            self.states.rewind(self.states.length)
+
+    def prune(self) -> int:
+        """Prune the rows of a prompt now, and return the mean number of dropped rows per head.
+
+        The first token after a prompt prunes automatically.
+        """
+        num_dropped = self.states.prune()
+        if num_dropped:
+            self._invalidate_pending()
+        return num_dropped
+
+    def ensure_slack(self, slack: int) -> None:
+        """Make rewinds of up to `slack` tokens exact from now on."""
+        if slack > self.context.slack:
+            self.context.slack = slack
+            self._invalidate_pending()
+            self.states.ensure_slack(slack)
+
+    def recode(self, spec: AnySpec) -> None:
+        """Convert the stored rows to another spec; the windows of the model still apply."""
+        cache_spec = self._resolve_spec(spec)
+        self._invalidate_pending()
+        self.states.recode(cache_spec)
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state of all layers, for `restore`."""
+        return self.shared_snapshot().copy()
+
+    def shared_snapshot(self) -> Snapshot:
+        """Return a snapshot that may share memory with the cache, valid until its next change."""
+        self._check_no_opaque_layers("snapshot")
+        return self.states.shared_snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Replace the state of all layers by a snapshot."""
+        self._check_no_opaque_layers("restore")
+        self._invalidate_pending()
+        self.states.restore(snapshot)
+        if self.states.length:  # the snapshot has its own padding
+            self.context.padding = None
+
+    def stats(self) -> dict[str, Any]:
+        """Return the statistics of the cache and of its attention calls."""
+        total = AttentionStats()
+        for layer_stats in self.context.attention_stats.values():
+            total.add(layer_stats)
+        return self.states.stats() | {
+            "fused": total.fused_calls,
+            "prompts": total.prompt_calls,
+            "materialized": sum(total.materialized.values()),
+            "masks": total.tensor_masks,
+            "replayed": self.context.replay_stats.num_tokens,
+        }
+
+    def explain(self) -> CacheExplanation:
+        """Explain how each layer is stored, and whether attention reads the stored pages."""
+        return CacheExplanation.from_layers(self.layer_info, self.context)
+
     # ---- internals
 
     @property
     def _is_user_defined(self) -> bool:
-        return self._user_defined
+        return self._use_cache_check is not None
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         """Checkpoint the cached tokens when `generate` starts: it sets this on a user's cache."""
-        self._user_defined = self._checks_use_cache = value
-        self._first_num_tokens = 0
+        self._use_cache_check = UseCacheCheck() if value else None
         if value and self._recurrent_progress.recurrences and self.states.length:
             self.states.checkpoint()
 
-    def _check_use_cache(self, count: int) -> None:
-        """Refuse a `generate` with use_cache=False: each step repeats all tokens, plus one.
+    def _rewind_to(self, to: int) -> None:
+        """Rewind every layer of kvant to length `to`, or raise an error and change none."""
+        if to == 0 < self.states.length:  # the next tokens may be of another batch
+            self.context.padding = None
+        self.states.rewind(to)
+        # With sinks, padding must be known before rows are appended. Without, masks define it.
+        if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
+            holder = self.states.holder
+            holder.state = end_padding(holder.state)
 
-        Outside `generate`, forwards of these sizes may append new tokens, so they are allowed.
-        """
-        first, self._first_num_tokens = self._first_num_tokens, count
-        if not first:
-            return
-        self._checks_use_cache = False
-        if count == first + 1 and not self.context.record_past and _is_generating():
+    def _resolve_spec(self, spec: AnySpec) -> CacheSpec:
+        """Return the spec of each layer after a recode to `spec`."""
+        self._check_no_opaque_layers("recode")
+        cache_spec = make_cache_spec(self.layer_info, spec)
+        if not isinstance(spec, CacheSpec):
+            cache_spec = constrain_spec(self.spec, cache_spec)
+        return cache_spec.with_slack(self.context.slack)
+
+    def _list_attention_layers(self) -> list[AttentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
+    def _get_opaque_layers(self) -> dict[int, Any]:
+        """Return the layers whose state only transformers understands, by index."""
+        return {i: self.layers[i] for i, info in enumerate(self.layer_info) if info.is_opaque}
+
+    def _check_no_opaque_layers(self, method: str) -> None:
+        opaque_layers = self._get_opaque_layers()
+        if opaque_layers:
+            types = sorted({self.layer_info[index].kind for index in opaque_layers})
             raise CacheError(
-                f"{first} tokens and then {count}: generate passes the whole text at every step, "
-                "since use_cache=False (see model.generation_config), and would append all of it "
-                "again; call generate(..., use_cache=True), or give it no cache"
+                f"{method}: layers {list(opaque_layers)} ({', '.join(types)}) live in "
+                "transformers, which supports only crop(-n), reset() and deepcopy for them"
             )
+
+    def _invalidate_pending(self) -> None:
+        """Invalidate the handles that the model still has: to use one raises an error."""
+        for layer in self._list_attention_layers():
+            layer.invalidate_pending()
 
     def _clear_batch_info(self) -> None:
         """Forget the padding and the dtypes of the batch."""
@@ -338,17 +475,6 @@ class TransformersCache(CacheMethods, HFCache):
         """Make a rewind of the whole next chunk exact."""
         if count > self.context.slack:
             self.ensure_slack(2 * count)
-
-
-def _is_generating() -> bool:
-    """Return whether `generate` of transformers is on the call stack.
-
-    The rows do not show whether tokens are new or repeated, since they come without positions.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not GENERATE_CODE:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _resolve_indices(indices: Any, batch: int) -> Tensor:

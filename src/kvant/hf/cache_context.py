@@ -1,12 +1,24 @@
-"""The state that the layers of one TransformersCache share."""
+"""The state that the layers of one TransformersCache share, and what `explain` tells about it."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from transformers import GenerationMixin
 
 from kvant.cache import Cache
+from kvant.cache.reports import merge_equal_layers
 from kvant.errors import CacheError
+from kvant.hf.model import ModelLayer
+from kvant.recipes import GroupSpec, LayerSpec, Recipe
+from kvant.spec import format_codecs
+
+T = TypeVar("T")
+GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 @dataclass
@@ -106,3 +118,127 @@ class CacheContext:
                 f"the first forward appended no rows to layers {missing}: if it failed, reset the "
                 "cache; if this model never uses these layers, kvant cannot cache it"
             )
+
+
+class StatesAttribute(Generic[T]):
+    """An attribute of `kvant.Cache` that is the same for the cache around it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        if instance is None:
+            return self  # type: ignore[return-value]
+        value: T = getattr(instance.context.states, self.name)
+        return value
+
+    def __set__(self, instance: Any, value: T) -> None:
+        setattr(instance.context.states, self.name, value)
+
+
+@dataclass(frozen=True)
+class CacheExplanation:
+    """The text of `explain`: one line for each run of equal layers, then lines about replays.
+
+    A replay decodes a token by a captured forward, such as a CUDA graph.
+    """
+
+    lines: tuple[str, ...]
+
+    @classmethod
+    def from_layers(cls, layers: Sequence[ModelLayer], context: CacheContext) -> CacheExplanation:
+        """Describe the storage and the reads of each layer."""
+        recipes = context.states.spec.layers
+        texts = [
+            f"{layer.kind}: {_describe_storage(layer, recipe)}{_describe_reads(context, index)}"
+            for index, (layer, recipe) in enumerate(zip(layers, recipes, strict=True))
+        ]
+        lines = [f"{layers}, {text}" for layers, text in merge_equal_layers(texts)]
+        return cls((*lines, *_describe_replays(context)))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def _describe_replays(context: CacheContext) -> list[str]:
+    replays, lines = context.replay_stats, []
+    if replays.num_tokens:
+        lines.append(f"{replays.num_tokens} tokens were replayed")
+    if replays.refusal is not None:
+        lines.append(f"tokens are not replayed: {replays.refusal}")
+    return lines
+
+
+def _describe_storage(layer: ModelLayer, recipe: Recipe) -> str:
+    if isinstance(recipe, GroupSpec):
+        attention = _describe_storage(layer, dict(recipe.parts)["attention"])
+        return f"{attention}, and a recurrent state kept by transformers"
+    if not isinstance(recipe, LayerSpec):
+        return "kept by transformers" if layer.is_opaque or layer.recurs else "remembers nothing"
+    text = format_codecs(*recipe.sides.values())
+    if recipe.retention.window is not None:
+        text += f", the last {recipe.retention.window} rows"
+    if recipe.retention.sinks:
+        text += f", the first {recipe.retention.sinks}"
+    if (selection := recipe.select) is not None:
+        share = selection.pages or f"{selection.percent:g}% of the"
+        text += f", a token reads {share} pages"
+    if (prune := recipe.prune) is not None:
+        share = f"{prune.rows} rows" if prune.rows else f"{prune.percent:g}% of the rows"
+        text += f", prompts pruned to {share} by {prune.score.name}"
+    return text
+
+
+def _describe_reads(context: CacheContext, index: int) -> str:
+    stats = context.attention_stats.get(index)
+    if stats is None:
+        return ""
+    texts = []
+    if stats.fused_calls:
+        backends = ", ".join(sorted(context.states[index].stats.attend_calls))
+        texts.append(f"read {stats.fused_calls} times from the stored pages by {backends}")
+    if stats.materialized:
+        count = sum(stats.materialized.values())
+        reasons = ", ".join(name for name, _ in stats.materialized.most_common(3))
+        texts.append(f"made dense {count} times for {reasons}")
+        if context.attachable and not stats.fused_calls:
+            texts.append("kvant.attach(model) may read the pages instead")
+    if not texts:
+        texts.append("not read yet" if stats.prompt_calls == 0 else "only its prompt was read")
+    return "; " + "; ".join(texts)
+
+
+@dataclass
+class UseCacheCheck:
+    """Refuse a `generate` with use_cache=False: each step repeats all tokens, plus one.
+
+    Its first two forwards tell. Outside `generate`, forwards of these sizes may append new tokens,
+    so they are allowed.
+    """
+
+    first_num_tokens: int = 0  # in the first forward
+    is_done: bool = False
+
+    def check(self, count: int, *, is_draft: bool) -> None:
+        """Check a forward of `count` tokens."""
+        if self.is_done:
+            return
+        first, self.first_num_tokens = self.first_num_tokens, count
+        self.is_done = first > 0
+        if count == first + 1 and first and not is_draft and _is_generating():
+            raise CacheError(
+                f"{first} tokens and then {count}: generate passes the whole text at every step, "
+                "since use_cache=False (see model.generation_config), and would append all of it "
+                "again; call generate(..., use_cache=True), or give it no cache"
+            )
+
+
+def _is_generating() -> bool:
+    """Return whether `generate` of transformers is on the call stack.
+
+    The rows do not show whether tokens are new or repeated, since they come without positions.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GENERATE_CODE:
+        frame = frame.f_back
+    return frame is not None

@@ -394,7 +394,7 @@ def make_recurrences(layers: Sequence[ModelLayer], spec: CacheSpec) -> dict[str,
             )
             assert isinstance(spec_part, RecurrentSpec)
             layer_class = (
-                LinearAttentionLayer if layer.attends else DYNAMIC_LAYER_TYPE_MAPPING[layer.type]
+                LinearAttentionLayer if layer.attends else DYNAMIC_LAYER_TYPE_MAPPING[layer.kind]
             )
             hf_layer = layer_class(number_of_states=layer.options.get("number_of_states", 1))
             name = f"{index}/recurrence" if grouped else str(index)
@@ -411,6 +411,6 @@ def make_layer(context: CacheContext, index: int, layer: ModelLayer, existing: A
         recurrence = context.states[index]
         assert isinstance(recurrence, Recurrence)
         return recurrence.layer
-    if layer.type == CROSS:
+    if layer.kind == CROSS:
         return existing or CrossAttentionLayer(context, index)
-    return existing or DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options)
+    return existing or DYNAMIC_LAYER_TYPE_MAPPING[layer.kind](**layer.options)

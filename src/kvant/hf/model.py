@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
-from kvant.models.shapes import ATTENTION_KINDS, CHUNKED, CROSS, EMPTY, RECURRENT_KINDS, fit_spec
+from kvant.models.shapes import CROSS, EMPTY, LayerInfo, fit_spec
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec
 from kvant.spec import parse
 from kvant.weights.packing import named_weights
@@ -265,35 +265,16 @@ PADDING_VISIBLE_MODEL_TYPES = ("prophetnet",)
 
 
 @dataclass(frozen=True)
-class ModelLayer:
+class ModelLayer(LayerInfo):
     """One layer, as transformers describes it."""
 
-    type: str
-    options: Mapping[str, Any]  # arguments of the transformers cache layer of this type
-    latent_width: int | None = None  # width of the latents that keys and values expand from
+    options: Mapping[str, Any]  # arguments of the transformers cache layer of this kind
     model_has_gqa: bool = True  # some layer of the model has grouped queries
-
-    @property
-    def attends(self) -> bool:
-        return self.type in ATTENTION_KINDS
-
-    @property
-    def recurs(self) -> bool:
-        return self.type in RECURRENT_KINDS
 
     @property
     def is_opaque(self) -> bool:
         """Whether only transformers understands the state of the layer."""
-        return not (self.attends or self.recurs or self.type == EMPTY)
-
-    @property
-    def window(self) -> int | None:
-        """The attention window, or chunk size, of the model; None: all positions."""
-        return self.options.get("sliding_window")
-
-    @property
-    def is_chunked(self) -> bool:
-        return self.type == CHUNKED
+        return not (self.attends or self.recurs or self.kind == EMPTY)
 
 
 def get_model_layers(model: PreTrainedModel) -> tuple[ModelLayer, ...]:
@@ -320,8 +301,14 @@ def get_model_layers(model: PreTrainedModel) -> tuple[ModelLayer, ...]:
     latents = {module.layer_idx: module.kv_lora_rank for module in find_latent_modules(model)}
     has_gqa = any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
     layers = [
-        ModelLayer(layer_type, layer_options, latents.get(index), has_gqa)
-        for index, (layer_type, layer_options) in enumerate(zip(types, options, strict=False))
+        ModelLayer(
+            layer_options,
+            has_gqa,
+            kind=kind,
+            window=layer_options.get("sliding_window"),
+            latent_width=latents.get(index),
+        )
+        for index, (kind, layer_options) in enumerate(zip(types, options, strict=False))
     ]
     # If the decoder has another number of layers, cut the list or repeat its last layer.
     count = _count_decoder_layers(model.config, len(layers))
@@ -370,7 +357,7 @@ def make_cache_spec(layers: tuple[ModelLayer, ...], spec: AnySpec) -> CacheSpec:
 def _check_format_applies(spec: str, layers: tuple[ModelLayer, ...]) -> None:
     """Refuse a format for a model without keys and values."""
     if parse(spec, 1) != parse("raw", 1):
-        types = ", ".join(sorted({layer.type for layer in layers}))
+        types = ", ".join(sorted({layer.kind for layer in layers}))
         raise SpecError(
             f"spec {short(spec)} formats keys and values, but no layer of this model has any "
             f"({types}): recurrent states are stored as they are; allowed: raw; nearest: raw"

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from kvant.models.config_entries import ConfigEntries
 from kvant.models.families import (
     CONFIG_NAMES,
+    ConfigEntries,
     check_positive,
     count_state_nbytes,
     find_layer_kinds,
@@ -41,7 +41,7 @@ ATTENTIONS_PER_LAYER = {"longcat_flash": 2}  # attention layers per layer of the
 def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
     """Return one shape per layer of the decoder of a model; encoders are omitted."""
     entries = ConfigEntries.from_model(model)
-    dtype = _read_dtype(model, entries)
+    dtype = parse_dtype(_read_declared_dtype(model, entries))
     kinds = find_layer_kinds(entries, _count_layers(entries))
     return tuple(
         _make_layer_shape(entries.get_layer(i), kind, i, dtype) for i, kind in enumerate(kinds)
@@ -86,10 +86,6 @@ def _make_layer_shape(
     elif not attends and kind != EMPTY:
         sizes["state_nbytes"] = None
     return LayerShape(kind=kind, dtype=dtype, **sizes)
-
-
-def _read_dtype(model: Any, entries: ConfigEntries) -> torch.dtype:
-    return parse_dtype(_read_declared_dtype(model, entries))
 
 
 def _read_declared_dtype(model: Any, entries: ConfigEntries) -> Any:

@@ -1,5 +1,8 @@
 """The kind and the cached sizes of each layer of a decoder, by the names that model families use.
 
+A configuration is a mapping (a config.json) or an object with attributes; a model has one.
+`ConfigEntries` looks its entries up, without interpreting their names.
+
 Kinds have the names of transformers. Newer configurations list them in `layer_types`; older ones
 follow a pattern of their family. A rule is a function that returns the kind of every layer, or None
 if it does not apply. The first rule that applies counts; without one, all layers have full
@@ -8,13 +11,107 @@ attention. A layer stores rows per token, or a state of fixed size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 import torch
 
-from kvant.models.config_entries import ConfigEntries
 from kvant.models.shapes import CHUNKED, CONV, CROSS, EMPTY, FULL, HYBRID, LINEAR, SLIDING
+
+NESTED_CONFIGS = ("decoder", "text_config", "llm_config", "language_config")  # of the decoder
+
+# Entries that a config.json of these families omits, by the defaults of their configuration class.
+CONFIG_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+    },
+    "gemma4_text": {"global_head_dim": 512},
+    "gemma4_unified_text": {"global_head_dim": 512},
+    "gpt_bigcode": {"multi_query": True},
+    "lfm2": {"conv_L_cache": 3},
+}
+
+
+@dataclass(frozen=True)
+class ConfigEntries:
+    """The entries of a decoder, or of one of its layers; earlier sources have priority."""
+
+    sources: tuple[Any, ...]
+    outer: ConfigEntries | None = None  # of the model that contains the decoder
+
+    @classmethod
+    def from_model(cls, model: Any) -> ConfigEntries:
+        """Return the decoder entries of a configuration, or of a model that has one."""
+        config = getattr(model, "config", model)
+        if not _is_config(config):
+            raise ValueError(f"{short(model)} is not a Shape, a configuration or a model")
+        entries = cls((config,))
+        while _is_config(nested := entries.get(*NESTED_CONFIGS)):
+            entries = cls((nested,), outer=entries)
+        defaults = CONFIG_DEFAULTS.get(str(entries.get("model_type")), {})
+        return cls((*entries.sources, defaults), entries.outer)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of `names` that is set, or None."""
+        for name in names:
+            for source in self.sources:
+                value = _read_value(source, name)
+                if value is not None:
+                    return value
+        return None
+
+    def get_anywhere(self, *names: str) -> Any:
+        """Return `get` of the decoder, or else of the containing model."""
+        value = self.get(*names)
+        return self.outer.get_anywhere(*names) if value is None and self.outer else value
+
+    def get_int(self, *names: str) -> int | None:
+        """Return `get` if it is an integer; None for words such as "auto"."""
+        value = self.get(*names)
+        return value if type(value) is int else None
+
+    def get_ints(self, *groups: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Return the integers of the first group whose names are all set."""
+        for names in groups:
+            values = [number for name in names if (number := self.get_int(name)) is not None]
+            if len(values) == len(names):
+                return tuple(values)
+        return None
+
+    def get_entries(self, name: str) -> ConfigEntries:
+        """Return the entries nested in an entry, possibly none."""
+        value = self.get(name)
+        return ConfigEntries((value,) if _is_config(value) else ())
+
+    def get_layer(self, index: int) -> ConfigEntries:
+        """Return the entries of one layer: those of `per_layer_config` have priority."""
+        per_layer = self.get("per_layer_config")
+        if isinstance(per_layer, Sequence):
+            per_layer = dict(enumerate(per_layer))
+        if not isinstance(per_layer, Mapping):
+            return self
+        layer_config = per_layer.get(str(index), per_layer.get(index))
+        own = () if layer_config is None else (layer_config,)
+        return ConfigEntries((*own, *self.sources), self.outer)
+
+
+def _is_config(config: Any) -> bool:
+    return isinstance(config, Mapping) or hasattr(config, "__dict__")
+
+
+def _read_value(source: Any, name: str) -> Any:
+    if isinstance(source, Mapping):
+        return source.get(name)
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:  # transformers raises for entries that differ by layer
+        return None
+
 
 INDEXED = "indexed_attention"  # sparse attention with an index, cached by transformers
 

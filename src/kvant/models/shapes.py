@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -37,36 +36,13 @@ RECURRENT_KINDS = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
 WINDOWED_KINDS = (SLIDING, HYBRID_SLIDING)
 
 
-class LayerInfo(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class LayerInfo:
     """The properties of a layer that a spec depends on."""
 
-    @property
-    def attends(self) -> bool: ...
-    @property
-    def recurs(self) -> bool: ...
-    @property
-    def window(self) -> int | None:
-        """Positions that the model lets a query see; a chunk counts as a window."""
-
-    @property
-    def is_chunked(self) -> bool: ...
-    @property
-    def latent_width(self) -> int | None:
-        """Channels of the compressed rows from which keys and values are computed (MLA)."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The cached sizes of one layer: rows per token, a state of fixed size, both, or none."""
-
-    num_heads: int = 0  # of keys and values
-    key_dim: int = 0
-    value_dim: int = 0
-    dtype: torch.dtype = torch.bfloat16  # of its rows; a default if undeclared
     kind: str = FULL
-    window: int | None = None
-    latent_width: int | None = None
-    state_nbytes: int | None = 0  # per sequence; None: unknown
+    window: int | None = None  # positions that the model lets a query see, or those of a chunk
+    latent_width: int | None = None  # of the rows that keys and values are computed from (MLA)
 
     @property
     def attends(self) -> bool:
@@ -79,6 +55,17 @@ class LayerShape:
     @property
     def is_chunked(self) -> bool:
         return self.kind == CHUNKED
+
+
+@dataclass(frozen=True)
+class LayerShape(LayerInfo):
+    """The cached sizes of one layer: rows per token, a state of fixed size, both, or none."""
+
+    num_heads: int = 0  # of keys and values
+    key_dim: int = 0
+    value_dim: int = 0
+    dtype: torch.dtype = torch.bfloat16  # of its rows; a default if undeclared
+    state_nbytes: int | None = 0  # per sequence; None: unknown
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kvant.native.header import (
     RUN_STRUCT,
     STEP_STRUCT,
 )
-from kvant.platform.torch_modes import is_tracing
+from kvant.platform.torch_runtime import is_tracing
 
 ABI_VERSION = 16
 LIBRARY_NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"

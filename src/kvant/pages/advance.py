@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvant.derived import Derived
+from kvant.lazy import Derived
 from kvant.page_table import (
     FIRST_OPEN,
     FIRST_SEALED,

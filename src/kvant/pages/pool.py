@@ -77,18 +77,10 @@ class Pool:
         self.holders[holder.serial] = ref(holder)
         self.counted_holders.add(holder.serial)
 
-    def list_live_holders(self) -> list[SlotHolder]:
-        """Return all live holders; the list keeps them alive."""
-        return [
-            holder
-            for reference in list(self.holders.values())
-            if (holder := reference()) is not None
-        ]
-
     @property
     def has_lost_holder(self) -> bool:
         """Whether a holder was deleted, but an interrupted finalizer did not record its slots."""
-        known_serials = {holder.serial for holder in self.list_live_holders()} | {
+        known_serials = {holder.serial for holder in _list_live_holders(self)} | {
             serial for serial, _ in list(self.orphaned_slots)
         }
         return not self.counted_holders <= known_serials
@@ -148,8 +140,8 @@ class Pool:
 
     def recount(self) -> list[SlotHolder]:
         """Recompute the counts from all holders, after an interrupt; return the holders."""
-        holders = self.list_live_holders()  # if deleted later, they add to `orphaned_slots`
-        self.ref_counts = self._count_references(holders)
+        holders = _list_live_holders(self)  # if deleted later, they add to `orphaned_slots`
+        self.ref_counts = _count_references(self, holders)
         self.counted_holders = {holder.serial for holder in holders}
         for serial in self.holders.keys() - self.counted_holders:  # their finalizer was interrupted
             self.holders.pop(serial, None)
@@ -159,12 +151,12 @@ class Pool:
 
     def check(self) -> None:
         """Verify that every slot is free, or counted once per reference."""
-        holders = self.list_live_holders()  # alive until all is compared
+        holders = _list_live_holders(self)  # alive until all is compared
         orphaned = dict(list(self.orphaned_slots))
         deleted = self.counted_holders - {holder.serial for holder in holders}
         if not deleted <= orphaned.keys():  # a finalizer was interrupted
             holders, deleted = self.recount(), set()
-        references = self._count_references(holders)
+        references = _count_references(self, holders)
         for serial in deleted:
             np.add.at(references, orphaned[serial], 1)
         wrong = np.flatnonzero(references != self.ref_counts)
@@ -178,11 +170,18 @@ class Pool:
             f"free slots {free}"
         )
 
-    def _count_references(self, holders: list[SlotHolder]) -> Ints:
-        counts = np.zeros(self.size, np.int64)
-        for holder in holders:
-            np.add.at(counts, holder.list_slots(self), 1)
-        return counts
+
+def _list_live_holders(pool: Pool) -> list[SlotHolder]:
+    """Return all live holders; the list keeps them alive."""
+    holders = (reference() for reference in list(pool.holders.values()))
+    return [holder for holder in holders if holder is not None]
+
+
+def _count_references(pool: Pool, holders: list[SlotHolder]) -> Ints:
+    counts = np.zeros(pool.size, np.int64)
+    for holder in holders:
+        np.add.at(counts, holder.list_slots(pool), 1)
+    return counts
 
 
 class Pools(NamedTuple):
@@ -303,14 +302,10 @@ def bound_pages(layer_group: LayerGroup, length: int) -> tuple[int, int]:
     `dense_until`, which delays the first seals, so the last lengths before that are tried as well.
     """
     dense_length = min(length, layer_group.paging.dense_until + layer_group.slack)
-    lengths = np.unique(
-        np.concatenate(
-            [
-                _list_last_lengths(length, layer_group.page),
-                _list_last_lengths(dense_length, layer_group.page),
-            ]
-        )
-    )
+    last_pages = [
+        np.arange(max(1, last - 2 * layer_group.page), last + 1) for last in (length, dense_length)
+    ]
+    lengths = np.unique(np.concatenate(last_pages))
     first = layer_group.find_first_open(lengths - 1)
     stop = -(-lengths // layer_group.page)
     num_open = stop - first + np.minimum(layer_group.num_sink_pages, first)
@@ -328,50 +323,31 @@ def bound_slots(layer_group: LayerGroup, lengths: Iterable[int]) -> tuple[int, i
     return max_open, max_sealed
 
 
-def bound_slots_when_shared(page_table: PageTable, num_new_tokens: int) -> tuple[int, int]:
-    """Return the maximum of slots of a cache with shared pools after `num_new_tokens` more tokens.
+def bound_slots_after(
+    page_table: PageTable, num_new_tokens: int, *, is_shared: bool
+) -> tuple[int, int]:
+    """Return the maximum of slots after `num_new_tokens` more tokens, in one chunk or singly.
 
-    The tokens may come as one chunk or singly. It is assumed that other caches keep all present
-    pages, so a partly filled page is copied before it is written. A cache that does not share its
-    pools needs less (`bound_slots`): it frees pages that a chunk needs only for a time.
+    If other caches share the pools, it is assumed that they keep all present pages, so a partly
+    filled page is copied before it is written. A cache that does not share its pools needs less: it
+    frees pages that a chunk needs only for a time.
     """
     group, new_lengths = page_table.layer_group, np.maximum(page_table.lengths + num_new_tokens, 0)
+    if not is_shared:
+        return bound_slots(group, new_lengths.tolist())
     new_pages = -(-new_lengths // group.page) - page_table.stop_open
     max_open = np.array([bound_pages(group, length)[0] for length in new_lengths.tolist()])
     added_open = np.minimum(new_pages, max_open) + (new_lengths > page_table.seq_lens)
     added_sealed = np.maximum(
         group.paging.count_due_pages_each(new_lengths) - page_table.stop_sealed, 0
     )
-    present = (
-        len(np.unique(page_table.list_open_slots())),
-        len(np.unique(page_table.list_sealed_slots())),
-    )
     rounding = Pools.make(group).open.step - 1
-    num_open = present[0] + int(added_open.sum())
-    num_sealed = present[1] + int(added_sealed.sum())
-    return num_open + rounding, num_sealed + rounding
-
-
-def _list_last_lengths(length: int, page: int) -> Ints:
-    """Return the lengths that end in the last two pages, up to `length`."""
-    return np.arange(max(1, length - 2 * page), length + 1)
-
-
-def bound_slots_after(
-    page_table: PageTable, num_new_tokens: int, *, is_shared: bool
-) -> tuple[int, int]:
-    """Return the maximum of slots after `num_new_tokens` more tokens.
-
-    `is_shared` tells whether other caches share the pools.
-    """
-    lengths = (page_table.lengths + num_new_tokens).clip(0).tolist()
-    if not is_shared:
-        return bound_slots(page_table.layer_group, lengths)
-    max_open, max_sealed = bound_slots_when_shared(page_table, num_new_tokens)
-    if page_table.layer_group.pruning is not None:  # a prune copies rows before it frees any
-        copied = bound_slots(page_table.layer_group, lengths)
-        max_open, max_sealed = max_open + copied[0], max_sealed + copied[1]
-    return max_open, max_sealed
+    num_open = len(np.unique(page_table.list_open_slots())) + int(added_open.sum()) + rounding
+    num_sealed = len(np.unique(page_table.list_sealed_slots())) + int(added_sealed.sum()) + rounding
+    if group.pruning is not None:  # a prune copies rows before it frees any
+        copied = bound_slots(group, new_lengths.tolist())
+        return num_open + copied[0], num_sealed + copied[1]
+    return num_open, num_sealed
 
 
 def reserve_capacity(layer_group: LayerGroup, num_tables: int, pools: Pools) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from kvant.contracts import Fields, PagedTensors, PageSummary, Tiles
-from kvant.derived import Derived
-from kvant.page_table import Ints, LayerGroup, PageTable
+from kvant.lazy import Derived
+from kvant.page_table import NO_SLOTS, Ints, LayerGroup, PageTable
 from kvant.pages.pool import bound_slots
-from kvant.platform.torch_modes import no_inference_mode
+from kvant.platform.torch_runtime import no_inference_mode
 from kvant.recipes import LayerSpec
 
 MIN_MAPPING_BYTES = 1 << 17  # smaller tensors use the allocator: a mapping is rounded up to pages
@@ -30,7 +30,8 @@ MIN_HUGE_PAGE_BYTES = 1 << 27  # larger mappings ask for huge pages, which need 
 # 0: this system has no anonymous mappings.
 MMAP_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
-
+SideTensors = Mapping[str, PagedTensors]  # keys and values of one layer
+SlotPairs = tuple[Ints, Ints]  # old slots, new slots
 TileSelector = Callable[[torch.device], Tiles | None]  # the byte order of sealed pages on a device
 
 
@@ -217,77 +218,31 @@ class Storage:
         If a table is unchanged, its tensors are shared.
         """
         copy = Storage(self.spec, self.geometry, self.select_tiles)
-        unchanged = (
-            old_table.open_table is new_table.open_table,
-            old_table.sealed_table is new_table.sealed_table,
+        shares_open = old_table.open_table is new_table.open_table
+        shares_sealed = old_table.sealed_table is new_table.sealed_table
+        copy.ensure_slots(0 if shares_open else num_slots[0], 0 if shares_sealed else num_slots[1])
+        open_source, sealed_source = self if shares_open else copy, self if shares_sealed else copy
+        open_slots, sealed_slots = pair_slots(old_table, new_table)
+        copy_sides(
+            self.sides,
+            copy.sides,
+            NO_SLOTS if shares_open else open_slots,
+            NO_SLOTS if shares_sealed else sealed_slots,
         )
-        copy.ensure_slots(
-            *(
-                0 if is_unchanged else n
-                for is_unchanged, n in zip(unchanged, num_slots, strict=True)
-            )
-        )
-        if not unchanged[0]:
-            copy._copy_open_from(self, old_table, new_table)
-        if not unchanged[1]:
-            copy._copy_sealed_from(self, old_table, new_table)
         sides = {
             name: replace(
                 stored,
-                open=self.sides[name].open if unchanged[0] else stored.open,
-                sealed=self.sides[name].sealed if unchanged[1] else stored.sealed,
-                summary=self.sides[name].summary if unchanged[1] else stored.summary,
+                open=open_source.sides[name].open,
+                sealed=sealed_source.sides[name].sealed,
+                summary=sealed_source.sides[name].summary,
                 derived=Derived(),
             )
             for name, stored in copy.sides.items()
         }
-        allocated, used = (
-            (old[0] if unchanged[0] else new[0], old[1] if unchanged[1] else new[1])
-            for old, new in ((self.num_slots, copy.num_slots), (self.used_slots, copy.used_slots))
-        )
+        allocated = open_source.num_slots[0], sealed_source.num_slots[1]
+        used = open_source.used_slots[0], sealed_source.used_slots[1]
         copy.__dict__.update(sides=sides, num_slots=allocated, used_slots=used)
         return copy
-
-    def copy_pages_from(
-        self,
-        other: Storage,
-        old_table: PageTable,
-        new_table: PageTable,
-        only_slots: tuple[Ints, Ints] | None = None,
-    ) -> None:
-        """Copy pages from `other`, where `old_table` has them, to the slots of `new_table`.
-
-        `only_slots` restricts the copy to these new slots, of open and of sealed pages.
-        """
-        open_slots, sealed_slots = (None, None) if only_slots is None else only_slots
-        self._copy_open_from(other, old_table, new_table, open_slots)
-        self._copy_sealed_from(other, old_table, new_table, sealed_slots)
-
-    def _copy_open_from(
-        self,
-        other: Storage,
-        old_table: PageTable,
-        new_table: PageTable,
-        only_slots: Ints | None = None,
-    ) -> None:
-        slots = _select_slot_pairs(
-            old_table.list_open_slots(), new_table.list_open_slots(), only_slots
-        )
-        for name, stored in self.sides.items():
-            copy_pages({"open": other.sides[name].open}, {"open": stored.open}, *slots)
-
-    def _copy_sealed_from(
-        self,
-        other: Storage,
-        old_table: PageTable,
-        new_table: PageTable,
-        only_slots: Ints | None = None,
-    ) -> None:
-        slots = _select_slot_pairs(
-            old_table.list_sealed_slots(), new_table.list_sealed_slots(), only_slots
-        )
-        for name, stored in self.sides.items():
-            copy_pages(other.sides[name].sealed, stored.sealed, *slots)
 
     def _grow_size(self, needed: int, current: int) -> int:
         if needed <= current:
@@ -351,16 +306,6 @@ class Storage:
         return new
 
 
-def _select_slot_pairs(
-    old_slots: Ints, new_slots: Ints, only_slots: Ints | None
-) -> tuple[Ints, Ints]:
-    """Return the source and target slots of a copy, restricted to `only_slots` if given."""
-    if only_slots is None:
-        return old_slots, new_slots
-    mask = np.isin(new_slots, only_slots)
-    return old_slots[mask], new_slots[mask]
-
-
 def find_runs(old_slots: Ints, new_slots: Ints) -> list[tuple[slice, slice]]:
     """Return slices of slots that are consecutive on both sides, to copy them together."""
     ends = np.flatnonzero((np.diff(old_slots) != 1) | (np.diff(new_slots) != 1)) + 1
@@ -381,3 +326,20 @@ def copy_pages(source: Fields, target: Fields, old_slots: Ints, new_slots: Ints)
     for name, tensor in target.items():
         for source_slots, target_slots in runs:
             tensor[target_slots].copy_(source[name][source_slots])
+
+
+def pair_slots(old_table: PageTable, new_table: PageTable) -> tuple[SlotPairs, SlotPairs]:
+    """Return the slots of the same open, and of the same sealed, pages in two tables."""
+    return (
+        (old_table.list_open_slots(), new_table.list_open_slots()),
+        (old_table.list_sealed_slots(), new_table.list_sealed_slots()),
+    )
+
+
+def copy_sides(
+    source: SideTensors, target: SideTensors, open_slots: SlotPairs, sealed_slots: SlotPairs
+) -> None:
+    """Copy pages of keys and values from slots to slots, of open and of sealed pages."""
+    for name, stored in target.items():
+        copy_pages({"open": source[name].open}, {"open": stored.open}, *open_slots)
+        copy_pages(source[name].sealed, stored.sealed, *sealed_slots)

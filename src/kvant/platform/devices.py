@@ -65,7 +65,7 @@ def check_dtype(name: str) -> None:
 
 def parse_dtype(name: str = AUTO_DTYPE) -> torch.dtype | str:
     """Return the dtype of a name, or "auto", as model loaders accept it."""
-    from kvant.platform.dtypes import DTYPES
+    from kvant.platform.torch_runtime import DTYPES
 
     check_dtype(name)
     return DTYPES.get(name, AUTO_DTYPE)
@@ -98,7 +98,7 @@ def list_slow_dtypes() -> list[str]:
     """List the dtypes that are slow on this processor, by name."""
     import torch
 
-    from kvant.platform.dtypes import DTYPES
+    from kvant.platform.torch_runtime import DTYPES
 
     return [name for name, dtype in DTYPES.items() if is_slow(dtype, torch.device("cpu"))]
 

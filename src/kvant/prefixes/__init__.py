@@ -4,12 +4,10 @@ from kvant.prefixes.keys import fingerprint
 from kvant.prefixes.namespace import PendingRestore, PrefixNamespace
 from kvant.prefixes.prefixes import Prefixes
 from kvant.prefixes.restore import LookupDeadline
-from kvant.prefixes.tree import PrefixMismatch
 
 __all__ = [
     "LookupDeadline",
     "PendingRestore",
-    "PrefixMismatch",
     "PrefixNamespace",
     "Prefixes",
     "fingerprint",

@@ -1,9 +1,7 @@
 """Compute page keys: hashes of everything that the stored KV rows of a page depend on.
 
     root key = hash(version, fingerprint of the model, device and autocast, spec)
-    page key = hash(key of the previous page, 64 token ids, offsets and digests of media)
-
-Media are inputs that token ids do not identify, such as images.
+    page key = hash(key of the previous page, 64 token ids)
 
 The hash is BLAKE2b-256. Every part is preceded by its length, so different lists of parts never
 give the same bytes.
@@ -11,6 +9,7 @@ give the same bytes.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -34,7 +33,7 @@ from kvant.hf import (
     named_modules,
     supports_chunked_prefill,
 )
-from kvant.platform.openmp import use_one_thread
+from kvant.platform.c_libraries import use_one_thread
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.spec import describe_spec
 from kvant.spec.headers import dumps
@@ -46,7 +45,6 @@ KEY_VERSION = b"kvant prefix 2"
 # the first page of a sequence, so its stored rows differ under the same spec.
 SELECTION_VERSION = b"kvant selection 2"
 NUM_PROBED_VALUES = 16  # values of a weight that are compared to notice a write
-MediaDigests = Sequence[tuple[int, bytes]]  # offset in the page, and digest
 
 
 class NamespaceKeys(NamedTuple):
@@ -80,26 +78,20 @@ class ModelKeys:
         elif not supports_chunked_prefill(model):
             self.no_prefixes_reason = "it does not support chunked prefill"
         self._is_unsupported = self.no_prefixes_reason is not None
-        self._model = ref(model)
+        self.model = ref(model)  # called, returns None once the model is freed
         self._backend = str(cache.backend)
         self._salts = salts
         self._exact = exact
         self._check_interval = check_interval
         self._checked: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
-    @property
-    def model(self) -> PreTrainedModel | None:
-        """The model; None once it is freed."""
-        return self._model()
-
     def fork(self, salt: str | None = None) -> ModelKeys:
         """Return a copy; with a `salt`, of its keys."""
-        copy = ModelKeys.__new__(ModelKeys)
-        copy.__dict__.update(self.__dict__)
+        fork = copy.copy(self)
         if salt is not None:
-            copy._salts = self._salts[:1] + ((salt,) if salt else ())
-            copy.invalidate()
-        return copy
+            fork._salts = self._salts[:1] + ((salt,) if salt else ())
+            fork.invalidate()
+        return fork
 
     def invalidate(self) -> None:
         """Check the weights again at the next use: the model may have been changed."""
@@ -114,7 +106,7 @@ class ModelKeys:
         return keys
 
     def _make(self) -> NamespaceKeys | None:
-        model = self.model
+        model = self.model()
         if self._is_unsupported or model is None:
             return None
         self.no_prefixes_reason = explain_no_fingerprint(model)
@@ -154,18 +146,9 @@ def salt_key(root: bytes, *salts: str) -> bytes:
     return digest(root, *(salt.encode() for salt in salts))
 
 
-def make_page_key(parent: bytes, tokens: Sequence[int], media: MediaDigests = ()) -> bytes:
+def make_page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the key of the page that follows the page with key `parent`."""
-    parts = (part for offset, item in media for part in (offset.to_bytes(8, "little"), item))
-    return digest(parent, np.asarray(tokens, "<i8").tobytes(), *parts)
-
-
-def make_page_keys(root: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Return the root key and the keys of all whole pages."""
-    keys = [root]
-    for begin in range(0, len(tokens) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
-        keys.append(make_page_key(keys[-1], tokens[begin : begin + PAGE_TOKENS]))
-    return keys
+    return digest(parent, np.asarray(tokens, "<i8").tobytes())
 
 
 def explain_no_fingerprint(model: PreTrainedModel) -> str | None:
@@ -198,7 +181,7 @@ def fingerprint(model: PreTrainedModel) -> bytes:
     attributes = named_attributes(model)
     attribute_tensors = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
     values = [(name, make_comparable(value)) for name, value in attributes]
-    settings = [_filter_config(model.config), [pair for pair in values if pair[1] is not None]]
+    settings = [_to_json_value(model.config.to_dict()), [v for v in values if v[1] is not None]]
     parts = [json.dumps(settings, default=repr).encode()]
     tensors = [*named_weights(model), *model.named_buffers(), *attribute_tensors]
     digests = _hash_tensors([tensor for _, tensor in tensors])
@@ -229,7 +212,7 @@ def _describe_tensor_state(tensor: Tensor) -> object:
         return id(tensor.matrix)
     if tensor.is_inference():
         return object()
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    flat = tensor.detach().reshape(-1)
     probed = flat[:: max(1, len(flat) // NUM_PROBED_VALUES)][:NUM_PROBED_VALUES].tolist()
     return tensor.data_ptr(), tensor._version, str(probed)
 
@@ -240,27 +223,16 @@ def _hash_tensor(tensor: Tensor) -> bytes:
     return blake2b(flat.numpy().data, digest_size=32).digest()
 
 
-IGNORED_CONFIG_KEYS = (
-    "attn_implementation",
-    "transformers_version",
-    "name_or_path",
-    "architectures",
-)
-
-
-def _filter_config(config: Any) -> Any:
-    """Return a configuration as a JSON value, without keys that do not affect the rows."""
-    return _to_json_value(config.to_dict())
+# Parts of the keys of a configuration that do not affect the rows.
+IGNORED_KEYS = "attn_implementation", "transformers_version", "name_or_path", "architectures"
 
 
 def _to_json_value(value: Any) -> Any:
+    """Return a configuration as a JSON value, without keys that do not affect the rows."""
     if isinstance(value, Mapping):
-        names = sorted(name for name in map(str, value) if not _is_ignored(name))
-        return {name: _to_json_value(value[name]) for name in names if name in value}
+        names = sorted(map(str, value))
+        used = (name for name in names if not any(part in name for part in IGNORED_KEYS))
+        return {name: _to_json_value(value[name]) for name in used if name in value}
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_to_json_value(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
-
-
-def _is_ignored(name: str) -> bool:
-    return any(word in name for word in IGNORED_CONFIG_KEYS)

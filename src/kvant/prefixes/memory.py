@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import RLock
 from typing import Any, NamedTuple
 
-from kvant.cache.usage import CacheUsage, measure_usage
+from kvant.cache.reports import CacheUsage, measure_usage
 from kvant.hf import TransformersCache
-from kvant.prefixes.checkpoints import pages_suffice
 from kvant.prefixes.keys import PAGE_TOKENS, NamespaceKeys
-from kvant.prefixes.prefix_store import PrefixStore
+from kvant.prefixes.prefix_store import CachedPrefix, PrefixStore
 from kvant.prefixes.restore import TIME_SMOOTHING
 from kvant.prefixes.tree import PrefixEntry, PrefixMatch, PrefixTree
 
@@ -30,17 +30,11 @@ LOCK_TIMEOUT_S = 1.0  # seconds that an insert waits for the lock
 class EvictionCandidate(NamedTuple):
     """An entry that may be evicted."""
 
-    tree: PrefixTree
     entry: PrefixEntry
     is_used: bool  # a request uses its pages
-    value: float  # per byte, see `_compute_value`
+    value: float  # per byte
     unique_nbytes: int  # of pages that no other entry holds
-    proportional_nbytes: float  # a page of n entries counts as 1/n of it
-
-    @property
-    def shares_pages(self) -> bool:
-        """Whether its eviction changes the bytes that other entries hold alone."""
-        return self.proportional_nbytes > self.unique_nbytes
+    shares_pages: bool  # its eviction changes the bytes that other entries hold alone
 
 
 class EvictionRules(NamedTuple):
@@ -108,43 +102,27 @@ class PrefixPools:
         """Return the expected seconds of a prefill; infinity before the first measurement."""
         return self._seconds_per_token * count
 
-    def match_prefix(
-        self, tree_key: bytes, tokens: Sequence[int], num_cached: int, alignment: int = 1
-    ) -> PrefixMatch:
-        """Match all but the last of `tokens`; count a use of a match beyond `num_cached`."""
-        with self._lock:
-            if tree_key not in self.trees:
-                return PrefixMatch(None, 0, 0, None)
-            match = self.trees[tree_key].match_prefix(tokens, len(tokens) - 1, alignment)
-            if match.entry is not None and match.length > num_cached:
-                match.entry.last_used = time.monotonic()
-                match.entry.num_uses += 1
-            return match
-
-    def count_cached_tokens(self, tree_key: bytes, tokens: Sequence[int]) -> int:
-        """Count the first tokens that are in memory; the last of `tokens` never counts."""
+    def match_prefix(self, tree_key: bytes, tokens: Sequence[int]) -> PrefixMatch:
+        """Match all but the last of `tokens`."""
         with self._lock:
             tree = self.trees.get(tree_key)
-            return 0 if tree is None else tree.match_prefix(tokens, len(tokens) - 1).length
+            return PrefixMatch() if tree is None else tree.match_prefix(tokens)
 
     def list_candidates(self, usage: CacheUsage) -> list[EvictionCandidate]:
         """Return all entries with their values; `usage` is of `measure`."""
         now = time.monotonic()
-        pairs = [(tree, entry) for tree in self.trees.values() for entry in tree]
-        return [
-            EvictionCandidate(
-                *(tree, entry, is_used),
-                _compute_value(entry, now) / max(proportional, 1.0),
-                *(unique, proportional),
-            )
-            for (tree, entry), unique, proportional, is_used in zip(
-                pairs,
-                usage.unique_nbytes,
-                usage.proportional_nbytes,
-                usage.has_outside_users,
-                strict=False,  # usage also lists pending caches, after the entries
-            )
-        ]
+        candidates = []
+        for entry, unique, proportional, is_used in zip(
+            self,
+            usage.unique_nbytes,
+            usage.proportional_nbytes,
+            usage.has_outside_users,
+            strict=False,  # usage also lists pending caches, after the entries
+        ):
+            value = entry.compute_value(now) / max(proportional, 1.0)
+            candidate = EvictionCandidate(entry, is_used, value, unique, proportional > unique)
+            candidates.append(candidate)
+        return candidates
 
     def drop_empty_trees(self) -> None:
         """Drop trees without entries, and the pools without trees."""
@@ -156,9 +134,16 @@ class PrefixPools:
 class PrefixMemory:
     """Prefixes of all models within a limit of bytes, also written to a store; thread-safe."""
 
-    def __init__(self, max_bytes: int | None, prefix_store: PrefixStore | None) -> None:
+    def __init__(
+        self,
+        max_bytes: int | None,
+        prefix_store: PrefixStore | None = None,
+        alignment: int | None = None,
+    ) -> None:
+        """With an `alignment`, only its multiples of prefilled tokens are reused."""
         self.max_bytes = max_bytes
         self.prefix_store = prefix_store
+        self.alignment = alignment
         self.counts: Counter[str] = Counter()
         self._lock = RLock()
         self._is_changing = False  # the thread that holds the lock is changing the trees
@@ -201,30 +186,20 @@ class PrefixMemory:
                 "hit_rate": num_hit / num_tokens if num_tokens else 0.0,
             }
 
-    def insert(
-        self,
-        keys: NamespaceKeys,
-        tokens: Sequence[int],
-        cache: TransformersCache,
-        num_prefilled: int,
-        alignment: int | None,
-    ) -> None:
+    def insert(self, keys: NamespaceKeys, prefix: CachedPrefix) -> None:
         """Insert a prefix, unless it does not fit or the lock is not free in time.
-
-        Only multiples of `alignment` are written to the store.
 
         Closing a generator inserts its reply, and a garbage collection may close one at any time.
         If this thread is changing the trees then, `_is_changing` skips the insert. If it holds the
         lock of the pools, the timeout prevents a deadlock.
         """
-        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            return
-        try:
-            if not self._is_changing:
-                with self._lock_for_change():
-                    self._insert(keys, tokens, cache, num_prefilled, alignment)
-        finally:
-            self._lock.release()
+        if self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            try:
+                if not self._is_changing:
+                    with self._lock_for_change():
+                        self._insert(keys, prefix)
+            finally:
+                self._lock.release()
 
     def reject(self, keys: NamespaceKeys, tokens: Sequence[int]) -> None:
         """Drop restored tokens from memory, and ignore them in stores."""
@@ -234,8 +209,7 @@ class PrefixMemory:
             pools = self.get_pools(keys.pools_key)
             if (tree := pools.trees.get(keys.tree_key)) is not None:
                 for entry in tree.list_entries_sharing(tokens):
-                    entry.cancel_writes()
-                    tree.remove(entry)
+                    entry.remove()
             pools.drop_empty_trees()
 
     def evict(
@@ -255,10 +229,8 @@ class PrefixMemory:
         """Free all prefixes; stores stay as they are."""
         with self._lock_for_change():
             for pools in self:
-                for tree in pools.trees.values():
-                    for entry in list(tree):
-                        entry.cancel_writes()
-                        tree.remove(entry)  # unlinks nodes, which are in reference cycles
+                for entry in list(pools):
+                    entry.remove()  # unlinks nodes, which are in reference cycles
                 pools.drop_empty_trees()
             self._nbytes_bound = 0
 
@@ -271,40 +243,25 @@ class PrefixMemory:
             finally:
                 self._is_changing = was_changing
 
-    def _insert(
-        self,
-        keys: NamespaceKeys,
-        tokens: Sequence[int],
-        cache: TransformersCache,
-        num_prefilled: int,
-        alignment: int | None,
-    ) -> None:
-        pools, suffice = self.get_pools(keys.pools_key), pages_suffice(cache.spec)
+    def _insert(self, keys: NamespaceKeys, prefix: CachedPrefix) -> None:
+        pools = self.get_pools(keys.pools_key)
         pool_cache = pools.cache
         if pool_cache is None:
-            pool_cache = cache.fork()
+            pool_cache = prefix.cache.fork()
             pool_cache.reset()
         # A merge shares the pages, and drops checkpoints of recurrent layers.
-        merged = pool_cache.merge_with([cache])
-        merged.context.attention_stats.clear()  # statistics of the request, not of the prefix
-        nbytes = measure_usage([merged.states]).nbytes
+        prefix = replace(prefix, cache=pool_cache.merge_with([prefix.cache]))
+        prefix.cache.context.attention_stats.clear()  # of the request, not of the prefix
+        nbytes = measure_usage([prefix.cache.states]).nbytes
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
-        tree = pools.trees.get(keys.tree_key)
-        if tree is None:
-            tree = PrefixTree(keys.tree_key, pages_suffice=suffice)
-        pools.cache, pools.trees[keys.tree_key] = pool_cache, tree
-        entry = tree.insert(tokens, merged, num_prefilled)
-        if entry is not None:
-            entry.last_used = time.monotonic()
-            if self.prefix_store is not None:
-                write = self.prefix_store.write(
-                    *(keys.tree_key, tokens, merged.states, num_prefilled),
-                    metadata=keys.metadata,
-                    pages_suffice=suffice,
-                    max_length=alignment and num_prefilled // alignment * alignment,
-                )
-                entry.writes += [write] if write.page_set is not None else []
+        pools.cache = pool_cache
+        tree = pools.trees.setdefault(keys.tree_key, PrefixTree(keys.tree_key, self.alignment))
+        entry = tree.insert(prefix)
+        if entry is not None and self.prefix_store is not None:
+            aligned = self.alignment and prefix.num_prefilled // self.alignment * self.alignment
+            write = self.prefix_store.write(keys.tree_key, prefix, keys.metadata, aligned)
+            entry.writes += [write] if write.page_set is not None else []
         self._nbytes_bound += nbytes
         if self.max_bytes is not None and self._nbytes_bound > self.max_bytes:
             self._nbytes_bound = self.nbytes
@@ -342,23 +299,10 @@ class PrefixMemory:
         ]
         candidates.sort(key=lambda candidate: (candidate.is_used, candidate.value))
         for candidate in candidates:
-            candidate.entry.cancel_writes()  # before the removal, which drops the last reference
-            candidate.tree.remove(candidate.entry)
+            candidate.entry.remove()
             self.counts["evicted"] += 1
             count += 1
             excess -= candidate.unique_nbytes
             if excess <= 0 or candidate.shares_pages:  # another may now hold its pages alone
                 break
         return count
-
-
-def _compute_value(entry: PrefixEntry, now: float) -> float:
-    """Return the tokens that an eviction would lose, weighted by uses and age.
-
-    Tokens up to the nearest entry above in the tree would stay cached.
-    """
-    node = entry.node
-    while node.parent is not None and not (node.entries and node is not entry.node):
-        node = node.parent
-    begin = max([other.length for other in node.entries if other is not entry], default=0)
-    return max(entry.length - begin, 1) * (1 + entry.num_uses) / (1.0 + now - entry.last_used)

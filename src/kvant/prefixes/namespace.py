@@ -6,37 +6,41 @@ which to insert them, and restores them from a store.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from kvant.cache.layout import iterate_leaves
 from kvant.errors import CacheError
 from kvant.hf import TransformersCache
-from kvant.prefixes.checkpoints import CheckpointPlanner, pages_suffice
-from kvant.prefixes.keys import ModelKeys, NamespaceKeys
+from kvant.prefixes.keys import PAGE_TOKENS, ModelKeys, NamespaceKeys
 from kvant.prefixes.memory import PrefixMemory, PrefixPools
-from kvant.prefixes.prefix_store import PrefixStore, RestoredPrefix
-from kvant.prefixes.restore import STORE_TIMEOUT_S, LookupDeadline
-from kvant.prefixes.threads import DaemonExecutor
+from kvant.prefixes.prefix_store import MIN_TAIL_DIVISOR, CachedPrefix, PrefixStore, pages_suffice
+from kvant.prefixes.restore import STORE_TIMEOUT_S, LookupDeadline, start_daemon
 from kvant.prefixes.tree import PrefixMismatch, find_resumable_length
+from kvant.recipes import LayerSpec
 
 log = logging.getLogger("kvant")
 
-EXACT_CHUNK = 512  # tokens of a chunk with `exact`; exact prefixes end at multiples of it
 MAX_RESTORE_TRIES = 4  # stored prefixes that are tried for a prompt, the longest first
+CHECKPOINT_INTERVAL = 2048  # tokens between checkpoints of a long prompt
+MIN_LONG_PROMPT = 4096  # a prompt with more tokens to prefill is long
+MAX_INTERVAL_CHECKPOINTS = 4  # of a long prompt: the last ones
 
 
 class PendingRestore(NamedTuple):
     """A restored prefix that no request or tree has taken over yet."""
 
     keys: NamespaceKeys
-    restored: RestoredPrefix
+    restored: CachedPrefix
     num_cached: int  # first tokens that were in memory already
 
     @property
@@ -65,13 +69,11 @@ class StoreLookup:
         `base_cache` is empty or has the first tokens. Return None if a prefill is expected to be
         faster, or nothing was restored.
         """
-        model, keys = self.model_keys.model, self.model_keys.refresh()
+        model, keys = self.model_keys.model(), self.model_keys.refresh()
         if model is None or keys is None or deadline.compute_seconds_left() <= 0:
             return None
-        pools, suffice = self.memory.get_pools(keys.pools_key), pages_suffice(self.model_keys.spec)
-        hits = self.store.find_hits(
-            keys.tree_key, tokens, base_cache.states, num_cached, pages_suffice=suffice
-        )
+        pools = self.memory.get_pools(keys.pools_key)
+        hits = self.store.find_hits(keys.tree_key, tokens, base_cache, num_cached)
         for hit in islice(hits, MAX_RESTORE_TRIES):
             deadline.end_time = math.inf
             prefill_seconds = pools.estimate_prefill_seconds(hit.length - num_cached)
@@ -80,35 +82,13 @@ class StoreLookup:
             if not self.store.restore_times.can_restore_within(hit.length, prefill_seconds):
                 return None
             deadline.end_time = time.monotonic() + prefill_seconds
-            restored = self.store.restore(hit, tokens, base_cache, model.device, deadline)
+            restored = self.store.restore(hit, base_cache, model.device, deadline)
             if restored is None:
                 continue
             if restored.cache.find_exact_rewind(len(tokens) - 1) > num_cached:
                 return PendingRestore(keys, restored, num_cached)
             restored.cache.clear()
         return None
-
-    def run_with_timeout(
-        self, tokens: Sequence[int], empty_cache: TransformersCache, num_cached: int
-    ) -> PendingRestore | None:
-        """Run in a thread of its own, for `STORE_TIMEOUT_S` at most."""
-        end_time = time.monotonic() + STORE_TIMEOUT_S
-        deadline = LookupDeadline(lambda: end_time - time.monotonic())
-        executor = DaemonExecutor(1, "kvant-store-read")
-        deadline.allocate(lambda: empty_cache)
-        future = executor.submit(self.run, tokens, empty_cache, num_cached, deadline)
-        executor.shutdown()
-        try:
-            restore = future.result(STORE_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("a store does not answer: prefilling %d tokens", len(tokens))
-            deadline.cancel()
-            return None
-        except BaseException:  # including an interrupt
-            deadline.cancel()
-            raise
-        deadline.release(empty_cache)
-        return restore
 
 
 class PrefixNamespace:
@@ -121,18 +101,14 @@ class PrefixNamespace:
         cache: TransformersCache,
         salt: str,
         weights_check_interval: float,
-        *,
-        exact: bool,
     ) -> None:
         """The weights are checked again after `weights_check_interval` seconds."""
         self.memory = memory
         # The number of tokens at whose multiples prompt chunks must end; None: anywhere.
-        self.chunk_alignment = EXACT_CHUNK if exact else None
+        self.chunk_alignment = memory.alignment
+        exact = memory.alignment is not None
         self._model_keys = ModelKeys(model, cache, (salt,), weights_check_interval, exact=exact)
         self._matched_keys: NamespaceKeys | None = None
-        self._planner = CheckpointPlanner(
-            cache.spec, self.chunk_alignment, has_store=memory.prefix_store is not None
-        )
         self._mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
         # Length of the cached pages of the last prompt, if no entry can be resumed there; else 0.
         self._branch_point = 0
@@ -151,12 +127,11 @@ class PrefixNamespace:
 
     def fork(self, salt: str | None = None) -> PrefixNamespace:
         """Return a copy for another reader, with another `salt` unless it is None."""
-        copy = PrefixNamespace.__new__(PrefixNamespace)
-        copy.__dict__.update(self.__dict__)
-        copy._model_keys = self._model_keys.fork(salt)
+        fork = copy.copy(self)
+        fork._model_keys = self._model_keys.fork(salt)
         if salt is not None:
-            copy._matched_keys = None
-        return copy
+            fork._matched_keys = None
+        return fork
 
     def invalidate_weights_check(self) -> None:
         """Check the weights again at the next use: the model may have been changed."""
@@ -169,9 +144,8 @@ class PrefixNamespace:
 
         The check compares shapes, which are unknown before the first forward.
         """
-        if self.memory.prefix_store is None or cache.has_shapes:
-            return False
-        if self._model_keys.refresh() is None:
+        has_store = self.memory.prefix_store is not None
+        if not has_store or cache.has_shapes or self._model_keys.refresh() is None:
             return False
         return self.pools.cache is None or not self.pools.cache.has_shapes
 
@@ -183,32 +157,38 @@ class PrefixNamespace:
     def fetch_from_store(self, tokens: Sequence[int], base_cache: TransformersCache) -> range:
         """Restore what a store has of `tokens`, if that is faster than a prefill.
 
-        Return the range of restored tokens. A store that does not answer costs `STORE_TIMEOUT_S`.
+        Return the range of restored tokens. The lookup runs in a thread of its own: a store that
+        does not answer costs `STORE_TIMEOUT_S`.
         """
+        end_time = time.monotonic() + STORE_TIMEOUT_S
+        deadline = LookupDeadline(lambda: end_time - time.monotonic())
         try:
             keys = None if self.memory.prefix_store is None else self._model_keys.refresh()
             lookup = self.open_store_lookup()
             if keys is None or lookup is None:
                 return range(0)
-            pools = self.memory.get_pools(keys.pools_key)
-            num_cached = max(base_cache.length, pools.count_cached_tokens(keys.tree_key, tokens))
+            match = self.memory.get_pools(keys.pools_key).match_prefix(keys.tree_key, tokens)
+            num_cached = max(base_cache.length, match.length)
             empty_cache = (self.pools.cache or base_cache).fork()
             empty_cache.reset()
-            restore = lookup.run_with_timeout(tokens, empty_cache, num_cached)
+            deadline.allocate(lambda: empty_cache)
+            run = partial(lookup.run, tokens, empty_cache, num_cached, deadline)
+            restore = start_daemon(run, "kvant-store-read").result(STORE_TIMEOUT_S)
             if restore is not None:
                 self.insert_restored(restore)
                 return restore.restored_range
+        except TimeoutError:
+            log.warning("a store does not answer: prefilling %d tokens", len(tokens))
         except Exception as error:  # the prompt can still be prefilled
             text = repr(error)  # a log handler may keep the error, whose traceback holds caches
             log.warning("a prompt was not looked up in a store: %s", text)
+        finally:
+            deadline.cancel()  # frees the memory of the lookup, also after an interrupt
         return range(0)
 
     def insert_restored(self, restore: PendingRestore) -> None:
         """Insert a restored prefix, so that the next match of its prompt finds it."""
-        prefix, alignment = restore.restored, self.chunk_alignment
-        self.memory.insert(
-            restore.keys, prefix.tokens, prefix.cache, prefix.num_prefilled, alignment
-        )
+        self.memory.insert(restore.keys, restore.restored)
 
     def count_usable_tokens(self, restore: PendingRestore, max_tokens: int) -> int:
         """Return the longest restored length <= `max_tokens` from which generation can continue.
@@ -217,7 +197,7 @@ class PrefixNamespace:
         """
         if restore.keys != self._keys:
             return 0
-        return find_resumable_length(restore.restored, max_tokens, self.chunk_alignment or 1)
+        return find_resumable_length(restore.restored, max_tokens, self.chunk_alignment)
 
     def reject(self, tokens: Sequence[int]) -> None:
         """Drop a restored prefix on which the model failed."""
@@ -234,19 +214,20 @@ class PrefixNamespace:
         It is `base_cache`, of which `num_prefilled` tokens were prefilled, or a fork of a prefix
         with more tokens.
         """
-        last_keys, alignment = self._matched_keys, self.chunk_alignment
+        last_keys = self._matched_keys
         self._mismatch, self._branch_point = None, 0
         keys = self._model_keys.refresh()
         if keys is None:
             return base_cache, num_prefilled
         self._matched_keys = keys
-        is_reusable = alignment is None and keys == (last_keys or keys)
+        is_reusable = self.chunk_alignment is None and keys == (last_keys or keys)
         num_cached = base_cache.length if is_reusable else 0
-        match = self.pools.match_prefix(keys.tree_key, tokens, num_cached, alignment or 1)
+        match = self.pools.match_prefix(keys.tree_key, tokens)
         self._mismatch = match.mismatch
         served = max(match.length, num_cached)
         self._branch_point = match.num_shared if match.num_shared > served else 0
         if match.entry is not None and match.length > num_cached:
+            match.entry.record_use()
             cache = match.entry.cache.fork()
             cache.rewind(match.length)
             num_prefilled = min(match.entry.num_prefilled, match.length)
@@ -263,10 +244,35 @@ class PrefixNamespace:
     def plan_checkpoints(
         self, tokens: Sequence[int], num_cached: int, branch_points: Sequence[int]
     ) -> list[int]:
-        """Return the lengths at which to insert a prompt while it is prefilled, in order."""
+        """Return the lengths at which to insert a prompt while it is prefilled, in order.
+
+        `branch_points` are lengths at which other prompts may diverge. If pages suffice, a prompt
+        can be resumed at every page. With a store, the end of the prompt is added if its partial
+        last page is a large part of it. The tail is then stored without the reply, and another
+        process can restore it for the same prompt.
+        """
         if self._model_keys.no_prefixes_reason is not None:
             return []
-        return self._planner.plan(len(tokens), num_cached, branch_points, self._branch_point)
+        count, spec, alignment = len(tokens), self._model_keys.spec, self.chunk_alignment
+        points = set[int]()
+        if not pages_suffice(spec):
+            points = {self._branch_point, (count - 1) // PAGE_TOKENS * PAGE_TOKENS, *branch_points}
+            if count - num_cached > MIN_LONG_PROMPT:
+                intervals = range(CHECKPOINT_INTERVAL, count, CHECKPOINT_INTERVAL)
+                points |= set(intervals[-MAX_INTERVAL_CHECKPOINTS:])
+            if alignment is not None:
+                points = {point // alignment * alignment for point in points}
+        checkpoints = {point for point in points if num_cached < point < count}
+        recipes = [recipe for _, recipe in iterate_leaves(spec)]
+        page_sizes = [recipe.page for recipe in recipes if isinstance(recipe, LayerSpec)]
+        has_recurrent = len(page_sizes) < len(recipes)
+        if self.memory.prefix_store is not None and alignment is None and not has_recurrent:
+            page_size = max([PAGE_TOKENS, *page_sizes])
+            # Each request prefills at least one token. A full last page cannot be rewound by one.
+            end = count if count % page_size else count - 1
+            if end > num_cached and (count - 1) % page_size * MIN_TAIL_DIVISOR > count:
+                checkpoints.add(end)
+        return sorted(checkpoints)
 
     def insert_prefix(
         self, tokens: Sequence[int], cache: TransformersCache, num_prefilled: int
@@ -280,8 +286,7 @@ class PrefixNamespace:
             return
         try:
             if cache.spec == source.spec and source.refresh() == self._keys:
-                alignment = self.chunk_alignment
-                self.memory.insert(self._keys, tokens, cache, num_prefilled, alignment)
+                self.memory.insert(self._keys, CachedPrefix(tuple(tokens), cache, num_prefilled))
         except (CacheError, MemoryError, RuntimeError, ValueError) as error:
             text = repr(error)  # a log handler may keep the error, whose traceback holds the cache
             log.warning("a prefix of %d tokens was not inserted: %s", len(tokens), text)

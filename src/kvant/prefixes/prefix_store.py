@@ -29,25 +29,22 @@ from typing import Any, NamedTuple
 import torch
 
 from kvant.cache import Cache
-from kvant.cache.page_set import (
+from kvant.cache.layout import iterate_leaves
+from kvant.cache.transfer import (
     PageId,
     PageSet,
+    RestoreBuffer,
+    check_tail_state,
     get_page_shapes,
     list_page_sizes,
     make_empty_tail_state,
 )
-from kvant.cache.restore_buffer import RestoreBuffer, check_tail_state
 from kvant.contracts import Snapshot
 from kvant.errors import BlobError, CacheError, SnapshotMismatch
 from kvant.hf import TransformersCache
-from kvant.prefixes.keys import PAGE_TOKENS, digest, make_page_keys
-from kvant.prefixes.restore import (
-    MAX_RESTORE_THREADS,
-    LookupDeadline,
-    PageReader,
-    RestoreTimes,
-)
-from kvant.prefixes.threads import DaemonExecutor
+from kvant.prefixes.keys import PAGE_TOKENS, digest, make_page_key
+from kvant.prefixes.restore import LookupDeadline, PageReader, RestoreTimes
+from kvant.recipes import CacheSpec, LayerSpec
 from kvant.stores import Blob, BlobLayout, BlobPayload, Tiers
 from kvant.stores.tiers import Check
 
@@ -60,29 +57,34 @@ MAX_KNOWN_PAGES = 1 << 14  # page names that are remembered per purpose: about 4
 
 
 @dataclass(frozen=True)
-class StoreHit:
-    """A prefix that a store seems to have; its blobs are not read yet."""
-
-    length: int
-    page_names: tuple[str, ...]  # of the root, then of each whole token page
-    tail_state_part: str | None  # part of the last page name; None: pages suffice
-
-
-@dataclass(frozen=True)
-class RestoredPrefix:
-    """A cache that was restored from a store."""
+class CachedPrefix:
+    """The tokens and the cache of a prefix."""
 
     tokens: tuple[int, ...]
     cache: TransformersCache
     num_prefilled: int  # first tokens that were prefilled, not decoded
 
 
+@dataclass(frozen=True)
+class StoreHit:
+    """A prefix that a store seems to have; its blobs are not read yet."""
+
+    tokens: tuple[int, ...]
+    page_names: list[str]  # of the root, then of each whole token page
+    tail_state_part: str | None  # part of the last page name; None: pages suffice
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
 class PendingBlob(NamedTuple):
     """A blob of a prefix that may have to be written."""
 
+    page: PageId | None  # None: the tail state
     page_name: str  # of the token page at which it ends
     part: str
-    page: PageId | None  # None: the tail state
+    token_range: range
     nbytes: int  # in memory; an estimate for a tail state
 
 
@@ -103,7 +105,16 @@ class PrefixWrite:
     def __call__(self) -> Iterator[int]:
         """Write the blobs one by one; yield the bytes of each."""
         try:
-            yield from self._write_blobs()
+            missing = self.prefix_store.list_missing(self.pending)
+            for _, blobs in groupby(missing, lambda blob: blob.page and blob.page[0]):
+                run = list(blobs)  # pages of one layer group, or a tail state
+                size = max(1, MAX_COPY_BYTES // max(run[0].nbytes, 1))
+                for begin in range(0, len(run), size):
+                    for blob in self._copy_blobs(run[begin : begin + size]):
+                        if self.page_set is None:
+                            return
+                        self.prefix_store.put(blob)
+                        yield len(blob.payload.data)
         finally:
             self.cancel()
 
@@ -114,31 +125,6 @@ class PrefixWrite:
         if is_locked:
             self._copy_lock.release()
 
-    def _write_blobs(self) -> Iterator[int]:
-        names = list(dict.fromkeys(blob.page_name for blob in self.pending))
-        stored_parts = dict(zip(names, self.prefix_store.tiers.has(names), strict=True))
-        missing = []
-        for pending in self.pending:
-            name, part = pending.page_name, pending.part
-            if part in stored_parts[name] and not self.prefix_store.is_suspect(name):
-                self.prefix_store.record_part(name, part)
-            else:
-                missing.append(pending)
-        for batch in self._split_into_batches(missing):
-            for blob in self._copy_blobs(batch):
-                if self.page_set is None:
-                    return
-                self.prefix_store.put(blob)
-                yield len(blob.payload.data)
-
-    @staticmethod
-    def _split_into_batches(blobs: Sequence[PendingBlob]) -> Iterator[Sequence[PendingBlob]]:
-        """Yield batches to copy at once: pages of one layer group, or a tail state."""
-        for _, run in groupby(blobs, lambda blob: None if blob.page is None else blob.page[0]):
-            same_group = list(run)
-            size = max(1, MAX_COPY_BYTES // max(same_group[0].nbytes, 1))
-            yield from (same_group[i : i + size] for i in range(0, len(same_group), size))
-
     def _copy_blobs(self, batch: Sequence[PendingBlob]) -> list[Blob]:
         """Copy a batch of blobs out of the cache; [] after a cancel."""
         with self._copy_lock:
@@ -146,34 +132,24 @@ class PrefixWrite:
 
     def _make_blobs(self, batch: Sequence[PendingBlob], page_set: PageSet) -> list[Blob]:
         """Make blobs of pages of one layer group, or of a tail state."""
-        pages = [pending.page for pending in batch if pending.page is not None]
-        if not pages:
-            tail, begin = page_set.snapshot_tail_state(), (len(self.page_names) - 1) * PAGE_TOKENS
-            payload = BlobPayload.from_fields(tail.tensors)
-            return [self._make_blob(batch[0], begin, len(self.tokens), payload, tail.numbers)]
-        layer_group = pages[0][0]
-        size = page_set.layer_groups[layer_group].page
-        layout = BlobLayout.from_shapes(get_page_shapes(page_set.cache, layer_group))
-        data = torch.zeros(len(pages), layout.nbytes, dtype=torch.uint8)
-        page_numbers = [number for _, number in pages]
-        page_set.copy_pages(layer_group, page_numbers, layout.view_fields(data))
-        return [
-            self._make_blob(pending, number * size, (number + 1) * size, BlobPayload(layout, row))
-            for pending, number, row in zip(batch, page_numbers, data, strict=True)
-        ]
-
-    def _make_blob(
-        self,
-        pending: PendingBlob,
-        begin: int,
-        end: int,
-        payload: BlobPayload,
-        numbers: Mapping[str, int] | None = None,
-    ) -> Blob:
-        name, parent_name = pending.page_name, self.page_names[begin // PAGE_TOKENS]
-        tokens, num_prefilled = self.tokens[begin:end], min(self.num_prefilled, end)
-        header = name, pending.part, parent_name, tokens
-        return Blob(*header, payload, numbers or {}, num_prefilled, self.metadata)
+        numbers: Mapping[str, int] = {}
+        if batch[0].page is None:
+            tail_state = page_set.snapshot_tail_state()
+            payloads, numbers = [BlobPayload.from_fields(tail_state.tensors)], tail_state.numbers
+        else:
+            group = batch[0].page[0]
+            layout = BlobLayout.from_shapes(get_page_shapes(page_set.cache, group))
+            data = torch.zeros(len(batch), layout.nbytes, dtype=torch.uint8)
+            page_numbers = [pending.page[1] for pending in batch if pending.page is not None]
+            page_set.copy_pages(group, page_numbers, layout.view_fields(data))
+            payloads = [BlobPayload(layout, row) for row in data]
+        blobs = []
+        for pending, payload in zip(batch, payloads, strict=True):
+            begin, end = pending.token_range.start, pending.token_range.stop
+            header = pending.page_name, pending.part, self.page_names[begin // PAGE_TOKENS]
+            content = self.tokens[begin:end], payload, numbers
+            blobs.append(Blob(*header, *content, min(self.num_prefilled, end), self.metadata))
+        return blobs
 
 
 class PrefixStore:
@@ -194,38 +170,50 @@ class PrefixStore:
     def write(
         self,
         root: bytes,
-        tokens: Sequence[int],
-        cache: Cache,
-        num_prefilled: int,
+        prefix: CachedPrefix,
         metadata: Mapping[str, str],
-        *,
-        pages_suffice: bool,
         max_length: int | None = None,
     ) -> PrefixWrite:
         """Queue a write of the blobs that the store lacks; the cache must not change.
 
         `max_length` limits the tokens. If pages suffice, a short tail is not written.
         """
-        names = _name_pages(root, tokens)
-        page_set = PageSet(cache)
+        tokens, num_prefilled = prefix.tokens, prefix.num_prefilled
+        page_set, names = PageSet(prefix.cache.states), _name_pages(root, tokens)
         pending: list[PendingBlob] = []
         for group, numbers in enumerate(page_set.page_ranges):
             size, nbytes = page_set.layer_groups[group].page, page_set.nbytes((group, 0))
             for number in numbers:
-                end = (number + 1) * size
+                begin, end = number * size, (number + 1) * size
                 if max_length is None or end <= max_length:
-                    name, part = names[end // PAGE_TOKENS], f"k{group}-{number}"
-                    pending.append(PendingBlob(name, part, (group, number), nbytes))
+                    name, part = names[end // PAGE_TOKENS], _name_page(group, number)
+                    blob = PendingBlob((group, number), name, part, range(begin, end), nbytes)
+                    pending.append(blob)
         is_whole = max_length is None or max_length == len(tokens)
-        tail_length = len(tokens) % max(list_page_sizes(cache))
-        if is_whole and (not pages_suffice or tail_length * MIN_TAIL_DIVISOR > len(tokens)):
+        tail_length = len(tokens) % max(list_page_sizes(page_set.cache))
+        has_long_tail = tail_length * MIN_TAIL_DIVISOR > len(tokens)
+        if is_whole and (has_long_tail or not pages_suffice(prefix.cache.spec)):
             part, nbytes = _name_tail_state(tokens), page_set.nbytes(None)
-            pending.append(PendingBlob(names[-1], part, None, nbytes))
+            tail_range = range((len(names) - 1) * PAGE_TOKENS, len(tokens))
+            pending.append(PendingBlob(None, names[-1], part, tail_range, nbytes))
         pending = [b for b in pending if b.part not in self._known_parts.get(b.page_name, ())]
-        write = PrefixWrite(self, page_set, tuple(tokens), num_prefilled, names, pending, metadata)
+        write = PrefixWrite(self, page_set, tokens, num_prefilled, names, pending, metadata)
         if pending and not self.tiers.writer.add(sum(blob.nbytes for blob in pending), write):
             write.cancel()
         return write
+
+    def list_missing(self, pending: Sequence[PendingBlob]) -> list[PendingBlob]:
+        """Return the blobs that the stores lack, or that are at suspect pages."""
+        names = list(dict.fromkeys(blob.page_name for blob in pending))
+        stored_parts = dict(zip(names, self.tiers.has(names), strict=True))
+        missing = []
+        for blob in pending:
+            name = blob.page_name
+            if blob.part in stored_parts[name] and name not in self._suspect_pages:
+                self._record_part(name, blob.part)
+            else:
+                missing.append(blob)
+        return missing
 
     def put(self, blob: Blob) -> None:
         """Write a blob now; at a suspect page, only if the stored blob differs.
@@ -235,10 +223,10 @@ class PrefixStore:
         stored = None
         if blob.page in self._rejected_pages:
             self.tiers.drop(blob.page, blob.part)
-        elif self.is_suspect(blob.page):
+        elif blob.page in self._suspect_pages:
             stored = self.tiers.get(blob.page, blob.part, partial(_check_same, blob))
         if stored is not None or self.tiers.put(blob):
-            self.record_part(blob.page, blob.part)
+            self._record_part(blob.page, blob.part)
 
     def reject(self, root: bytes, tokens: Sequence[int]) -> None:
         """Ignore stored blobs of these tokens until this process has written them again."""
@@ -249,68 +237,45 @@ class PrefixStore:
         self._rejected_pages.update(names)
         self._counts["refused"] += 1
 
-    def is_suspect(self, page_name: str) -> bool:
-        """Return whether blobs of a page must be compared before they count as written."""
-        return page_name in self._suspect_pages
-
-    def record_part(self, page_name: str, part: str) -> None:
-        """Note that the stores have a blob."""
-        if len(self._known_parts) >= MAX_KNOWN_PAGES:
-            self._known_parts.clear()
-        self._known_parts.setdefault(page_name, set()).add(part)
-
     # ---- reading
 
     def find_hits(
-        self,
-        root: bytes,
-        tokens: Sequence[int],
-        cache: Cache,
-        num_cached: int,
-        *,
-        pages_suffice: bool,
+        self, root: bytes, tokens: Sequence[int], cache: TransformersCache, num_cached: int
     ) -> Iterator[StoreHit]:
         """Yield stored prefixes of `tokens` longer than `num_cached`, longest first.
 
-        `cache` has the layer groups of the model; it may be empty.
+        `cache` has the spec of the model; it may be empty.
         """
-        names = _name_pages(root, tokens)
-        num_cached_pages = num_cached // PAGE_TOKENS
-        parts_by_page = [
-            parts & self._known_parts.get(name, set()) if name in self._rejected_pages else parts
-            for name, parts in zip(names, self.tiers.has(names), strict=True)
-        ]
-        for name, parts in zip(names, parts_by_page, strict=True):
-            if name in self._known_parts:
-                self._known_parts[name] &= parts  # a store may have dropped some
-        sizes = list_page_sizes(cache)
-        for count in range(len(names) - 1, num_cached_pages - 1, -1):
+        names, sizes = _name_pages(root, tokens), list_page_sizes(cache.states)
+        suffice = pages_suffice(cache.spec)
+        parts_by_page = []
+        for name, parts in zip(names, self.tiers.has(names), strict=True):
+            known = self._known_parts.get(name, set())
+            known &= parts  # a store may have dropped some
+            parts_by_page.append(parts & known if name in self._rejected_pages else parts)
+        for count in range(len(names) - 1, num_cached // PAGE_TOKENS - 1, -1):
             parts, length = parts_by_page[count], count * PAGE_TOKENS
-            page_names = tuple(names[: count + 1])
             max_end = min(len(tokens), length + PAGE_TOKENS - 1)
             for end in sorted({_parse_tail_length(part) for part in parts}, reverse=True):
                 if length <= end <= max_end and end > num_cached:
                     tail_part = _name_tail_state(tokens[:end])
                     if tail_part in parts:
-                        yield StoreHit(end, page_names, tail_part)
-            last_parts = {
-                f"k{group}-{length // size - 1}"
-                for group, size in enumerate(sizes)
-                if not length % size
-            }
-            has_last_pages = len(last_parts) == len(sizes) and last_parts <= parts
-            is_usable = num_cached < length < len(tokens)  # one token is left to prefill
-            if pages_suffice and has_last_pages and is_usable:
-                yield StoreHit(length, page_names, None)
+                        yield StoreHit(tuple(tokens[:end]), names[: count + 1], tail_part)
+            if (
+                suffice
+                and num_cached < length < len(tokens)  # one token is left to prefill
+                and not any(length % size for size in sizes)
+                and all(_name_page(g, length // size - 1) in parts for g, size in enumerate(sizes))
+            ):
+                yield StoreHit(tuple(tokens[:length]), names[: count + 1], None)
 
     def restore(
         self,
         hit: StoreHit,
-        tokens: Sequence[int],
         base_cache: TransformersCache,
         device: torch.device,
         deadline: LookupDeadline,
-    ) -> RestoredPrefix | None:
+    ) -> CachedPrefix | None:
         """Restore a hit into the pools of `base_cache`; None if it fails or is late.
 
         `base_cache` is of the same model and spec, and empty or with the first tokens. The shapes
@@ -318,7 +283,7 @@ class PrefixStore:
         """
         begin, seconds = time.perf_counter(), deadline.compute_seconds_left()
         try:
-            restored = self._restore(hit, tokens, base_cache, device, deadline)
+            restored = self._restore(hit, base_cache, device, deadline)
         except Exception as error:
             text = repr(error)  # a log handler may keep the error, whose traceback holds tensors
             log.warning("a prefix of %d tokens was not restored: %s", hit.length, text)
@@ -358,48 +323,42 @@ class PrefixStore:
     def _restore(
         self,
         hit: StoreHit,
-        tokens: Sequence[int],
         base_cache: TransformersCache,
         device: torch.device,
         deadline: LookupDeadline,
-    ) -> RestoredPrefix | None:
+    ) -> CachedPrefix | None:
         if not base_cache.has_shapes:
             raise ValueError("the shapes of the model are unknown: prefill a token first")
         template, sizes = base_cache.states, list_page_sizes(base_cache.states)
         shapes = {group: get_page_shapes(template, group) for group in range(len(sizes))}
+        layouts = {group: BlobLayout.from_shapes(fields) for group, fields in shapes.items()}
         if hit.tail_state_part is None:
             tail_state = make_empty_tail_state(template, hit.length, shapes)
             num_prefilled = hit.length
         else:
-            index = len(hit.page_names) - 1
-            tail_tokens = tokens[index * PAGE_TOKENS : hit.length]
+            tail_range = range((len(hit.page_names) - 1) * PAGE_TOKENS, hit.length)
             check = partial(_check_tail, template, hit.length)
-            tail = self._get_blob(hit, index, hit.tail_state_part, tail_tokens, check)
+            tail = self._get_blob(hit, tail_range, hit.tail_state_part, check)
             if tail is None:
                 return None
             tail_state = Snapshot(tail.payload.fields, tail.numbers)
             num_prefilled = tail.num_prefilled
         tensors = {name: tensor.to(device) for name, tensor in tail_state.tensors.items()}
         tail_state = Snapshot(tensors, tail_state.numbers)
-        layouts = {group: BlobLayout.from_shapes(fields) for group, fields in shapes.items()}
 
         def get_page(page: PageId) -> Blob | None:
             group, number = page
-            begin, end = number * sizes[group], (number + 1) * sizes[group]
-            part, check = f"k{group}-{number}", partial(_check_page, layouts[group])
-            return self._get_blob(hit, end // PAGE_TOKENS, part, tokens[begin:end], check)
+            token_range = range(number * sizes[group], (number + 1) * sizes[group])
+            check = partial(_check_page, layouts[group])
+            return self._get_blob(hit, token_range, _name_page(group, number), check)
 
         buffer = deadline.allocate(lambda: RestoreBuffer(template, hit.length, tail_state))
         if buffer is None:
             return None
         with buffer:
             reader = PageReader(buffer, hit.length, sizes, layouts, get_page, device)
-            executor = DaemonExecutor(MAX_RESTORE_THREADS, "kvant-restore")  # a store may block it
-            try:
-                progress = reader.read_all(executor, deadline)
-            finally:
-                executor.shutdown()
-            self._counts["late"] += reader.is_late
+            progress = reader.read_all(deadline)
+            self._counts["late"] += progress.is_late
             length = progress.length
             if length < hit.length:  # round down to a length at which pages of all groups end
                 can_be_shorter = hit.tail_state_part is None
@@ -408,24 +367,29 @@ class PrefixStore:
                 return None
             cache = base_cache.wrap_states(buffer.finish(length))
         num_prefilled = min(num_prefilled, progress.num_prefilled, length)
-        return RestoredPrefix(tuple(tokens[:length]), cache, num_prefilled)
+        return CachedPrefix(hit.tokens[:length], cache, num_prefilled)
 
-    def _get_blob(
-        self, hit: StoreHit, index: int, part: str, tokens: Sequence[int], check: Check
-    ) -> Blob | None:
+    def _get_blob(self, hit: StoreHit, token_range: range, part: str, check: Check) -> Blob | None:
         """Read and check a blob of a hit; if it fails, mark all pages of the hit suspect."""
 
         def check_blob(blob: Blob) -> None:
-            if blob.tokens != tuple(tokens):
+            if blob.tokens != hit.tokens[token_range.start : token_range.stop]:
                 raise BlobError("it has other tokens")
             check(blob)
 
-        blob = self.tiers.get(hit.page_names[index], part, check_blob)
+        name = hit.page_names[token_range.stop // PAGE_TOKENS]
+        blob = self.tiers.get(name, part, check_blob)
         if blob is None:
             self._mark_suspect(hit.page_names)
         else:
-            self.record_part(hit.page_names[index], part)
+            self._record_part(name, part)
         return blob
+
+    def _record_part(self, page_name: str, part: str) -> None:
+        """Note that the stores have a blob."""
+        if len(self._known_parts) >= MAX_KNOWN_PAGES:
+            self._known_parts.clear()
+        self._known_parts.setdefault(page_name, set()).add(part)
 
     def _mark_suspect(self, names: Sequence[str]) -> None:
         """Make later writes compare the stored blobs of these pages instead of trusting them."""
@@ -434,6 +398,20 @@ class PrefixStore:
         self._suspect_pages.update(names)
         for name in names:
             self._known_parts.pop(name, None)
+
+
+def pages_suffice(spec: CacheSpec) -> bool:
+    """Return whether full pages are enough to resume a prefix.
+
+    They are not if a layer has a window, a recurrent state, dense rows after the sealed ones, or
+    sinks in open pages.
+    """
+    return all(
+        isinstance(recipe, LayerSpec)
+        and not (recipe.retention.window or recipe.paging.tail or recipe.dense_until)
+        and not (recipe.seals and recipe.retention.sinks)
+        for _, recipe in iterate_leaves(spec)
+    )
 
 
 def _check_page(layout: BlobLayout, blob: Blob) -> None:
@@ -459,7 +437,15 @@ def _check_same(blob: Blob, stored: Blob) -> None:
 
 def _name_pages(root: bytes, tokens: Sequence[int]) -> list[str]:
     """Return the names of the root and of all whole pages in a store."""
-    return [f"{root.hex()[:16]}/{key.hex()}" for key in make_page_keys(root, tokens)]
+    keys = [root]
+    for begin in range(0, len(tokens) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
+        keys.append(make_page_key(keys[-1], tokens[begin : begin + PAGE_TOKENS]))
+    return [f"{root.hex()[:16]}/{key.hex()}" for key in keys]
+
+
+def _name_page(group: int, number: int) -> str:
+    """Return the part name of a KV page of a layer group."""
+    return f"k{group}-{number}"
 
 
 def _name_tail_state(tokens: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ stores:
     memory     entries of a PrefixTree: caches over shared pools ---+---- evict: free
                   |                                ^
                   |  PrefixWrite                   |  insert_restored
-                  |  in the background       RestoredPrefix
+                  |  in the background       CachedPrefix
                   |                                ^
                   v                                |  find_hits: StoreHit; restore
     stores     blobs of pages, and of tail states -+
@@ -26,15 +26,17 @@ from weakref import finalize
 
 from transformers import PreTrainedModel
 
+from kvant.errors import RenamedAttribute
 from kvant.hf import TransformersCache
 from kvant.platform.sizes import as_bytes
 from kvant.prefixes.memory import PrefixMemory
 from kvant.prefixes.namespace import PrefixNamespace
 from kvant.prefixes.prefix_store import PrefixStore
-from kvant.recipes import CacheSpec, LayerSpec, iterate_attention
-from kvant.renamed import RenamedAttribute
+from kvant.recipes import iterate_attention
 from kvant.spec import describe_spec
 from kvant.stores import Store, Tiers, open_tiers
+
+EXACT_CHUNK = 512  # tokens of a chunk with `exact`; exact prefixes end at multiples of it
 
 
 class Prefixes:
@@ -76,7 +78,7 @@ class Prefixes:
         if store is not None:
             tiers = store if isinstance(store, Tiers) else open_tiers(store)
             self.prefix_store = PrefixStore(tiers, shared=tiers is store)
-        self.memory = PrefixMemory(limit, self.prefix_store)
+        self.memory = PrefixMemory(limit, self.prefix_store, EXACT_CHUNK if exact else None)
         if self.prefix_store is not None:  # namespaces hold the memory
             finalize(self.memory, self.prefix_store.close)
 
@@ -93,19 +95,18 @@ class Prefixes:
         It checks the weights when it matches or inserts a prompt, unless the last check was less
         than `weights_check_interval` seconds ago.
         """
-        if self.exact and (layer := _find_dense_prompt_layer(cache.spec)) is not None:
+        layers = iterate_attention(*cache.spec.layers)
+        if self.exact and any(layer.seals and layer.prefill == "dense" for layer in layers):
             raise ValueError(
-                f"exact prefixes with prefill={layer.prefill}: a chunk reads its own rows before "
-                "they are quantized, so results depend on chunk ends; set prefill=stored"
+                "exact prefixes with prefill=dense: a chunk reads its own rows before they are "
+                "quantized, so results depend on chunk ends; set prefill=stored"
             )
         if cache.spec.prunes:
             raise ValueError(
                 f"prefixes with {describe_spec(cache.spec)}: rows pruned from a prompt may matter "
                 "to the next one; remove the prune from the spec, or use no prefixes"
             )
-        return PrefixNamespace(
-            *(self.memory, model, cache, self.salt, weights_check_interval), exact=self.exact
-        )
+        return PrefixNamespace(self.memory, model, cache, self.salt, weights_check_interval)
 
     def __enter__(self) -> Prefixes:
         return self
@@ -158,9 +159,3 @@ class Prefixes:
         """Return counts of prefixes, bytes, hits and misses; with a store, its stats."""
         store = {} if self.prefix_store is None else {"store": self.prefix_store.stats()}
         return {**self.memory.stats(), **store}
-
-
-def _find_dense_prompt_layer(spec: CacheSpec) -> LayerSpec | None:
-    """Return a layer whose prefill chunks read their own rows before they are quantized."""
-    layers = iterate_attention(*spec.layers)
-    return next((layer for layer in layers if layer.seals and layer.prefill == "dense"), None)

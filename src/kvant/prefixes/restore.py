@@ -3,27 +3,35 @@
 RestoreTimes     before: is the restore expected to beat the prefill?
 LookupDeadline   meanwhile: when the request gives up; frees the memory of a cancelled lookup
 PageReader       the reading: runs of consecutive pages, in parallel
+start_daemon     a thread for calls that a store may block
+
+A store that never answers must not keep a process alive. `concurrent.futures` would: it joins its
+threads at exit without a timeout. The threads here are daemons, joined at exit for a short time
+only. Without this join, exit could kill a thread inside torch, which aborts the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import islice
-from threading import Lock
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock, RLock, Thread
 from typing import NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from kvant.cache.page_set import PageId
-from kvant.cache.restore_buffer import RestoreBuffer
+from kvant.cache.transfer import PageId, RestoreBuffer
 from kvant.pages.storage import find_runs
-from kvant.prefixes.threads import DaemonExecutor
+from kvant.platform.c_libraries import use_one_thread
 from kvant.stores import Blob, BlobLayout
 
 log = logging.getLogger("kvant")
@@ -33,10 +41,11 @@ DEADLINE_POLL_S = 0.1  # seconds between checks of the deadline
 TIME_SMOOTHING = 0.5  # weight of the newest time in the mean
 RETRY_SPEEDUP = 1.5  # each skipped restore divides the estimated times by this
 MAX_RESTORE_THREADS = 4  # for one prefix
+JOIN_TIMEOUT_S = 0.5  # seconds that exit waits for all threads
 MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, which is copied to the device at once
 
-PageRun = tuple[int, range]  # a layer group, and numbers of consecutive pages
-GetPage = Callable[[PageId], "Blob | None"]  # a page from a store
+T = TypeVar("T")
+GetPage = Callable[[PageId], "Blob | None"]  # a checked page from a store
 
 
 class TimedRestore(NamedTuple):
@@ -44,13 +53,6 @@ class TimedRestore(NamedTuple):
 
     num_tokens: float
     seconds: float
-
-    def bound_seconds(self, count: int) -> float:
-        """Return a lower bound on the seconds to restore `count` tokens.
-
-        Assume that a longer restore is not faster, and a shorter one not faster per token.
-        """
-        return self.seconds * min(1.0, count / self.num_tokens)
 
 
 class RestoreTimes:
@@ -63,7 +65,7 @@ class RestoreTimes:
 
     def __init__(self) -> None:
         self._by_size: dict[int, TimedRestore] = {}  # by the bit length of the number of tokens
-        self._lock = Lock()
+        self._lock = RLock()
 
     def record_time(self, count: int, seconds: float) -> None:
         """Add a finished restore to the means."""
@@ -77,13 +79,18 @@ class RestoreTimes:
     def record_timeout(self, count: int, seconds: float) -> None:
         """Raise the bound after a restore that did not finish in `seconds`."""
         with self._lock:
-            if self._bound_seconds(count) < seconds:
+            if self.bound_seconds(count) < seconds:
                 self._by_size[count.bit_length()] = TimedRestore(count, seconds)
 
     def bound_seconds(self, count: int) -> float:
-        """Return a lower bound on the seconds for `count` tokens; 0 before any measurement."""
+        """Return a lower bound on the seconds for `count` tokens; 0 before any measurement.
+
+        Assume that a longer restore is not faster, and a shorter one not faster per token.
+        """
         with self._lock:
-            return self._bound_seconds(count)
+            means = self._by_size.values()
+            bounds = [mean.seconds * min(1.0, count / mean.num_tokens) for mean in means]
+            return max(bounds, default=0.0)
 
     def can_restore_within(self, count: int, seconds: float) -> bool:
         """Return whether `count` tokens may be restored in `seconds`.
@@ -91,14 +98,11 @@ class RestoreTimes:
         Each False answer lowers the estimates, so that a store that was slow once is tried again.
         """
         with self._lock:
-            if self._bound_seconds(count) <= seconds:
+            if self.bound_seconds(count) <= seconds:
                 return True
             for size, mean in self._by_size.items():
                 self._by_size[size] = mean._replace(seconds=mean.seconds / RETRY_SPEEDUP)
             return False
-
-    def _bound_seconds(self, count: int) -> float:
-        return max((mean.bound_seconds(count) for mean in self._by_size.values()), default=0.0)
 
 
 class Clearable(Protocol):
@@ -154,9 +158,7 @@ class LookupDeadline:
                 try:
                     allocation.clear()
                 except Exception as error:  # the request continues
-                    # Logged as text: a log handler may keep an error, whose traceback references
-                    # the memory.
-                    text = repr(error)
+                    text = repr(error)  # a log handler may keep the error, and its traceback
                     log.warning("memory of a cancelled lookup was not freed: %s", text)
 
 
@@ -165,55 +167,50 @@ class RestoreProgress(NamedTuple):
 
     length: int  # no page before this length is missing
     num_prefilled: int  # first tokens that were prefilled, as far as the read pages tell
+    is_late: bool = False  # the deadline passed
 
 
+@dataclass(frozen=True)
 class PageReader:
     """A reader of the missing pages of a prefix of `length` tokens into a buffer."""
 
-    def __init__(
-        self,
-        buffer: RestoreBuffer,
-        length: int,
-        page_sizes: Sequence[int],
-        layouts: Mapping[int, BlobLayout],
-        get_page: GetPage,
-        device: torch.device,
-    ) -> None:
-        """`page_sizes` are in tokens, by layer group; `get_page` returns a checked blob or None."""
-        self.buffer = buffer
-        self.length = length
-        self.page_sizes = page_sizes
-        self.layouts = layouts
-        self.get_page = get_page
-        self.device = device
-        self.is_late = False  # whether the deadline passed
+    buffer: RestoreBuffer
+    length: int
+    page_sizes: Sequence[int]  # in tokens, by layer group
+    layouts: Mapping[int, BlobLayout]
+    get_page: GetPage
+    device: torch.device
 
-    def read_all(self, executor: DaemonExecutor, deadline: LookupDeadline) -> RestoreProgress:
+    def read_all(self, deadline: LookupDeadline) -> RestoreProgress:
         """Read the missing pages; stop at the deadline or at the first that cannot be read."""
-        runs = iter(self._list_runs())
+        runs = self._list_runs()
+        futures = [Future[RestoreProgress]() for _ in runs]
+        queue = deque(zip(runs, futures, strict=True))
 
-        def submit(count: int) -> Iterator[tuple[PageRun, Future[RestoreProgress]]]:
-            for group, numbers in islice(runs, count):
-                yield (group, numbers), executor.submit(self.read_run, group, numbers)
+        def read_runs() -> None:
+            with suppress(IndexError):  # the queue is empty
+                while True:
+                    run, future = queue.popleft()
+                    _complete(future, partial(self.read_run, *run))
 
         length = num_prefilled = self.length
-        pending = deque(submit(MAX_RESTORE_THREADS + 1))
         try:
-            while pending:
-                (group, numbers), future = pending.popleft()
+            if runs:
+                start_daemon(read_runs, "kvant-restore")
+            with suppress(RuntimeError):  # no more threads allowed: the running ones suffice
+                for _ in runs[1:MAX_RESTORE_THREADS]:
+                    start_daemon(read_runs, "kvant-restore")
+            for (group, numbers), future in zip(runs, futures, strict=True):
                 begin = numbers[0] * self.page_sizes[group]
                 if begin >= length:
                     break
-                progress = self._await_result(future, deadline)
+                progress = _await_result(future, deadline)
                 if progress is None:
-                    progress = RestoreProgress(begin, num_prefilled)
+                    return RestoreProgress(begin, num_prefilled, is_late=True)
                 length = min(length, progress.length)
                 num_prefilled = min(num_prefilled, progress.num_prefilled)
-                if not self.is_late:
-                    pending += submit(1)
         finally:
-            for _, future in pending:
-                future.cancel()
+            queue.clear()
         return RestoreProgress(length, num_prefilled)
 
     def read_run(self, group: int, numbers: range) -> RestoreProgress:
@@ -235,32 +232,59 @@ class PageReader:
         length = self.length if count == len(numbers) else numbers[count] * size
         return RestoreProgress(length, num_prefilled)
 
-    def _list_runs(self) -> list[PageRun]:
-        """Return the runs of missing pages in the order of positions."""
+    def _list_runs(self) -> list[tuple[int, range]]:
+        """Return runs of consecutive missing pages, and their groups, in the order of positions."""
         runs = []
-        for group, numbers in self.buffer.missing_slots.items():
+        for group, slots in self.buffer.missing_slots.items():
             max_pages = MAX_RUN_BYTES // max(self.layouts[group].nbytes, 1)
             max_pages = min(MAX_RUN_PAGES, max(1, max_pages))
-            runs += [(group, run) for run in split_runs(numbers, max_pages)]
+            numbers = np.array(list(slots), np.int64)
+            for run, _ in find_runs(numbers, numbers):
+                for begin in range(run.start, run.stop, max_pages):
+                    runs.append((group, range(begin, min(begin + max_pages, run.stop))))
         return sorted(runs, key=lambda run: (run[1][0] * self.page_sizes[run[0]], run[0]))
 
-    def _await_result(
-        self, future: Future[RestoreProgress], deadline: LookupDeadline
-    ) -> RestoreProgress | None:
-        """Return the result of a run; None after the deadline."""
-        while True:
-            seconds = deadline.compute_seconds_left()
-            try:
-                return future.result(min(max(seconds, 0.0), DEADLINE_POLL_S))
-            except TimeoutError:
-                if seconds <= 0:
-                    self.is_late = True
-                    return None
+
+def _await_result(
+    future: Future[RestoreProgress], deadline: LookupDeadline
+) -> RestoreProgress | None:
+    """Return the result of a run; None after the deadline."""
+    while True:
+        seconds = deadline.compute_seconds_left()
+        try:
+            return future.result(min(max(seconds, 0.0), DEADLINE_POLL_S))
+        except TimeoutError:
+            if seconds <= 0:
+                return None
 
 
-def split_runs(numbers: Iterable[int], max_pages: int) -> Iterator[range]:
-    """Split numbers into consecutive runs of at most `max_pages`."""
-    array = np.array(list(numbers), np.int64)
-    for run, _ in find_runs(array, array):
-        for begin in range(run.start, run.stop, max_pages):
-            yield range(begin, min(begin + max_pages, run.stop))
+_threads: WeakSet[Thread] = WeakSet()
+
+
+def start_daemon(call: Callable[[], T], name: str) -> Future[T]:
+    """Run a call in a new daemon thread, in which torch computes single-threaded."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        use_one_thread()
+        _complete(future, call)
+
+    thread = Thread(target=run, name=name, daemon=True)
+    thread.start()
+    _threads.add(thread)
+    return future
+
+
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    """Set the result of a call, or its error."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+@atexit.register
+def _join() -> None:
+    end_time = time.monotonic() + JOIN_TIMEOUT_S
+    for thread in [*_threads]:
+        thread.join(max(0.0, end_time - time.monotonic()))

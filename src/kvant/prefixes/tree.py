@@ -11,13 +11,14 @@ length. If pages suffice (no window, state or dense tail), it also serves the en
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvant.cache import Cache
 from kvant.hf import TransformersCache
-from kvant.prefixes.keys import PAGE_TOKENS, make_page_key, make_page_keys
-from kvant.prefixes.prefix_store import PrefixWrite, RestoredPrefix
+from kvant.prefixes.keys import PAGE_TOKENS, make_page_key
+from kvant.prefixes.prefix_store import CachedPrefix, PrefixWrite, pages_suffice
 
 
 @dataclass(eq=False)
@@ -31,6 +32,14 @@ class TreeNode:
     children: dict[bytes, TreeNode] = field(default_factory=dict)
     entries: list[PrefixEntry] = field(default_factory=list)  # whose last whole page this is
 
+    def iterate_entries(self) -> Iterator[PrefixEntry]:
+        """Yield the entries of this node and of all nodes below it."""
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
+            yield from node.entries
+            nodes.extend(node.children.values())
+
 
 @dataclass(eq=False)
 class PrefixEntry:
@@ -40,7 +49,7 @@ class PrefixEntry:
     tail_tokens: tuple[int, ...]  # its tokens after the node
     cache: TransformersCache
     num_prefilled: int  # first tokens that were prefilled; the others were decoded
-    last_used: float = 0.0  # monotonic seconds
+    last_used: float = field(default_factory=time.monotonic)
     num_uses: int = 0
     writes: list[PrefixWrite] = field(default_factory=list)  # also those of replaced entries
 
@@ -60,10 +69,31 @@ class PrefixEntry:
         caches = [page_set.cache for page_set in page_sets if page_set is not None]
         return [cache for cache in caches if cache is not self.cache.states]
 
-    def cancel_writes(self) -> None:
-        """Cancel pending store writes and release their pages."""
-        for write in self.writes:
+    def record_use(self) -> None:
+        """Count a prompt that resumed from this entry."""
+        self.last_used = time.monotonic()
+        self.num_uses += 1
+
+    def compute_value(self, now: float) -> float:
+        """Return the tokens that an eviction would lose, weighted by uses and age.
+
+        Tokens up to the nearest entry above in the tree would stay cached.
+        """
+        node = self.node
+        while node.parent is not None and not (node.entries and node is not self.node):
+            node = node.parent
+        begin = max([other.length for other in node.entries if other is not self], default=0)
+        return max(self.length - begin, 1) * (1 + self.num_uses) / (1.0 + now - self.last_used)
+
+    def remove(self) -> None:
+        """Remove this entry, and nodes that are empty without it; cancel its store writes."""
+        for write in self.writes:  # first: the removal may drop the last reference to the pages
             write.cancel()
+        node = self.node
+        node.entries.remove(self)
+        while node.parent is not None and not (node.entries or node.children):
+            del node.parent.children[node.key]
+            node = node.parent
 
 
 @dataclass(frozen=True)
@@ -79,103 +109,71 @@ class PrefixMismatch:
 class PrefixMatch:
     """The result of a lookup in the tree."""
 
-    entry: PrefixEntry | None
-    length: int  # tokens that the entry serves
-    num_shared: int  # tokens of whole pages in the tree, whether an entry serves them or not
-    mismatch: PrefixMismatch | None
+    entry: PrefixEntry | None = None
+    length: int = 0  # tokens that the entry serves
+    num_shared: int = 0  # tokens of whole pages in the tree, whether an entry serves them or not
+    mismatch: PrefixMismatch | None = None
 
 
 class PrefixTree:
     """The entries under one root key."""
 
-    def __init__(self, root_key: bytes, *, pages_suffice: bool) -> None:
-        self.pages_suffice = pages_suffice  # entries can be resumed at the end of any page
+    def __init__(self, root_key: bytes, alignment: int | None) -> None:
+        """With an `alignment`, only its multiples of prefilled tokens are served."""
         self.root = TreeNode(root_key, (), 0, None)
+        self._alignment = alignment
 
     def __iter__(self) -> Iterator[PrefixEntry]:
-        nodes = [self.root]
-        while nodes:
-            node = nodes.pop()
-            yield from node.entries
-            nodes.extend(node.children.values())
+        return self.root.iterate_entries()
 
-    def match_prefix(
-        self, tokens: Sequence[int], max_length: int, alignment: int = 1
-    ) -> PrefixMatch:
-        """Find the entry that serves the longest length <= `max_length`.
-
-        With `alignment` above 1 the length is a multiple of it, and all its tokens were prefilled.
-        """
-        path = self._find_path(tokens)
+    def match_prefix(self, tokens: Sequence[int]) -> PrefixMatch:
+        """Find the entry that serves the most of `tokens`, without the last one."""
+        path, max_length = self._find_path(tokens), len(tokens) - 1
         best, length = None, 0
         for node in reversed(path):
             if length >= min(node.length + PAGE_TOKENS, max_length):
                 break
-            for entry in self._find_candidates(node, tokens, last=node is path[-1]):
-                common = min(_count_common_tokens(node, entry, tokens), max_length)
-                served = find_resumable_length(entry, common, alignment)
+            page = tokens[node.length : node.length + PAGE_TOKENS]
+            for entry, branch in _list_branches(node, page, is_last=node is path[-1]):
+                common = min(node.length + count_shared_prefix(branch, page), max_length)
+                served = find_resumable_length(entry, common, self._alignment)
                 if served > length:
                     best, length = entry, served
-        return PrefixMatch(best, length, path[-1].length, self._find_mismatch(path[-1], tokens))
+        return PrefixMatch(best, length, path[-1].length, _find_mismatch(path[-1], tokens))
 
-    def insert(
-        self, tokens: Sequence[int], cache: TransformersCache, num_prefilled: int
-    ) -> PrefixEntry | None:
-        """Insert a cache of `tokens` and remove the entries that it replaces.
+    def insert(self, prefix: CachedPrefix) -> PrefixEntry | None:
+        """Insert a prefix and remove the entries that it replaces.
 
         Return None on a hash collision: a page has the key of other tokens.
         """
-        whole = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
-        pages = [tuple(tokens[at : at + PAGE_TOKENS]) for at in range(0, whole, PAGE_TOKENS)]
-        keys = make_page_keys(self.root.key, tokens)
-        path = [self.root]
-        while len(path) < len(keys):
-            child = path[-1].children.get(keys[len(path)])
-            if child is None:
-                break
-            if child.tokens != pages[len(path) - 1]:
-                return None
-            path.append(child)
-        new = PrefixEntry(path[-1], tuple(tokens[whole:]), cache, num_prefilled)
-        replaced = [e for node in path for e in node.entries if self._replaces(new, e, tokens)]
-        new.num_uses = sum(entry.num_uses for entry in replaced)
-        new.writes = [w for entry in replaced for w in entry.writes if w.page_set is not None]
+        tokens = prefix.tokens
+        path, whole = self._find_path(tokens), len(tokens) // PAGE_TOKENS * PAGE_TOKENS
         # New nodes are linked to each other first and to the tree by one assignment, so that an
         # interrupt leaves no node without entries.
-        last = path[-1]
-        for number in range(len(path), len(keys)):
-            node = TreeNode(keys[number], pages[number - 1], number * PAGE_TOKENS, new.node)
-            if new.node is not last:
-                new.node.children[node.key] = node
-            new.node = node
+        node, new_children = path[-1], dict[bytes, TreeNode]()
+        for begin in range(node.length, whole, PAGE_TOKENS):
+            page = tokens[begin : begin + PAGE_TOKENS]
+            key = make_page_key(node.key, page)
+            if key in node.children:
+                return None
+            siblings = new_children if node is path[-1] else node.children
+            node = siblings[key] = TreeNode(key, page, begin + PAGE_TOKENS, node)
+        new = PrefixEntry(node, tokens[whole:], prefix.cache, prefix.num_prefilled)
+        replaced = [e for node in path for e in node.entries if _replaces(new, e, tokens)]
+        new.num_uses = sum(entry.num_uses for entry in replaced)
+        new.writes = [w for entry in replaced for w in entry.writes if w.page_set is not None]
         new.node.entries.append(new)
-        if new.node is not last:
-            top = new.node
-            while top.parent is not last and top.parent is not None:
-                top = top.parent
-            last.children[top.key] = top
+        path[-1].children.update(new_children)
         for entry in replaced:
-            self.remove(entry)
+            entry.writes = []  # the new entry has them
+            entry.remove()
         return new
 
     def list_entries_sharing(self, tokens: Sequence[int]) -> list[PrefixEntry]:
         """Return the entries with the first page of `tokens`, and those shorter than a page."""
-        nodes, entries = self._find_path(tokens)[1:2], list(self.root.entries)
-        while nodes:
-            node = nodes.pop()
-            entries += node.entries
-            nodes.extend(node.children.values())
-        return entries
-
-    def remove(self, entry: PrefixEntry) -> None:
-        """Remove an entry, and nodes that are empty without it."""
-        node: TreeNode | None = entry.node
-        entry.node.entries.remove(entry)
-        while node is not None and node.parent is not None and not (node.entries or node.children):
-            del node.parent.children[node.key]
-            node = node.parent
-
-    # ---- internals
+        path = self._find_path(tokens)
+        shared = path[1].iterate_entries() if len(path) > 1 else ()
+        return [*self.root.entries, *shared]
 
     def _find_path(self, tokens: Sequence[int]) -> list[TreeNode]:
         """Return the nodes of the whole pages of `tokens`, from the root as far as they match."""
@@ -188,73 +186,67 @@ class PrefixTree:
             path.append(node)
         return path
 
-    def _find_candidates(
-        self, node: TreeNode, tokens: Sequence[int], *, last: bool
-    ) -> Iterator[PrefixEntry]:
-        """Yield the entries at a node; after the last node, also one of the most similar branch."""
-        yield from node.entries
-        if last and node.children:
-            page = tokens[node.length : node.length + PAGE_TOKENS]
-            child = max(node.children.values(), key=lambda c: _count_common_items(c.tokens, page))
-            while not child.entries and child.children:
-                child = next(reversed(child.children.values()))
-            yield from child.entries[-1:]
-
-    def _replaces(self, new: PrefixEntry, old: PrefixEntry, tokens: Sequence[int]) -> bool:
-        """Return whether the entry of `tokens` serves all that an older entry does."""
-        end, count = old.length, len(tokens)
-        is_prefix = old.tail_tokens == tuple(tokens[old.node.length : end])
-        serves = end == count or (self.pages_suffice and new.cache.find_exact_rewind(end) == end)
-        return is_prefix and end <= count and new.num_prefilled >= old.num_prefilled and serves
-
-    def _find_mismatch(self, node: TreeNode, tokens: Sequence[int]) -> PrefixMismatch | None:
-        """Return the first difference from the most similar branch after a node.
-
-        Return None without a branch, or if a branch equals the next tokens up to the end of the
-        shorter.
-        """
-        page = tuple(tokens[node.length : node.length + PAGE_TOKENS])
-        branches = [entry.tail_tokens for entry in node.entries]
-        branches += [child.tokens for child in node.children.values()]
-        counts = [_count_common_items(branch, page) for branch in branches]
-        if not branches or any(
-            count in (len(branch), len(page))
-            for branch, count in zip(branches, counts, strict=True)
-        ):
-            return None
-        count = max(counts)
-        branch = branches[counts.index(count)]
-        end = count + 8
-        return PrefixMismatch(node.length + count, branch[count:end], page[count:end])
-
-
-def _count_common_tokens(node: TreeNode, entry: PrefixEntry, tokens: Sequence[int]) -> int:
-    """Count common first tokens of an entry and `tokens`; both start with the path to `node`."""
-    if entry.node is node:
-        return node.length + _count_common_items(entry.tail_tokens, tokens[node.length :])
-    child = entry.node
-    while child.parent is not None and child.parent is not node:
-        child = child.parent
-    return node.length + _count_common_items(
-        child.tokens, tokens[node.length : node.length + PAGE_TOKENS]
-    )
-
 
 def find_resumable_length(
-    prefix: PrefixEntry | RestoredPrefix, max_length: int, alignment: int
+    prefix: PrefixEntry | CachedPrefix, max_length: int, alignment: int | None
 ) -> int:
     """Return the longest length <= `max_length` from which generation can continue."""
-    if alignment == 1:
+    if alignment is None:
         return prefix.cache.find_exact_rewind(max_length)
     aligned = min(max_length, prefix.num_prefilled) // alignment * alignment
     return aligned if prefix.cache.find_exact_rewind(aligned) == aligned else 0
 
 
-def _count_common_items(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the equal first items of two sequences."""
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+def _list_branches(
+    node: TreeNode, page: Sequence[int], *, is_last: bool
+) -> Iterator[tuple[PrefixEntry, tuple[int, ...]]]:
+    """Yield the entries at a node, each with its tokens after the node.
+
+    After the last node of a path, also yield an entry of the branch most similar to `page`.
+    """
+    for entry in node.entries:
+        yield entry, entry.tail_tokens
+    if is_last and node.children:
+        child = max(node.children.values(), key=lambda c: count_shared_prefix(c.tokens, page))
+        tokens = child.tokens
+        while not child.entries and child.children:
+            child = next(reversed(child.children.values()))
+        for entry in child.entries[-1:]:
+            yield entry, tokens
+
+
+def _replaces(new: PrefixEntry, old: PrefixEntry, tokens: Sequence[int]) -> bool:
+    """Return whether the new entry of `tokens` serves all that an older entry does."""
+    end, count = old.length, len(tokens)
+    return (
+        old.tail_tokens == tuple(tokens[old.node.length : end])
+        and end <= count
+        and new.num_prefilled >= old.num_prefilled
+        and (
+            end == count
+            or (pages_suffice(new.cache.spec) and new.cache.find_exact_rewind(end) == end)
+        )
+    )
+
+
+def _find_mismatch(node: TreeNode, tokens: Sequence[int]) -> PrefixMismatch | None:
+    """Return the first difference from the most similar branch after a node.
+
+    Return None without a branch, or if a branch equals the next tokens up to the end of the
+    shorter.
+    """
+    page = tuple(tokens[node.length : node.length + PAGE_TOKENS])
+    branches = [entry.tail_tokens for entry in node.entries]
+    branches += [child.tokens for child in node.children.values()]
+    if not branches or any(branch[: len(page)] == page[: len(branch)] for branch in branches):
+        return None
+    branch = max(branches, key=lambda branch: count_shared_prefix(branch, page))
+    begin = count_shared_prefix(branch, page)
+    end = begin + 8
+    return PrefixMismatch(node.length + begin, branch[begin:end], page[begin:end])
+
+
+def count_shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

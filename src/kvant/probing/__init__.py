@@ -1,9 +1,8 @@
 """Measure what a spec does to a model, before the model is used with it."""
 
 from kvant.probing.divergence import Divergence, measure_divergence
-from kvant.probing.evaluator import make_trial
 from kvant.probing.guard import attach, attach_checked, explain_harm
-from kvant.probing.recommendation import Probe, probe, resolve_auto
+from kvant.probing.recommendation import Probe, make_trial, probe, resolve_auto
 
 __all__ = [
     "Divergence",

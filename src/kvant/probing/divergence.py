@@ -88,7 +88,7 @@ def measure_divergence(
     chunk: int = MAX_FORWARD_TOKENS,
 ) -> Divergence:
     """Measure pieces of text [1, T], each with new caches; the last token is only predicted."""
-    full = make_stored_prefill_spec(model, spec)
+    full = make_stored_prefill_spec(model, spec)  # first: an invalid spec raises
     return measure_cache_divergence(
         model, pieces, lambda: make_empty_cache(model, full), chunk=chunk
     )
@@ -98,12 +98,11 @@ def measure_cache_divergence(
     model: PreTrainedModel, pieces: Iterable[Tensor], make_cache: Callable[[], Any], *, chunk: int
 ) -> Divergence:
     """Measure caches of any kind; without `prefill="stored"`, use a chunk of 1."""
-    raw = make_stored_prefill_spec(model, "raw")
     return Divergence.concatenate(
         part
         for piece in pieces
         for part in _measure_piece(
-            model, piece, (make_empty_cache(model, raw), make_cache()), chunk
+            model, piece, (make_empty_cache(model, "raw"), make_cache()), chunk
         )
     )
 
@@ -125,8 +124,8 @@ def make_unbounded_spec(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
 
 
 def make_empty_cache(model: PreTrainedModel, spec: AnySpec) -> TransformersCache:
-    """Make an empty cache for one sequence."""
-    cache = cache_for(model, spec)
+    """Make an empty cache for one sequence, whose prompts are read as in decoding."""
+    cache = cache_for(model, make_stored_prefill_spec(model, spec))
     if not isinstance(cache, TransformersCache):
         raise ValueError(
             f"{type(model).__name__} reads an encoder: divergence is measured on models that "
@@ -134,6 +133,23 @@ def make_empty_cache(model: PreTrainedModel, spec: AnySpec) -> TransformersCache
         )
     if not any(layer.attends for layer in cache.layer_info):
         raise ValueError(f"no layer of {type(model).__name__} attends: it has no rows to store")
+    return cache
+
+
+def make_filled_cache(
+    model: PreTrainedModel, prompt: Tensor, spec: AnySpec, raw_cache: TransformersCache
+) -> TransformersCache:
+    """Return a cache of a prompt under a spec: a recoded fork of `raw_cache`, which holds it.
+
+    A spec that prunes reads the prompt again: scores need its queries, which raw does not store.
+    """
+    cache = make_empty_cache(model, spec)
+    if cache.spec.prunes:
+        read_prompt(model, prompt, cache)
+        cache.prune()
+        return cache
+    full, cache = cache.spec, raw_cache.fork()
+    cache.recode(full)  # with fitted channel scales
     return cache
 
 
@@ -153,10 +169,7 @@ def _measure_piece(
         raw_logits, spec_logits = (
             compute_logits(model, ids[:, start:stop], cache) for cache in caches
         )
-        targets = ids[0, start + 1 : stop + 1]
-        for offset in range(0, stop - start, MAX_COMPARED_POSITIONS):
-            positions = slice(offset, offset + MAX_COMPARED_POSITIONS)
-            yield compare_logits(raw_logits[positions], spec_logits[positions], targets[positions])
+        yield compare_logits(raw_logits, spec_logits, ids[0, start + 1 : stop + 1])
 
 
 @torch.no_grad()
@@ -180,6 +193,11 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, cache: TransformersCache) -
 
 def compare_logits(raw_logits: Tensor, logits: Tensor, targets: Tensor) -> Divergence:
     """Compare logits [N, vocabulary] at the true next tokens [N]; the result is on the CPU."""
+    parts = (torch.split(x, MAX_COMPARED_POSITIONS) for x in (raw_logits, logits, targets))
+    return Divergence.concatenate(_compare_positions(*part) for part in zip(*parts, strict=True))
+
+
+def _compare_positions(raw_logits: Tensor, logits: Tensor, targets: Tensor) -> Divergence:
     raw_logprobs, logprobs = (values.float().log_softmax(-1) for values in (raw_logits, logits))
     weights = raw_logprobs.exp()
     # 0 * inf: a token that raw excludes adds nothing. Below 0 there is only rounding.

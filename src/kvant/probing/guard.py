@@ -15,13 +15,12 @@ from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.probing import verdicts
-from kvant.probing.assessment import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.probing.divergence import make_empty_cache, make_unbounded_spec
-from kvant.probing.evaluator import FormatTrial, ProbeTrial, make_trial
-from kvant.probing.recommendation import choose_format
-from kvant.recipes import AnySpec, CacheSpec, iterate_attention
-from kvant.spec.auto import is_auto
+from kvant.probing.recommendation import FormatTrial, ProbeTrial, choose_format, make_trial
+from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
+from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec.headers import dumps
+from kvant.spec.language import is_auto
 
 log = logging.getLogger("kvant")
 TRIAL_SECONDS = 2.0  # longest delay of a start by a trial
@@ -114,52 +113,27 @@ def attach_checked(
     if text_model is not None and not hf.has_cross_attention(text_model):
         hf.get_support(text_model).require_level(hf.SupportLevel.GENERATE)
     try:
-        if is_auto(spec):
-            return _attach_auto(model, spec, tokenizer, backend, progress)
-        return GuardedSpec(spec, _attach_spec(model, spec, tokenizer, guard, backend, progress))
+        if is_auto(spec):  # what it stands for needs no further trial
+            hf.attach(model, "raw")
+            text_model = hf.get_text_model(model)
+            trial = make_trial(text_model, tokenizer)
+            choice = choose_format(text_model, str(spec), trial, progress)
+            hf.attach(model, choice.spec, backend=backend)
+            warning = None if trial.make_exams() else RECALL_UNTESTED_WARNING
+            return GuardedSpec(choice.spec, warning, choice.candidates)
+        hf.attach(model, spec, backend=backend)
+        recipes = make_cache_spec(get_model_layers(model), spec).layers
+        if not guard or not any(layer.seals for layer in iterate_attention(*recipes)):
+            return GuardedSpec(spec, None)
+        if text_model is None:
+            log.info("the format was not tried on the model: it needs more input than tokens")
+            return GuardedSpec(spec, None)
+        trial = make_trial(text_model, tokenizer)
+        return GuardedSpec(spec, explain_harm(text_model, spec, trial, progress))
     except BaseException:
         if hf.get_attachments(model) != previous:
             _restore_attachments(model, previous)
         raise
-
-
-def _attach_auto(
-    model: PreTrainedModel,
-    spec: AnySpec,
-    tokenizer: Any,
-    backend: str | None,
-    progress: ProbeProgress,
-) -> GuardedSpec:
-    """Attach the spec that `auto` stands for; it needs no further trial."""
-    hf.attach(model, "raw")
-    text_model = hf.get_text_model(model)
-    trial = make_trial(text_model, tokenizer)
-    choice = choose_format(text_model, str(spec), trial, progress)
-    hf.attach(model, choice.spec, backend=backend)
-    return GuardedSpec(
-        choice.spec, None if trial.make_exams() else RECALL_UNTESTED_WARNING, choice.candidates
-    )
-
-
-def _attach_spec(
-    model: PreTrainedModel,
-    spec: AnySpec,
-    tokenizer: Any,
-    guard: bool,
-    backend: str | None,
-    progress: ProbeProgress,
-) -> str | None:
-    hf.attach(model, spec, backend=backend)
-    seals = any(
-        layer.seals
-        for layer in iterate_attention(*make_cache_spec(get_model_layers(model), spec).layers)
-    )
-    text_model = hf.find_text_model(model) if guard and seals else None
-    if text_model is None:
-        if guard and seals:
-            log.info("the format was not tried on the model: it needs more input than tokens")
-        return None
-    return explain_harm(text_model, spec, make_trial(text_model, tokenizer), progress)
 
 
 def explain_harm(
@@ -179,7 +153,19 @@ def explain_harm(
         if not any(layer.seals for layer in iterate_attention(*formats.layers)):
             return None
         fitted_spec = make_empty_cache(model, formats).spec  # the key includes channel scales
-        verdict = _find_verdict(model, fitted_spec, trial, progress)
+        key = verdicts.make_key(model, trial.ids, "format", dumps(fitted_spec), trial.max_kl)
+        verdict = verdicts.load(key, Verdict.from_json)
+        if verdict is None:
+            verdict = assess(
+                model,
+                trial.ids,
+                fitted_spec,
+                trial.max_kl,
+                seconds=TRIAL_SECONDS,
+                progress=progress,
+            )
+            if verdict.harmless is not None:  # else unknown
+                verdicts.store(key, asdict(verdict))
     except UnsupportedView as error:  # the model's own attention needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None
@@ -198,18 +184,3 @@ def explain_harm(
         "kvant.probe(model, tokenizer, spec) tells where, and recommends a spec; 'auto' takes "
         "the smallest harmless format"
     )
-
-
-def _find_verdict(
-    model: PreTrainedModel, formats: CacheSpec, trial: ProbeTrial, progress: ProbeProgress
-) -> Verdict:
-    """Load the verdict from disk, or run the trial; store its verdict unless it is unknown."""
-    key = verdicts.make_key(model, trial.ids, "format", dumps(formats), trial.max_kl)
-    if (stored := verdicts.load(key, Verdict.from_json)) is not None:
-        return stored
-    verdict = assess(
-        model, trial.ids, formats, trial.max_kl, seconds=TRIAL_SECONDS, progress=progress
-    )
-    if verdict.harmless is not None:
-        verdicts.store(key, asdict(verdict))
-    return verdict

@@ -17,7 +17,7 @@ import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from kvant.hf import TransformersCache
 from kvant.probing.divergence import (
     compute_logits,
     make_empty_cache,
-    make_stored_prefill_spec,
+    make_filled_cache,
     read_prompt,
 )
-from kvant.recipes import AnySpec, CacheSpec
+from kvant.recipes import AnySpec
 
 PLANT_DEPTHS = (0.0, 0.25, 0.5, 0.75)  # share of the text before the item
 PLANT_KINDS = ("needle", "copy")
@@ -58,8 +58,11 @@ class RecallExam:
     planted: tuple[PlantedItem, ...]
 
 
-@dataclass(frozen=True)
-class ExamAnswer:
+ExamCache = tuple[RecallExam, TransformersCache]  # and the cache that holds its text
+
+
+class ExamAnswer(NamedTuple):
+    item: PlantedItem
     is_correct: bool  # whether greedy decoding gives it
     probability: float  # that sampling gives it
 
@@ -74,8 +77,7 @@ def measure_recall(
     model: PreTrainedModel, exams: Iterable[RecallExam], spec: AnySpec
 ) -> RecallShares:
     """Return the share of correct answers, by kind and depth."""
-    full = make_stored_prefill_spec(model, spec)
-    return _compute_shares(model, ((exam, _read_exam(model, exam, full)) for exam in exams))
+    return _compute_shares(model, ((exam, _read_exam(model, exam, spec)) for exam in exams))
 
 
 @dataclass(frozen=True)
@@ -88,70 +90,47 @@ class RecallTest:
     """
 
     model: PreTrainedModel
-    exam_caches: tuple[tuple[RecallExam, TransformersCache], ...]
+    exam_caches: tuple[ExamCache, ...]
     raw_probability: float  # mean over all answers, with the raw cache
 
     @classmethod
     def from_exams(cls, model: PreTrainedModel, exams: Iterable[RecallExam]) -> RecallTest:
-        raw = make_stored_prefill_spec(model, "raw")
-        pairs = tuple((exam, _read_exam(model, exam, raw)) for exam in exams)
+        pairs = tuple((exam, _read_exam(model, exam, "raw")) for exam in exams)
         return cls(model, pairs, _compute_mean_probability(model, pairs))
 
     def measure_loss(self, spec: AnySpec) -> float:
         """Return the loss in the probability of an answer against raw: 0.03 is 3 in 100."""
-        full = make_empty_cache(self.model, make_stored_prefill_spec(self.model, spec)).spec
         return self.raw_probability - _compute_mean_probability(
-            self.model, self._iterate_under_spec(full)
+            self.model, self._iterate_under_spec(spec)
         )
 
     def measure_shares(self, spec: AnySpec) -> RecallShares:
         """Return the share of correct answers, by kind and depth."""
-        full = make_empty_cache(self.model, make_stored_prefill_spec(self.model, spec)).spec
-        return _compute_shares(self.model, self._iterate_under_spec(full))
+        return _compute_shares(self.model, self._iterate_under_spec(spec))
 
-    def _iterate_under_spec(
-        self, spec: CacheSpec
-    ) -> Iterator[tuple[RecallExam, TransformersCache]]:
+    def _iterate_under_spec(self, spec: AnySpec) -> Iterator[ExamCache]:
         """Yield the exams with their caches under a spec; one that prunes reads them again."""
         for exam, cache in self.exam_caches:
-            yield (
-                exam,
-                _read_exam(self.model, exam, spec) if spec.prunes else _fork_recoded(cache, spec),
-            )
+            prompt = torch.tensor([exam.prompt])
+            yield exam, make_filled_cache(self.model, prompt, spec, cache)
 
 
-def _fork_recoded(cache: TransformersCache, spec: CacheSpec) -> TransformersCache:
-    fork = cache.fork()
-    fork.recode(spec)
-    return fork
-
-
-def _compute_mean_probability(
-    model: PreTrainedModel, exam_caches: Iterable[tuple[RecallExam, TransformersCache]]
-) -> float:
-    probabilities = [
-        _grade_answer(model, item, cache).probability
-        for exam, cache in exam_caches
-        for item in exam.planted
-    ]
+def _compute_mean_probability(model: PreTrainedModel, exam_caches: Iterable[ExamCache]) -> float:
+    probabilities = [answer.probability for answer in _iterate_answers(model, exam_caches)]
     return fmean(probabilities) if probabilities else 0.0
 
 
-def _compute_shares(
-    model: PreTrainedModel, exam_caches: Iterable[tuple[RecallExam, TransformersCache]]
-) -> RecallShares:
+def _compute_shares(model: PreTrainedModel, exam_caches: Iterable[ExamCache]) -> RecallShares:
     results: dict[tuple[str, float], list[bool]] = {}
-    for exam, cache in exam_caches:
-        for item in exam.planted:
-            correct = results.setdefault((item.kind, item.depth), [])
-            correct.append(_grade_answer(model, item, cache).is_correct)
+    for item, is_correct, _ in _iterate_answers(model, exam_caches):
+        results.setdefault((item.kind, item.depth), []).append(is_correct)
     return {
         kind: {str(d): fmean(correct) for (k, d), correct in results.items() if k == kind}
         for kind in PLANT_KINDS
     }
 
 
-def _read_exam(model: PreTrainedModel, exam: RecallExam, spec: CacheSpec) -> TransformersCache:
+def _read_exam(model: PreTrainedModel, exam: RecallExam, spec: AnySpec) -> TransformersCache:
     """Read the text; prune here, since the question is not known to the cache."""
     cache = make_empty_cache(model, spec)
     read_prompt(model, torch.tensor([exam.prompt]), cache)
@@ -159,14 +138,18 @@ def _read_exam(model: PreTrainedModel, exam: RecallExam, spec: CacheSpec) -> Tra
     return cache
 
 
-def _grade_answer(
-    model: PreTrainedModel, item: PlantedItem, cache: TransformersCache
-) -> ExamAnswer:
-    ids = torch.tensor([item.question + item.answer[:-1]], device=model.device)
-    logits = compute_logits(model, ids, cache.fork())[len(item.question) - 1 :].float()
-    answer = torch.tensor(item.answer, device=logits.device)
-    probability = logits.log_softmax(-1).gather(-1, answer[:, None]).sum().exp().nan_to_num(0.0)
-    return ExamAnswer(bool((logits.argmax(-1) == answer).all()), float(probability))
+def _iterate_answers(
+    model: PreTrainedModel, exam_caches: Iterable[ExamCache]
+) -> Iterator[ExamAnswer]:
+    """Ask each question on a fork of the cache."""
+    for exam, cache in exam_caches:
+        for item in exam.planted:
+            ids = torch.tensor([item.question + item.answer[:-1]], device=model.device)
+            logits = compute_logits(model, ids, cache.fork())[len(item.question) - 1 :].float()
+            answer = torch.tensor(item.answer, device=logits.device)
+            is_correct = bool((logits.argmax(-1) == answer).all())
+            logprob = logits.log_softmax(-1).gather(-1, answer[:, None]).sum()
+            yield ExamAnswer(item, is_correct, float(logprob.exp().nan_to_num(0.0)))
 
 
 def _make_exam(tokenizer: Any, text: list[int], rng: random.Random) -> RecallExam:

@@ -1,22 +1,33 @@
-"""Store verdicts on disk, so that no format is tried on a model twice.
+"""Decide whether a format is harmful, on as few tokens as possible and within a time limit.
 
-A key hashes all weights, the configuration, the format, the text and the version of the trial. At
-most 1 MiB of each weight is hashed, spread evenly over it: training changes all values of a weight,
-and a key of 14 GiB still takes only tenths of a second. If a file cannot be read or written, there
-is no verdict.
+A raw cache reads the text. Before the first page can be sealed, both caches would hold the same
+rows; there a fork of the raw cache is recoded and reads on in parallel. Pieces grow, so that each
+predicts the time of the next; a piece that would miss the deadline is not started.
+
+    0            begin            judged_from                    count
+    |--- raw ----|--- raw and spec ----|--- decide on these tokens ---|
+
+Verdicts are stored on disk, so that no format is tried on a model twice. A key hashes all weights,
+the configuration, the format, the text and the version of the trial. At most 1 MiB of each weight
+is hashed, spread evenly over it: training changes all values of a weight, and a key of 14 GiB still
+takes only tenths of a second. If a file cannot be read or written, there is no verdict.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import chain, repeat
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +35,126 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.hf import make_comparable, named_attributes, named_modules
+from kvant.probing.divergence import (
+    Divergence,
+    compare_logits,
+    compute_logits,
+    make_empty_cache,
+)
+from kvant.recipes import CacheSpec, iterate_attention
 from kvant.weights.packing import named_weights
+
+FIRST_PIECES = (4, 16, 44, 64)  # tokens of the first pieces
+PIECE_TOKENS = 128  # tokens of the others
+MIN_JUDGED = 64  # positions before a decision
+NUM_STANDARD_ERRORS = 3.0  # between mean and limit, for a decision
+
+ProbeProgress = Callable[[int, int], None]  # steps done, and all steps
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a trial, after all or some of its tokens."""
+
+    harmless: bool | None  # None: unknown, the time was not enough
+    mean_kl: float  # nats, over the tokens read
+    top1: float  # share of these whose most likely token stays
+    tokens: int
+    total: int
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Verdict:
+        """Parse a stored verdict; raise if one of its fields is invalid."""
+        if fields["harmless"] not in (True, False):
+            raise ValueError(f"harmless={fields['harmless']!r}: true or false is needed")
+        numbers = float(fields["mean_kl"]), float(fields["top1"])
+        return cls(bool(fields["harmless"]), *numbers, int(fields["tokens"]), int(fields["total"]))
+
+
+def assess(
+    model: PreTrainedModel,
+    ids: Tensor,
+    spec: CacheSpec,
+    max_kl: float,
+    *,
+    seconds: float = math.inf,
+    progress: ProbeProgress = ignore_progress,
+) -> Verdict:
+    """Read the text [1, T] until the verdict is certain, the text ends or the time is up."""
+    deadline = monotonic() + seconds
+    begin, judged_from = _find_sealed_positions(spec)
+    count = ids.shape[1] - 1
+    raw_cache, spec_cache = make_empty_cache(model, "raw"), None
+    parts: list[Divergence] = []
+    num_read, token_seconds = 0, 0.0  # token_seconds: of one cache, an upper estimate
+    sizes = chain(FIRST_PIECES, repeat(PIECE_TOKENS))
+    progress(0, count)
+    while num_read < count:
+        size = min(next(sizes), (begin if num_read < begin else count) - num_read, count - num_read)
+        caches = 1 if num_read < begin else 2
+        start = monotonic()
+        if num_read and start + token_seconds * size * caches > deadline:
+            return _make_verdict(None, parts, num_read, count)
+        piece = ids[:, num_read : num_read + size]
+        targets = ids[0, num_read + 1 : num_read + size + 1]
+        if caches == 2 and spec_cache is None:
+            spec_cache = raw_cache.fork()
+            spec_cache.recode(make_empty_cache(model, spec).spec)  # with fitted channel scales
+        raw_logits = compute_logits(model, piece, raw_cache)
+        if spec_cache is not None:
+            spec_logits = compute_logits(model, piece, spec_cache)
+            parts.append(compare_logits(raw_logits, spec_logits, targets))
+        # The first piece also loads the weights: the second may take as long.
+        token_seconds = (monotonic() - start) / ((size if num_read else FIRST_PIECES[1]) * caches)
+        num_read += size
+        progress(num_read, count)
+        if parts:
+            harmless = _decide(parts, judged_from - begin, num_read, max_kl)
+            if harmless is not None:
+                return _make_verdict(harmless, parts, num_read, count)
+    verdict = _make_verdict(None, parts, num_read, count)
+    return _make_verdict(verdict.mean_kl <= max_kl, parts, num_read, count)
+
+
+def _find_sealed_positions(spec: CacheSpec) -> tuple[int, int]:
+    """Return the positions where sealed rows first exist, and where half of the rows are."""
+    pagings = [layer.paging for layer in iterate_attention(*spec.layers) if layer.seals]
+    firsts = [max(p.page + (p.tail or 0), p.dense_until) - 1 for p in pagings]
+    halves = [p.page + 2 * (p.tail or 0) - 1 for p in pagings]
+    return min(firsts), max(*firsts, *halves)
+
+
+def _decide(parts: list[Divergence], first: int, num_read: int, max_kl: float) -> bool | None:
+    """Return whether the format is harmless; None if the mean is too close to the limit."""
+    kl = torch.cat([part.kl for part in parts])
+    if kl.isinf().any():
+        return False
+    judged = kl[first:].double()
+    if len(judged) < MIN_JUDGED:
+        return None
+    mean = float(judged.mean())
+    error = NUM_STANDARD_ERRORS * float(judged.std()) / math.sqrt(len(judged))
+    if mean + error <= max_kl:
+        return True
+    # The warning names the mean over all tokens read: it must exceed the limit, too.
+    return False if min(mean - error, float(kl.sum()) / num_read) > max_kl else None
+
+
+def _make_verdict(
+    harmless: bool | None, parts: list[Divergence], num_read: int, total: int
+) -> Verdict:
+    """Make a verdict; its means include the first tokens, before any row is sealed."""
+    if not parts:
+        return Verdict(harmless, 0.0, 1.0, num_read, total)
+    divergence = Divergence.concatenate(parts)
+    share = divergence.num_positions / num_read
+    top1 = 1 - (1 - divergence.top1) * share
+    return Verdict(harmless, divergence.mean_kl * share, top1, num_read, total)
+
 
 KEY_VERSION = "kvant verdict 2"  # change it if trials give other results
 MAX_FILES = 256

@@ -1,7 +1,12 @@
 """Replay of decoded tokens: a forward is captured once, and then run without Python."""
 
-from kvant.replay.capture import ReplayBuffers, capture_forward
-from kvant.replay.graph import CaptureFunction, capture_graph, make_capture_function
+from kvant.replay.capture import (
+    CaptureFunction,
+    ReplayBuffers,
+    capture_forward,
+    capture_graph,
+    make_capture_function,
+)
 from kvant.replay.replayer import NATIVE_REPLAY, Replayer
 
 __all__ = [

@@ -1,8 +1,11 @@
-"""Capture a forward on a CPU, and replay it without Python, to the same bits.
+"""Capture a forward, and replay it without Python: on a CPU to the same bits, on a GPU as a graph.
 
-A forward of one token runs the same native requests and PyTorch operators for every token, on
-memory at fixed addresses. `capture_forward` records them in order. A replay repeats requests as
-they are. An operator is converted to a request if that gives the same bits; otherwise it is called.
+On a CPU, a forward of one token runs the same native requests and PyTorch operators for every
+token, on memory at fixed addresses. `capture_forward` records them in order. A replay repeats
+requests as they are. An operator is converted to a request if that gives the same bits; otherwise
+it is called.
+
+On a GPU the forward is captured as a CUDA graph, after torch.compile if it is configured.
 
 Other Python code is not captured. As in a CUDA graph, numbers that it computed stay constant, and
 a forward that reads the value of a tensor raises UnsupportedView.
@@ -11,7 +14,7 @@ a forward that reads the value of a tensor raises UnsupportedView.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, cast
@@ -20,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import CompileConfig
 
 from kvant.errors import UnsupportedView
 from kvant.native import (
@@ -32,7 +36,7 @@ from kvant.native import (
     compile_requests,
     map_elements,
 )
-from kvant.platform.torch_modes import no_inference_mode
+from kvant.platform.torch_runtime import no_inference_mode
 
 aten = torch.ops.aten
 ForwardFunction = Callable[..., Tensor]
@@ -122,7 +126,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = _collect_tensors((*args, *options.values()))
         _check_static_output(func, inputs)
         out = func(*args, **options)
-        results = _collect_tensors((out,))
+        results = _collect_tensors(out)
         if not results and inputs and func._schema.returns:
             raise UnsupportedView(f"{func} reads the value of a tensor")
         old = {self._keep_alive(x) for x in inputs}
@@ -141,7 +145,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = results[0]
         else:
             out = tree_map_only(Tensor, self._copy_to_buffer, out)
-            results = _collect_tensors((out,))
+            results = _collect_tensors(out)
             self._steps.append(_make_call(_rerun_into, func, args, options, out))
         for x in results:
             self._buffers.track(x)
@@ -253,7 +257,7 @@ def _call_out_variant(
 
 def _rerun_into(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
     results = func(*args, **kwargs)
-    for old, new in zip(_collect_tensors((out,)), _collect_tensors((results,)), strict=True):
+    for old, new in zip(_collect_tensors(out), _collect_tensors(results), strict=True):
         old.copy_(new)
 
 
@@ -266,15 +270,9 @@ def _check_static_output(func: Any, inputs: Sequence[Tensor]) -> None:
         raise UnsupportedView(f"{func} reads the value of a tensor")
 
 
-def _collect_tensors(values: Iterable[Any]) -> list[Tensor]:
+def _collect_tensors(values: Any) -> list[Tensor]:
     """Return the tensors among arguments or results, also those in lists and tuples."""
-    tensors = list[Tensor]()
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            tensors += _collect_tensors(value)
-    return tensors
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _get_storage_key(x: Tensor) -> int:
@@ -341,3 +339,67 @@ def _tabulate_results(
 
 def _view_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).contiguous().view(torch.uint8)
+
+
+StaticForward = Callable[[Tensor, Tensor], Tensor]  # (ids, lengths), at fixed addresses
+CaptureFunction = Callable[[StaticForward, Tensor, Tensor], StaticForward]
+
+
+def capture_graph(forward: StaticForward, ids: Tensor, lengths: Tensor) -> StaticForward:
+    """Capture a forward as a CUDA graph; its replay ignores arguments and reuses its output.
+
+    An operation that cannot be captured, such as a synchronization, raises an error.
+    """
+    _check_no_synchronization(forward, ids, lengths)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(ids.device)
+    with (
+        torch.cuda.device(ids.device),
+        torch.cuda.stream(stream),  # restored even if the capture fails
+        torch.cuda.graph(
+            graph,
+            # The default is a stream of the device that captured first.
+            stream=torch.cuda.Stream(ids.device),  # type: ignore[no-untyped-call]
+            capture_error_mode="thread_local",  # do not restrict other threads
+        ),
+    ):
+        out = forward(ids, lengths)
+
+    def replay(*inputs: Tensor) -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def _check_no_synchronization(forward: StaticForward, ids: Tensor, lengths: Tensor) -> None:
+    """Raise an error if the forward synchronizes: inside a capture it could not be undone."""
+    previous_mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward(ids, lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode(previous_mode)
+
+
+def make_capture_function(
+    capture: CaptureFunction, config: CompileConfig | None
+) -> CaptureFunction:
+    """Return `capture`, preceded by torch.compile if there is a configuration for it."""
+    return capture if config is None else partial(_compile_and_capture, capture, config)
+
+
+def _compile_and_capture(
+    capture: CaptureFunction,
+    config: CompileConfig,
+    forward: StaticForward,
+    ids: Tensor,
+    lengths: Tensor,
+) -> StaticForward:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # The compiler does not understand handles, but the operators that they call.
+    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, lengths)
+    options = {"backend": config.backend, "options": config.options}
+    compiled = torch.compile(graph, fullgraph=True, dynamic=False, **options)
+    compiled(ids, lengths)  # compile now: compilation cannot be captured
+    return capture(compiled, ids, lengths)

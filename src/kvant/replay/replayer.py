@@ -1,6 +1,6 @@
 """Decode tokens by a forward that is captured once and then replayed.
 
-On a GPU the forward is captured as a CUDA graph (graph.py), on a CPU by capture.py.
+capture.py captures the forward: on a GPU as a CUDA graph, on a CPU as native requests.
 
     plan_token  ->  replay: q, k, v; store the row; attend  ->  commit_token
     allocates the slot of the row                               adopts the next state
@@ -39,13 +39,16 @@ from kvant.hf.handles import PendingAttention
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.model import make_comparable, named_attributes
 from kvant.page_table import AppendPlan
-from kvant.platform.torch_modes import no_inference_mode
+from kvant.platform.torch_runtime import no_inference_mode
 from kvant.replay.cache import ReplayCache
-from kvant.replay.capture import Replay
-from kvant.replay.graph import CaptureFunction, StaticForward
-from kvant.replay.native_step import NativeDecodeStep, StaticNativePageTable
-from kvant.replay.steps import DecodeStep, StaticPageTable
-from kvant.replay.triton_step import TritonDecodeStep
+from kvant.replay.capture import CaptureFunction, Replay, StaticForward
+from kvant.replay.steps import (
+    DecodeStep,
+    NativeDecodeStep,
+    StaticNativePageTable,
+    StaticPageTable,
+    TritonDecodeStep,
+)
 from kvant.weights.norms import is_fused
 from kvant.weights.packing import get_weight_address, get_weight_memory
 
@@ -185,7 +188,9 @@ class Replayer:
         if refusal is None:
             try:
                 if self._num_warmups < self.backend.num_warmup_forwards:
-                    self._record_warmup()
+                    if not self._num_warmups:  # from the first one on, the model must not change
+                        self._save_baked_values(collect_baked_values(self.model))
+                    self._num_warmups += 1
                     return None
                 return self._replay_token(cache, tokens)
             except CapacityError:  # the cache is full, or the token needs an ordinary append
@@ -209,12 +214,6 @@ class Replayer:
             self.refusal = self._pending_refusal
             if self._capture_failed:  # do not try again for other caches
                 FAILED_CAPTURES[self.model] = self._pending_refusal
-
-    def _record_warmup(self) -> None:
-        """Count an ordinary forward; from the first one on, the model must not change."""
-        if not self._num_warmups:
-            self._save_baked_values(collect_baked_values(self.model))
-        self._num_warmups += 1
 
     def _save_baked_values(self, values: list[object]) -> None:
         """Keep the baked values, and the memory of the weights."""

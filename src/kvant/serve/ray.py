@@ -45,18 +45,19 @@ from ray.serve.config import (
     AutoscalingPolicy,
     RequestRouterConfig,
 )
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
 
 from kvant.platform.devices import parse_device
 from kvant.prefixes import Prefixes
 from kvant.probing import attach_checked
-from kvant.serve.routed_request import RoutedRequest
-from kvant.serve.router import PageRouter
-from kvant.server import ApiKeys, ServerSettings, create_app, load_keys
-from kvant.server.access import UNKNOWN_KEY_MESSAGE
+from kvant.serve.routing import PrefixRouter, RoutedRequest
+from kvant.server import ApiKeys, ServerSettings, create_app, load_keys, open_service
 from kvant.server.app import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
+from kvant.server.errors import make_error
 from kvant.server.http_server import is_local
-from kvant.server.response_writers import format_event, make_error
+from kvant.server.response_writers import format_event
+from kvant.server.settings import UNKNOWN_KEY_MESSAGE
 
 log = logging.getLogger("kvant")
 
@@ -68,6 +69,7 @@ SCALE_UP_SHARE = 0.9  # of the bytes of all replicas: more use starts another re
 APP_NAME = "kvant"
 REPLICA_HEADER = b"x-kvant-replica"  # names the replica in its responses
 USED_METRIC = "used"
+EVENT_STREAM_TYPE = b"text/event-stream"
 STORE_FLUSH_S = 30.0  # for pending store writes when a replica stops
 MAX_ONGOING_REQUESTS = 1_000_000  # no limit here: a replica limits its requests itself, with 429
 
@@ -117,7 +119,7 @@ class EngineReplica:
             log.warning("%s", verdict.warning)
         prefixes = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
         self._resources.enter_context(prefixes)  # its exit writes pending pages to the store
-        service = settings.open_service(model, tokenizer, verdict.spec, prefixes, api_keys)
+        service = open_service(settings, model, tokenizer, verdict.spec, prefixes, api_keys)
         self._service = self._resources.enter_context(service)
         self._resources.callback(self._service.close)
         self._app = create_app(self._service, settings.host)
@@ -188,6 +190,65 @@ def choose_num_replicas(context: AutoscalingContext) -> tuple[float, dict[str, A
     return max(by_bytes, by_requests), {}
 
 
+# ---- the router
+
+
+class PageRouter(RequestRouter):  # type: ignore[misc]
+    """Send each request to the replica that probably has its pages in cache.
+
+    Adapts PrefixRouter to Ray Serve, which pickles this class to every process that sends requests.
+    """
+
+    def initialize_state(self) -> None:
+        self._router = PrefixRouter[str]()
+        self._reported_replicas = set[str]()  # whose keys from before this router are known
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        for name in set(self._router.servers) - set(by_name):
+            self._router.remove_server(name)
+        self._reported_replicas &= set(by_name)
+        for name, replica in by_name.items():
+            self._router.add_server(name)
+            if name not in self._reported_replicas and (stats := replica.routing_stats):
+                self._reported_replicas.add(name)
+                self._router.add_keys(name, stats["keys"])
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._router.remove_server(replica_id.unique_id)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        request = None
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+            request = next(iter(pending_request.args), None)
+        if not isinstance(request, RoutedRequest):
+            return [candidate_replicas]
+        ranked = [
+            name
+            for name in self._router.rank_servers(request.page_keys, request.num_pages)
+            if name in by_name
+        ]
+        if ranked:  # now, not in on_send_request: requests with the same prefix may follow at once
+            self._router.assign_request(ranked[0], request.page_keys)
+        return [[by_name[name]] for name in ranked]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        if replica_id.unique_id in self._router.servers:
+            self._router.start_request(replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._router.finish_request(replica_id.unique_id)
+
+
 # ---- the front
 
 
@@ -220,8 +281,9 @@ class HttpFront:
             except RayActorError as error:
                 log.warning("a replica died before it responded: %s", error)
                 continue
+            is_event_stream = dict(headers).get(b"content-type", b"").startswith(EVENT_STREAM_TYPE)
             response = StreamingResponse(
-                forward_answer(stream, first_chunk, has_event_stream(headers)), status
+                forward_answer(stream, first_chunk, is_event_stream), status
             )
             response.raw_headers = headers
             return response
@@ -254,13 +316,6 @@ def make_refusal(
     status: int, message: str, error_type: str = "invalid_request_error", code: str | None = None
 ) -> Response:
     return JSONResponse(make_error(message, error_type, None, code), status)
-
-
-def has_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name == b"content-type" and value.startswith(b"text/event-stream")
-        for name, value in headers
-    )
 
 
 # ---- the deployment

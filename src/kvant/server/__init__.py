@@ -9,11 +9,10 @@ try:
 except ImportError as error:
     raise CacheError(f"{error}: pip install 'kvant[server]'") from None
 
-from kvant.server.access import ApiKeys, load_keys, parse_keys
 from kvant.server.app import create_app
 from kvant.server.http_server import HttpServer, check_host, make_server
-from kvant.server.service import Service
-from kvant.server.settings import ServerSettings
+from kvant.server.service import Service, open_service
+from kvant.server.settings import ApiKeys, ServerSettings, load_keys, parse_keys
 
 __all__ = [
     "ApiKeys",
@@ -24,5 +23,6 @@ __all__ = [
     "create_app",
     "load_keys",
     "make_server",
+    "open_service",
     "parse_keys",
 ]

@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format, for exceptions of routes and of request validation."""
+"""Errors of the server, and their responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from kvant.errors import CacheError, ContextError
-from kvant.server.response_writers import make_error
-from kvant.server.service import find_status
-from kvant.server.tokenizer_pool import ServerBusy
+from kvant.errors import CacheError, CapacityError, ContextError, EngineError, GrammarError
 
 log = logging.getLogger("kvant")
 
 TYPE_NAMES = ("body", "str", "int", "bool", "float", "list")
+
+
+class ServerClosing(CacheError):
+    """The server is shutting down."""
+
+
+class ServerBusy(CacheError):
+    """A queue is full; clients should retry after `retry_seconds`."""
+
+    def __init__(self, retry_seconds: int, subject: str = "requests") -> None:
+        super().__init__(f"too many {subject} are waiting: retry in {retry_seconds} s")
+        self.retry_seconds = retry_seconds
 
 
 class BadRequest(ValueError):
@@ -60,13 +69,12 @@ def add_error_handlers(app: FastAPI) -> None:
             make_error(str(error.detail), "invalid_request_error"), error.status_code, error.headers
         )
 
+    @app.exception_handler(ValueError)
+    @app.exception_handler(TypeError)
+    @app.exception_handler(CacheError)
     @app.exception_handler(Exception)
     async def answer_error(http: Request, error: Exception) -> Response:
         return make_error_response(error)
-
-    for error_class in (ValueError, TypeError, BadRequest):
-        app.add_exception_handler(error_class, answer_error)
-    app.add_exception_handler(CacheError, answer_error)
 
 
 def _is_type_name(part: str | int) -> bool:
@@ -74,10 +82,42 @@ def _is_type_name(part: str | int) -> bool:
     return isinstance(part, str) and (part in TYPE_NAMES or "[" in part or part[:1].isupper())
 
 
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorBody
+
+
+def make_error(
+    message: str, error_type: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Make the body of an error response."""
+    error = ErrorBody(message=message, type=error_type, param=param, code=code)
+    return ErrorResponse(error=error).model_dump()
+
+
 def describe_error(error: BaseException, *, started: bool = False) -> tuple[int, dict[str, Any]]:
-    """Return the status and body of an error; details of internal errors are not revealed."""
-    status, error_type = find_status(error, started=started)
-    param = code = None
+    """Return the status and body of an error; details of internal errors are not revealed.
+
+    Before generation starts, an error is the client's (400). Later it is the server's (500), except
+    for a grammar that grows too large during generation.
+    """
+    status, error_type, param, code = 500, "server_error", None, None
+    if isinstance(error, ServerBusy):
+        status, error_type = 429, "rate_limit_error"
+    elif isinstance(error, ServerClosing | EngineError):
+        status = 503
+    elif isinstance(error, GrammarError) or (
+        isinstance(error, CapacityError | ValueError | TypeError) and not started
+    ):
+        status, error_type = 400, "invalid_request_error"
     if isinstance(error, BadRequest):
         status, param, code = error.status, error.param, error.code
     elif isinstance(error, ContextError):  # clients cut a conversation when they see this code

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,44 +45,20 @@ class CallPart:
 OutputPart = ContentPart | ReasoningPart | CallPart
 
 
-class OutputParser(ABC):
-    """Incremental parser of one generated text."""
+class OutputParser:
+    """Incremental parser of one generated text; this base takes all of it as content."""
 
-    @abstractmethod
     def feed(self, text: str) -> list[OutputPart]:
         """Return the parts that are certain after this text; buffer the rest."""
+        return [ContentPart(text)] if text else []
 
     def finish(self) -> list[OutputPart]:
         """Return the parts still buffered at the end of the text."""
         return []
 
 
-class PlainParser(OutputParser):
-    """Return all text as content."""
-
-    def feed(self, text: str) -> list[OutputPart]:
-        return [ContentPart(text)] if text else []
-
-
 class CallListParser(OutputParser):
-    """Parse text that `Grammar.calls` constrains to a JSON list of calls."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def feed(self, text: str) -> list[OutputPart]:
-        self._text += text
-        return []
-
-    def finish(self) -> list[OutputPart]:
-        try:
-            return [_make_call(call) for call in _parse_json(self._text)]
-        except (ValueError, RecursionError):  # the list is incomplete
-            return [ContentPart(self._text)] if self._text else []
-
-
-class PromptedCallParser(OutputParser):
-    """Parse the calls that a text description of tools asks for: content that is one JSON list.
+    """Parse calls in content that is one JSON list: of `Grammar.calls`, or as a prompt asks for.
 
     Buffers content while it may still become such a list.
     """
@@ -188,7 +163,7 @@ class TemplateParser(OutputParser):
 
     def feed(self, text: str) -> list[OutputPart]:
         if self._has_failed:
-            return [ContentPart(text)] if text else []
+            return super().feed(text)
         self._pending_text += text
         return self._parse_events(lambda: self._parser.feed(text))
 
@@ -243,6 +218,30 @@ class TemplateParser(OutputParser):
         )
         self._pending_text = ""
         return [*calls]
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How the replies to a request are parsed."""
+
+    template: ResponseTemplate | None  # None: plain text
+    tools: Sequence[Mapping[str, Any]]
+    max_calls: int | None
+    lists_calls: bool  # calls are a JSON list; else they are as the template says
+
+    def make_parsers(self, count: int, decode_prompt: Callable[[], str]) -> list[OutputParser]:
+        """Make a parser for each choice of a prompt, of whose text the template needs the end."""
+        tools, max_calls = self.tools, self.max_calls
+        parsers: list[OutputParser] = [OutputParser() for _ in range(count)]
+        if self.template is not None:
+            template, prompt = self.template, decode_prompt()
+            template_tools = [] if self.lists_calls else tools
+            parsers = [
+                TemplateParser(template, prompt, template_tools, max_calls) for _ in range(count)
+            ]
+        if self.lists_calls:
+            return [CallListParser(parser, tools, max_calls) for parser in parsers]
+        return parsers
 
 
 def find_template(model: Any, tokenizer: Any) -> ResponseTemplate | None:

@@ -20,6 +20,9 @@ MAX_PROMPTS = 128
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 8  # per reply, under tool_choice "required"
 MAX_SCHEMA_CHARACTERS = 64 << 10
+# The fields that are keyword arguments of `Engine.submit`, under the same names.
+ENGINE_FIELDS = {"top_p", "min_p", "seed", "stop", "n"}
+ENGINE_FIELDS |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 # The schema of a function without parameters.
 EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 # fail_fast: one error per list, so that a huge invalid list makes no huge response.
@@ -64,12 +67,25 @@ class StreamOptions(RequestBody):
     include_obfuscation: bool | None = None
 
 
-class SamplingParams(RequestBody):
+class GenerationRequest(RequestBody):
     """Fields of every request that generates text."""
 
     model: str | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: Metadata | None = None
+    # Accepted and ignored:
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class SamplingParams(GenerationRequest):
+    """Fields of chat requests and completion requests."""
+
     top_k: Annotated[int | None, Field(ge=-1)] = None  # 0 and -1: no limit, as in vLLM
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
@@ -86,16 +102,8 @@ class SamplingParams(RequestBody):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int | None, Field(ge=1)] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     cache_salt: Annotated[str | None, Field(max_length=256)] = None  # restricts prefix sharing
-    # Accepted and ignored:
-    user: str | None = None
-    metadata: Metadata | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -138,23 +146,14 @@ class SamplingParams(RequestBody):
 
     def to_engine_options(self) -> dict[str, Any]:
         """Return the keyword arguments of `Engine.submit`."""
-        values = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
-            "stop": self.stop,
-            "n": self.n,
-            "grammar": self.grammar,
-            "logprobs": self.num_logprobs,
-        }
-        options: dict[str, Any] = {
-            name: value for name, value in values.items() if value is not None
-        }
+        options = self.model_dump(include=ENGINE_FIELDS, exclude_none=True)
+        options["temperature"] = 1.0 if self.temperature is None else self.temperature
+        if self.top_k is not None and self.top_k > 0:
+            options["top_k"] = self.top_k
+        if self.grammar is not None:
+            options["grammar"] = self.grammar
+        if self.num_logprobs is not None:
+            options["logprobs"] = self.num_logprobs
         if self.logit_bias:
             options["logit_bias"] = {
                 parse_token_id(token): bias for token, bias in self.logit_bias.items()
@@ -186,6 +185,13 @@ class CompletionRequest(SamplingParams):
 class TextPart(RequestBody):
     type: Literal["text"]
     text: str
+
+
+def join_text(content: str | list[Any] | None) -> str:
+    """Return the text of a content, which is a text, a list of parts with text, or null."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
 
 
 class ToolCallFunction(RequestBody):
@@ -239,12 +245,6 @@ class ChatMessage(RequestBody):
         return self
 
     @property
-    def text(self) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
-
-    @property
     def template_dict(self) -> dict[str, Any]:
         """The message in the format of chat templates."""
         calls = [call.template_dict for call in self.tool_calls or ()]
@@ -255,7 +255,7 @@ class ChatMessage(RequestBody):
             "reasoning_content": self.reasoning_content,
         }
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.text}
+        message = {"role": role, "content": join_text(self.content)}
         return message | {name: value for name, value in optional.items() if value is not None}
 
 

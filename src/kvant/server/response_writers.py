@@ -12,8 +12,6 @@ from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvant.engine import Usage
 from kvant.generation import Step
 from kvant.server.output_parsing import (
@@ -40,10 +38,11 @@ class ResponseWriter(ABC):
     """Writes the response to one request, whole or as events."""
 
     def __init__(
-        self, tokenizer: Any, params: SamplingParams, parsers: Sequence[OutputParser]
+        self, tokenizer: Any, model: str, params: SamplingParams, parsers: Sequence[OutputParser]
     ) -> None:
         """Take one parser per choice."""
         self.tokenizer = tokenizer
+        self.model = model
         self.num_logprobs = params.num_logprobs
         self.includes_usage = params.includes_usage
         self.parsers = parsers
@@ -55,21 +54,21 @@ class ResponseWriter(ABC):
     ) -> dict[str, Any]:
         """Return the whole response, from all steps of every choice."""
 
-    @abstractmethod
     def write_begin(self) -> str:
         """Return the events before the first step."""
+        return ""
 
     @abstractmethod
-    def write_step(self, index: int, step: Step) -> str:
-        """Return the events of a step; empty if it adds nothing."""
+    def write_step(self, index: int, step: Step | None) -> str:
+        """Return the events of a step; with None, the last ones of an unfinished choice."""
 
     @abstractmethod
     def write_end(self, usages: Iterable[Usage]) -> str:
         """Return the events after the last step."""
 
-    @abstractmethod
     def write_error(self, body: Mapping[str, Any]) -> str:
         """Return the event of an error, which ends the stream."""
+        return format_event(body)
 
     def parse_step(self, index: int, step: Step | None) -> list[OutputPart]:
         """Return the parts that a step adds to a choice; `step` None ends an unfinished choice."""
@@ -92,14 +91,12 @@ class ChoicesWriter(ResponseWriter):
     object_type = ""
     chunk_object_type = ""
 
-    def __init__(
-        self, tokenizer: Any, model: str, params: SamplingParams, parsers: Sequence[OutputParser]
-    ) -> None:
-        super().__init__(tokenizer, params, parsers)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._header = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": model,
+            "model": self.model,
             "system_fingerprint": f"kvant-{version('kvant')}",
         }
 
@@ -113,25 +110,15 @@ class ChoicesWriter(ResponseWriter):
             "usage": make_usage(usages),
         }
 
-    def write_begin(self) -> str:
-        return ""
-
     def write_end(self, usages: Iterable[Usage]) -> str:
-        events = "".join(self.write_last(index) for index in self.list_unfinished())
+        events = "".join(self.write_step(index, None) for index in self.list_unfinished())
         if self.includes_usage:
             events += self.write_chunk([], usage=make_usage(usages))
         return events + DONE_EVENT
 
-    def write_error(self, body: Mapping[str, Any]) -> str:
-        return format_event(body)
-
     @abstractmethod
     def make_choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
         """Return a whole choice."""
-
-    @abstractmethod
-    def write_last(self, index: int) -> str:
-        """Return the last event of a choice without a finish reason."""
 
     def write_chunk(self, choices: list[dict[str, Any]], **extra: Any) -> str:
         return format_event(
@@ -176,20 +163,14 @@ class ChatWriter(ChoicesWriter):
             "finish_reason": self._find_finish_reason(index, steps),
         }
 
-    def write_step(self, index: int, step: Step) -> str:
+    def write_step(self, index: int, step: Step | None) -> str:
+        steps, is_last = ([], True) if step is None else ([step], step.finish_reason is not None)
         delta = self._make_delta(index, self.parse_step(index, step))
-        reason = None if step.finish_reason is None else self._find_finish_reason(index, [step])
-        if not (delta or reason or self.num_logprobs is not None):
+        if not (delta or is_last or self.num_logprobs is not None):
             return ""
-        return self.write_chunk(
-            [self._make_chunk_choice(index, delta, reason, self._make_logprobs([step]))]
-        )
-
-    def write_last(self, index: int) -> str:
-        delta = self._make_delta(index, self.parse_step(index, None))
-        return self.write_chunk(
-            [self._make_chunk_choice(index, delta, self._find_finish_reason(index, []))]
-        )
+        reason = self._find_finish_reason(index, steps) if is_last else None
+        logprobs = self._make_logprobs(steps) if steps else None
+        return self.write_chunk([self._make_chunk_choice(index, delta, reason, logprobs)])
 
     def _make_delta(self, index: int, parts: Sequence[OutputPart]) -> dict[str, Any]:
         """Return the delta that adds these parts to a message."""
@@ -263,16 +244,14 @@ class CompletionWriter(ChoicesWriter):
             "finish_reason": find_finish_reason(steps),
         }
 
-    def write_step(self, index: int, step: Step) -> str:
+    def write_step(self, index: int, step: Step | None) -> str:
         self.parse_step(index, step)
-        if not (step.text or step.finish_reason or self.num_logprobs is not None):
-            return ""
-        choice = {"index": index, "text": step.text, "logprobs": self._make_logprobs(index, [step])}
-        reason = find_finish_reason([step]) if step.finish_reason else None
-        return self.write_chunk([choice | {"finish_reason": reason}])
-
-    def write_last(self, index: int) -> str:
-        return self.write_chunk([self.make_choice(index, [])])
+        choice = self.make_choice(index, [] if step is None else [step])
+        if step is not None and not step.finish_reason:
+            if not (step.text or self.num_logprobs is not None):
+                return ""
+            choice["finish_reason"] = None
+        return self.write_chunk([choice])
 
     def _make_logprobs(self, index: int, steps: Sequence[Step]) -> dict[str, Any] | None:
         if self.num_logprobs is None:
@@ -310,27 +289,6 @@ def make_usage(usages: Iterable[Usage]) -> dict[str, Any]:
 def format_event(data: Mapping[str, Any]) -> str:
     """Format data as a server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """An error in OpenAI's shape."""
-
-    error: ErrorBody
-
-
-def make_error(
-    message: str, error_type: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Make the body of an error response."""
-    error = ErrorBody(message=message, type=error_type, param=param, code=code)
-    return ErrorResponse(error=error).model_dump()
 
 
 def _clamp_logprob(logprob: float) -> float:

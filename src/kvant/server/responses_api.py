@@ -17,7 +17,6 @@ from kvant.generation import Step
 from kvant.server.output_parsing import (
     CallPart,
     ContentPart,
-    OutputParser,
     OutputPart,
     ReasoningPart,
 )
@@ -27,13 +26,13 @@ from kvant.server.protocol import (
     MAX_TOOLS,
     ChatRequest,
     FunctionDefinition,
+    GenerationRequest,
     JsonObjectFormat,
     JsonSchema,
-    Metadata,
     RequestBody,
-    StreamOptions,
     TextFormat,
     check_tools_size,
+    join_text,
 )
 from kvant.server.response_writers import (
     ResponseWriter,
@@ -50,6 +49,11 @@ class ResponsesText(RequestBody):
     logprobs: list[Any] | None = None
 
 
+ResponsesContent = (
+    str | Annotated[list[ResponsesText], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+)
+
+
 class ResponsesItem(RequestBody):
     id: str | None = None
     status: str | None = None
@@ -58,16 +62,12 @@ class ResponsesItem(RequestBody):
 class MessageItem(ResponsesItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: (
-        str | Annotated[list[ResponsesText], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
-    )
+    content: ResponsesContent
     phase: str | None = None
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        return {"role": self.role, "content": join_text(self.content)}
 
 
 class FunctionCall(ResponsesItem):
@@ -88,15 +88,11 @@ class FunctionCallOutput(ResponsesItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: (
-        str | Annotated[list[ResponsesText], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
-    )
+    output: ResponsesContent
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        output = self.output
-        text = output if isinstance(output, str) else "".join(part.text for part in output)
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": join_text(self.output)}
 
 
 class ReasoningText(RequestBody):
@@ -113,10 +109,6 @@ class ReasoningItem(ResponsesItem):
         Annotated[list[ReasoningText], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None
     ) = None
     encrypted_content: None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.content or ())
 
 
 class ResponsesTool(FunctionDefinition):
@@ -156,21 +148,20 @@ ResponsesItems = Annotated[
 ]
 
 
-class ResponsesRequest(RequestBody):
+# Fields with the same name and meaning in a chat request.
+CHAT_FIELDS = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+
+
+class ResponsesRequest(GenerationRequest):
     """Body of POST /v1/responses."""
 
-    model: str | None = None
     input: str | ResponsesItems
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    stream: bool | None = None
     text: ResponsesTextOptions | None = None
     tools: ResponsesTools | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = None  # repeated in the response
     store: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     # Accepted and ignored: reasoning is always sent, as plain text.
@@ -178,11 +169,6 @@ class ResponsesRequest(RequestBody):
         None
     )
     background: Literal[False] | None = None
-    stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     # Not supported here, but some clients send an explicit null.
     reasoning: None = None
     previous_response_id: None = None
@@ -195,12 +181,9 @@ class ResponsesRequest(RequestBody):
     @property
     def chat_request(self) -> ChatRequest:
         """The equivalent chat request."""
-        names = "model", "temperature", "top_p", "stream", "parallel_tool_calls"
-        fields = {name: getattr(self, name) for name in names}
-        fields |= {
-            "messages": self._make_messages(),
-            "max_completion_tokens": self.max_output_tokens,
-        }
+        fields: dict[str, Any] = {name: getattr(self, name) for name in CHAT_FIELDS}
+        fields["messages"] = self._make_messages()
+        fields["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
             fields["tools"] = [tool.template_dict for tool in self.tools]
         choice = self.tool_choice
@@ -226,7 +209,7 @@ class ResponsesRequest(RequestBody):
         reasoning = ""  # precedes the message or call it belongs to
         for item in self.input:
             if isinstance(item, ReasoningItem):
-                reasoning += item.text
+                reasoning += join_text(item.content)
                 continue
             if isinstance(item, FunctionCall):
                 if not messages or messages[-1]["role"] != "assistant" or reasoning:
@@ -240,8 +223,33 @@ class ResponsesRequest(RequestBody):
         return messages
 
 
-class ResponsesWriter(ResponseWriter):
-    """Writes one choice as a list of items: reasoning, messages and calls.
+class ItemLayout(NamedTuple):
+    """The fixed fields of an item with text."""
+
+    item_type: str
+    id_prefix: str
+    item_fields: dict[str, Any]
+    text_type: str
+    text_fields: dict[str, Any]
+    event_fields: dict[str, Any]  # of events about its text
+
+
+NO_LOGPROBS: dict[str, Any] = {"logprobs": []}
+ITEM_LAYOUTS = {
+    ContentPart: ItemLayout(
+        "message",
+        "msg",
+        {"role": "assistant"},
+        "output_text",
+        {"annotations": []} | NO_LOGPROBS,
+        NO_LOGPROBS,
+    ),
+    ReasoningPart: ItemLayout("reasoning", "rs", {"summary": []}, "reasoning_text", {}, {}),
+}
+
+
+class ResponseItems:
+    """The items of a response: reasoning, messages and calls. Each method returns its events.
 
     Events of an item, in order:
 
@@ -251,25 +259,92 @@ class ResponsesWriter(ResponseWriter):
                               output_item.done
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        model: str,
-        request: ResponsesRequest,
-        params: ChatRequest,
-        parsers: Sequence[OutputParser],
-    ) -> None:
-        super().__init__(tokenizer, params, parsers)
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
         self._num_events = 0
-        self._items: list[dict[str, Any]] = []
-        self._open_item: dict[str, Any] | None = None  # the last item, while it gets more text
+        self._layout: ItemLayout | None = None  # of the last item, while it gets more text
+
+    def write_event(self, event_type: str, **fields: Any) -> str:
+        event = {"type": event_type, "sequence_number": self._num_events} | fields
+        self._num_events += 1
+        return f"event: {event_type}\n{format_event(event)}"
+
+    def add_part(self, part: OutputPart) -> str:
+        if isinstance(part, CallPart):
+            return self.close_item() + self._add_call(part)
+        layout = ITEM_LAYOUTS[type(part)]
+        events = "" if layout is self._layout else self.close_item() + self._begin_item(layout)
+        self.items[-1]["content"][0]["text"] += part.text
+        return events + self._write_text_event(layout, "delta", delta=part.text)
+
+    def _begin_item(self, layout: ItemLayout) -> str:
+        """Append an empty message or reasoning item."""
+        self._layout = layout
+        item_id = f"{layout.id_prefix}_{secrets.token_hex(12)}"
+        header = {"id": item_id, "type": layout.item_type, "status": "in_progress"}
+        item: dict[str, Any] = header | {"content": []} | layout.item_fields
+        self.items.append(item)
+        events = self._write_item_event("added")
+        item["content"] = [{"type": layout.text_type, "text": ""} | layout.text_fields]
+        return events + self._write_content_event("added")
+
+    def close_item(self) -> str:
+        """Complete the item that gets text, if any."""
+        layout, self._layout = self._layout, None
+        if layout is None:
+            return ""
+        item = self.items[-1]
+        events = self._write_text_event(layout, "done", text=item["content"][0]["text"])
+        events += self._write_content_event("done")
+        item["status"] = "completed"
+        return events + self._write_item_event("done")
+
+    def _add_call(self, call: CallPart) -> str:
+        """Append a complete call."""
+        function = {"name": call.name, "arguments": call.arguments}
+        ids = {"id": f"fc_{secrets.token_hex(12)}", "call_id": f"call_{secrets.token_hex(12)}"}
+        item = ids | {"type": "function_call", "status": "in_progress"} | function
+        self.items.append(item | {"arguments": ""})
+        events = self._write_item_event("added")
+        self.items[-1] = item
+        event_type = "response.function_call_arguments"
+        events += self.write_event(f"{event_type}.delta", **self._location, delta=call.arguments)
+        events += self.write_event(f"{event_type}.done", **self._location, **function)
+        item["status"] = "completed"
+        return events + self._write_item_event("done")
+
+    @property
+    def _location(self) -> dict[str, Any]:
+        """The fields that locate the last item."""
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _write_item_event(self, action: str) -> str:
+        event_type = f"response.output_item.{action}"
+        return self.write_event(event_type, output_index=len(self.items) - 1, item=self.items[-1])
+
+    def _write_content_event(self, action: str) -> str:
+        event_type, part = f"response.content_part.{action}", self.items[-1]["content"][0]
+        return self.write_event(event_type, **self._location, content_index=0, part=part)
+
+    def _write_text_event(self, layout: ItemLayout, action: str, **fields: Any) -> str:
+        event_type = f"response.{layout.text_type}.{action}"
+        fields = {"content_index": 0} | layout.event_fields | fields
+        return self.write_event(event_type, **self._location, **fields)
+
+
+class ResponsesWriter(ResponseWriter):
+    """Writes one choice as a list of items."""
+
+    def __init__(self, request: ResponsesRequest, *args: Any) -> None:
+        super().__init__(*args)
+        self._items = ResponseItems()
         self._last_steps: list[Step] = []  # at most one: it has the finish reason
         self._num_reasoning_tokens = 0
         self._header = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": self.model,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "temperature": 1.0 if request.temperature is None else request.temperature,
@@ -293,31 +368,32 @@ class ResponsesWriter(ResponseWriter):
 
     def write_begin(self) -> str:
         response = self._make_response(None)
-        event_types = "response.created", "response.in_progress"
         return "".join(
-            self._write_event(event_type, response=response) for event_type in event_types
+            self._items.write_event(event_type, response=response)
+            for event_type in ("response.created", "response.in_progress")
         )
 
-    def write_step(self, index: int, step: Step) -> str:
+    def write_step(self, index: int, step: Step | None) -> str:
         parts = self.parse_step(index, step)
-        self._num_reasoning_tokens += any(isinstance(part, ReasoningPart) for part in parts)
-        self._last_steps = [step]
-        return "".join(map(self._add_part, parts))
+        if step is not None:
+            self._num_reasoning_tokens += any(isinstance(part, ReasoningPart) for part in parts)
+            self._last_steps = [step]
+        return "".join(map(self._items.add_part, parts))
 
     def write_end(self, usages: Iterable[Usage]) -> str:
         events = self._finish_items()
         response = self._make_response(find_finish_reason(self._last_steps), usages)
-        return events + self._write_event(f"response.{response['status']}", response=response)
+        return events + self._items.write_event(f"response.{response['status']}", response=response)
 
     def _finish_items(self) -> str:
         """Add the parts that the parser still buffers, and close the last item."""
-        parts = [part for index in self.list_unfinished() for part in self.parse_step(index, None)]
-        return "".join(map(self._add_part, parts)) + self._close_item()
+        events = "".join(self.write_step(index, None) for index in self.list_unfinished())
+        return events + self._items.close_item()
 
     def write_error(self, body: Mapping[str, Any]) -> str:
         error = {"code": "server_error", "message": body["error"]["message"]}
         failed = self._make_response(None) | {"status": "failed", "error": error}
-        return self._write_event("response.failed", response=failed)
+        return self._items.write_event("response.failed", response=failed)
 
     def _make_response(self, reason: str | None, usages: Iterable[Usage] = ()) -> dict[str, Any]:
         """Return the response with all items so far; a finish `reason` completes it."""
@@ -327,7 +403,7 @@ class ResponsesWriter(ResponseWriter):
             "status": "incomplete" if is_truncated else status,
             "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
             "error": None,
-            "output": [*self._items],
+            "output": [*self._items.items],
             "usage": None if reason is None else self._make_usage(usages),
         }
 
@@ -340,106 +416,6 @@ class ResponsesWriter(ResponseWriter):
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
-
-    # ---- items
-
-    def _add_part(self, part: OutputPart) -> str:
-        if isinstance(part, CallPart):
-            return self._close_item() + self._write_call(part)
-        item_type = ITEM_TYPES[type(part)]
-        events = ""
-        if self._open_item is None or self._open_item["type"] != item_type:
-            events = self._close_item() + self._begin_item(item_type)
-        assert self._open_item is not None
-        content = self._open_item["content"][0]
-        content["text"] += part.text
-        return events + self._write_text_event("delta", delta=part.text)
-
-    def _begin_item(self, item_type: str) -> str:
-        """Append an empty message or reasoning item."""
-        layout = ITEM_LAYOUTS[item_type]
-        item_id = f"{layout.id_prefix}_{secrets.token_hex(12)}"
-        header = {"id": item_id, "type": item_type, "status": "in_progress"}
-        self._open_item = header | {"content": []} | layout.item_fields
-        self._items.append(self._open_item)
-        event = self._write_item_event("added")
-        self._open_item["content"] = [{"type": layout.text_type, "text": ""} | layout.text_fields]
-        return event + self._write_content_event("added")
-
-    def _close_item(self) -> str:
-        """Complete the open item, if any."""
-        if self._open_item is None:
-            return ""
-        text = self._open_item["content"][0]["text"]
-        events = self._write_text_event("done", text=text) + self._write_content_event("done")
-        self._open_item["status"] = "completed"
-        events += self._write_item_event("done")
-        self._open_item = None
-        return events
-
-    def _write_call(self, call: CallPart) -> str:
-        """Append a complete call."""
-        function = {"name": call.name, "arguments": call.arguments}
-        ids = {"id": f"fc_{secrets.token_hex(12)}", "call_id": f"call_{secrets.token_hex(12)}"}
-        item = ids | {"type": "function_call", "status": "in_progress"} | function
-        self._items.append(item | {"arguments": ""})
-        events = self._write_item_event("added")
-        self._items[-1] = item
-        location = {"item_id": ids["id"], "output_index": len(self._items) - 1}
-        event_type = "response.function_call_arguments"
-        events += self._write_event(f"{event_type}.delta", **location, delta=call.arguments)
-        events += self._write_event(f"{event_type}.done", **location, **function)
-        item["status"] = "completed"
-        return events + self._write_item_event("done")
-
-    # ---- events
-
-    def _write_item_event(self, action: str) -> str:
-        return self._write_event(
-            f"response.output_item.{action}",
-            output_index=len(self._items) - 1,
-            item=self._items[-1],
-        )
-
-    def _write_content_event(self, action: str) -> str:
-        part = self._items[-1]["content"][0]
-        return self._write_event(
-            f"response.content_part.{action}", **self._locate_text(), part=part
-        )
-
-    def _write_text_event(self, action: str, **fields: Any) -> str:
-        text_type = ITEM_LAYOUTS[self._items[-1]["type"]].text_type
-        logprobs: dict[str, Any] = {"logprobs": []} if text_type == "output_text" else {}
-        return self._write_event(
-            f"response.{text_type}.{action}", **self._locate_text(), **logprobs, **fields
-        )
-
-    def _locate_text(self) -> dict[str, Any]:
-        output_index = len(self._items) - 1
-        return {"item_id": self._items[-1]["id"], "output_index": output_index, "content_index": 0}
-
-    def _write_event(self, event_type: str, **fields: Any) -> str:
-        event = {"type": event_type, "sequence_number": self._num_events} | fields
-        self._num_events += 1
-        return f"event: {event_type}\n{format_event(event)}"
-
-
-class ItemLayout(NamedTuple):
-    """The fixed fields of an item with text."""
-
-    id_prefix: str
-    text_type: str
-    text_fields: dict[str, Any]
-    item_fields: dict[str, Any]
-
-
-ITEM_TYPES: dict[type, str] = {ContentPart: "message", ReasoningPart: "reasoning"}
-ITEM_LAYOUTS = {
-    "message": ItemLayout(
-        "msg", "output_text", {"annotations": [], "logprobs": []}, {"role": "assistant"}
-    ),
-    "reasoning": ItemLayout("rs", "reasoning_text", {}, {"summary": []}),
-}
 
 
 def _dump_model(value: RequestBody | str | None) -> Any:

@@ -11,40 +11,40 @@ import json
 import logging
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kvant.engine import Engine, Stream, Usage
-from kvant.errors import CacheError, CapacityError, EngineError, GrammarError
+from kvant.errors import CapacityError, GrammarError
 from kvant.generation import Grammar, Messages, Step
+from kvant.generation.conversation import supports_tools
 from kvant.generation.grammar import make_matcher
-from kvant.generation.tools import supports_tools
-from kvant.server.access import ApiKeys, TenantStats
-from kvant.server.metrics import ServerMetrics
-from kvant.server.output_parsing import (
-    CallListParser,
-    OutputParser,
-    PlainParser,
-    PromptedCallParser,
-    ResponseTemplate,
-    TemplateParser,
-    find_template,
-)
+from kvant.platform import c_libraries
+from kvant.prefixes import Prefixes
+from kvant.recipes import AnySpec
+from kvant.server.errors import ServerBusy, ServerClosing, describe_error
+from kvant.server.metrics import ServerMetrics, TenantStats
+from kvant.server.output_parsing import OutputParser, ReplyFormat, find_template
 from kvant.server.protocol import SamplingParams
 from kvant.server.response_writers import ResponseWriter
-from kvant.server.tokenizer_pool import Prompt, ServerBusy, TokenizerPool
+from kvant.server.settings import ApiKeys, ServerSettings
 
 log = logging.getLogger("kvant")
 
+# The settings that are keyword arguments of Engine, under the same names.
+ENGINE_SETTINGS = {"max_bytes", "max_sequences", "max_context", "chunk_seconds", "backend", "pack"}
 MAX_ENCODED_TOKENS = 1 << 17  # limit of /tokenize, unless the context is longer
 TEMPLATE_LOOKBACK_TOKENS = 512  # at the end of a prompt, searched for the start of a reply
+MAX_SHORT_CHARACTERS = 16 << 10  # of a short prompt: encoding takes a few milliseconds
+MAX_WAITING_CHARACTERS = 32 << 20  # of all waiting long prompts
+RETRY_AFTER_S = 2
 
-
-class ServerClosing(CacheError):
-    """The server is shutting down."""
+Prompt = str | list[int] | Messages
+ResultT = TypeVar("ResultT")
 
 
 class Service:
@@ -134,16 +134,17 @@ class Service:
         if total and (
             total + coming > self._max_choices or self._num_choices[tenant] + coming > limit
         ):
-            raise ServerBusy(self._estimate_retry_seconds())
-        renders_tools = self._renders_tools(prompts[0], params)
-        template = self._find_template(params, renders_tools)
+            waits = self.engine.stats()["first_token_seconds"]  # an estimate of when there is room
+            raise ServerBusy(max(1, math.ceil(waits.get("median", 1.0))))
+        reply_format, salt = self._choose_format(prompts[0], params), params.cache_salt
         options = params.to_engine_options() | {
             "tenant": tenant,
-            "salt": _make_salt(tenant, params.cache_salt),
+            # The salt of a client restricts sharing within its tenant only.
+            "salt": tenant if salt is None else json.dumps([tenant, salt]),
             "max_new_tokens": (
                 self.max_new_tokens if params.max_new_tokens is None else params.max_new_tokens
             ),
-            "skip_special_tokens": template is None,
+            "skip_special_tokens": reply_format.template is None,
         }
         start_time, streams, parsers = time.monotonic(), list[Stream](), list[OutputParser]()
         self._num_choices[tenant] += coming
@@ -164,7 +165,10 @@ class Service:
                 self._tenants[tenant].begin(stream)
                 stream.add_done_callback(partial(end_in_loop, stream))
                 streams.append(stream)
-                parsers += self._make_parsers(params, stream, template, renders_tools)
+                prompt_end = stream.prompt[-TEMPLATE_LOOKBACK_TOKENS:]
+                parsers += reply_format.make_parsers(
+                    choices_per_prompt, partial(self.engine.tokenizer.decode, prompt_end)
+                )
         except BaseException:
             self._num_choices[tenant] -= choices_per_prompt * (len(prompts) - len(streams))
             for stream in streams:
@@ -172,53 +176,47 @@ class Service:
             raise
         return RequestStreams(streams, parsers, self.metrics, start_time)
 
-    def _renders_tools(self, prompt: Prompt, params: SamplingParams) -> bool:
-        """Whether the chat template renders tools, given these messages and options."""
-        if not params.template_tools or not isinstance(prompt, Messages):
-            return False
-        return supports_tools(self.engine.tokenizer, prompt.messages, prompt.options)
-
-    def _make_parsers(
-        self,
-        params: SamplingParams,
-        stream: Stream,
-        template: ResponseTemplate | None,
-        renders_tools: bool,
-    ) -> list[OutputParser]:
-        """Make a parser for each choice of a prompt."""
-        num_choices, tools = params.n or 1, params.template_tools
-        if params.requires_calls:
-            return [CallListParser() for _ in range(num_choices)]
-        describes_tools = bool(tools) and not renders_tools  # the prompt describes them as text
-        parsers: list[OutputParser] = [PlainParser() for _ in range(num_choices)]
-        if template is not None:
-            prompt = self.engine.tokenizer.decode(stream.prompt[-TEMPLATE_LOOKBACK_TOKENS:])
-            template_tools = [] if describes_tools else tools
-            parsers = [
-                TemplateParser(template, prompt, template_tools, params.max_calls)
-                for _ in range(num_choices)
-            ]
-        if describes_tools:
-            return [PromptedCallParser(parser, tools, params.max_calls) for parser in parsers]
-        return parsers
-
-    def _find_template(
-        self, params: SamplingParams, renders_tools: bool
-    ) -> ResponseTemplate | None:
-        """Return the response template to parse the reply with, None for plain text."""
-        template = self._template if params.is_free_form else None
+    def _choose_format(self, prompt: Prompt, params: SamplingParams) -> ReplyFormat:
+        """Return the format of the replies; raise an error if it cannot be parsed."""
+        tools, template = params.template_tools, self._template if params.is_free_form else None
+        renders_tools = (
+            bool(tools)
+            and isinstance(prompt, Messages)
+            and supports_tools(self.engine.tokenizer, prompt.messages, prompt.options)
+        )
         has_calls = template is not None and template.has_calls
-        if params.is_free_form and params.template_tools and renders_tools and not has_calls:
+        if params.is_free_form and renders_tools and not has_calls:
             raise ValueError(
                 "tools: the format of this model's calls is unknown (its tokenizer has no "
                 "response_template); force the call: tool_choice required, or one function"
             )
-        return template
+        # The calls are a JSON list if a grammar forces it, or if the prompt describes the tools.
+        lists_calls = params.requires_calls or (bool(tools) and not renders_tools)
+        return ReplyFormat(template, tools, params.max_calls, lists_calls)
 
-    def _estimate_retry_seconds(self) -> int:
-        """Return the median wait for a first token, an estimate of when there is room."""
-        waits: Mapping[str, float] = self.engine.stats()["first_token_seconds"]
-        return max(1, math.ceil(waits.get("median", 1.0)))
+
+@contextmanager
+def open_service(
+    settings: ServerSettings,
+    model: Any,
+    tokenizer: Any,
+    spec: AnySpec,
+    prefixes: Prefixes | None,
+    keys: ApiKeys,
+) -> Iterator[Service]:
+    """Open an engine and yield its service; close the engine at the end."""
+    c_libraries.keep_freed_memory()
+    if prefixes is None and settings.shares_prefixes:
+        prefixes = Prefixes(settings.max_prefix_bytes)
+    options = settings.model_dump(include=ENGINE_SETTINGS)
+    with Engine(model, tokenizer, spec, prefixes=prefixes, **options) as engine:
+        yield Service(
+            engine,
+            settings.served_model_name,
+            keys,
+            max_waiting=settings.max_waiting,
+            max_new_tokens=settings.max_new_tokens,
+        )
 
 
 class RequestStreams:
@@ -306,32 +304,82 @@ class RequestStreams:
         return steps_by_choice
 
     async def iterate_events(self, writer: ResponseWriter) -> AsyncIterator[str]:
-        """Yield server-sent events as steps arrive."""
-        if begin := writer.write_begin():
-            yield begin
-        async for index, step in self.iterate_steps():
-            if events := writer.write_step(index, step):
-                yield events
-        yield writer.write_end(self.usages)
+        """Yield server-sent events as steps arrive; an error becomes the last event."""
+        try:
+            if begin := writer.write_begin():
+                yield begin
+            async for index, step in self.iterate_steps():
+                if events := writer.write_step(index, step):
+                    yield events
+            yield writer.write_end(self.usages)
+        except Exception as error:
+            log.warning("a response stream failed: %r", error)
+            yield writer.write_error(describe_error(error, started=True)[1])
 
 
-def _make_salt(tenant: str, client_salt: str | None) -> str:
-    """Combine a client's salt with its tenant: it restricts sharing within the tenant only."""
-    return tenant if client_salt is None else json.dumps([tenant, client_salt])
+class TokenizerPool:
+    """Threads that encode prompts: short ones at once, long ones one at a time.
 
-
-def find_status(error: BaseException, *, started: bool) -> tuple[int, str]:
-    """Return the HTTP status and OpenAI's type of an error.
-
-    Before generation starts, an error is the client's (400). Later it is the server's (500), except
-    for a grammar that grows too large during generation.
+    A long prompt occupies the tokenizer for seconds. Long prompts share one thread, and tenants
+    take turns at it; short prompts have their own threads and never wait for a long one.
     """
-    if isinstance(error, ServerBusy):
-        return 429, "rate_limit_error"
-    if isinstance(error, ServerClosing | EngineError):
-        return 503, "server_error"
-    if isinstance(error, GrammarError) or (
-        isinstance(error, CapacityError | ValueError | TypeError) and not started
-    ):
-        return 400, "invalid_request_error"
-    return 500, "server_error"
+
+    def __init__(self) -> None:
+        self._short_executor = ThreadPoolExecutor(2, "kvant-short-prompts")
+        self._long_executor = ThreadPoolExecutor(1, "kvant-long-prompts")
+        self._is_encoding_long = False
+        self._num_long_characters = 0  # of long prompts, waiting or being encoded
+        # By tenant, in the order of their turns.
+        self._waiting_turns: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, prompt: Prompt, tenant: str, encode: Callable[[], ResultT]) -> ResultT:
+        """Run `encode` in a thread and return its result; a long prompt waits for its turn."""
+        size, loop = count_characters(prompt), asyncio.get_running_loop()
+        if size <= MAX_SHORT_CHARACTERS:
+            return await loop.run_in_executor(self._short_executor, encode)
+        if self._num_long_characters and self._num_long_characters + size > MAX_WAITING_CHARACTERS:
+            raise ServerBusy(RETRY_AFTER_S, "long prompts")
+        self._num_long_characters += size
+        try:
+            async with self._take_turn(tenant):
+                return await loop.run_in_executor(self._long_executor, encode)
+        finally:
+            self._num_long_characters -= size
+
+    @asynccontextmanager
+    async def _take_turn(self, tenant: str) -> AsyncIterator[None]:
+        if self._is_encoding_long:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting_turns.setdefault(tenant, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the turn was passed to it: pass it on
+                    self._pass_turn()
+                raise
+        self._is_encoding_long = True
+        try:
+            yield
+        finally:
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Pass the turn to the first tenant in the queue, and move that tenant to the end."""
+        while self._waiting_turns:
+            tenant = next(iter(self._waiting_turns))
+            turns = deque(turn for turn in self._waiting_turns.pop(tenant) if not turn.done())
+            if turns:
+                turns.popleft().set_result(None)
+                self._waiting_turns |= {tenant: turns} if turns else {}
+                return
+        self._is_encoding_long = False
+
+
+def count_characters(prompt: Prompt) -> int:
+    """Count the characters of a prompt to tokenize; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return 0
+    parts = (*prompt.messages, *prompt.tools, prompt.options)
+    return sum(len(str(value)) for part in parts for value in part.values())

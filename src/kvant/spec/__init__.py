@@ -4,10 +4,10 @@ from kvant.spec.formats import format_codecs
 from kvant.spec.language import (
     as_spec,
     check_fitted,
-    check_words,
     describe_spec,
     from_json,
     parse,
+    parse_words,
     split_specs,
     to_json,
 )
@@ -15,11 +15,11 @@ from kvant.spec.language import (
 __all__ = [
     "as_spec",
     "check_fitted",
-    "check_words",
     "describe_spec",
     "format_codecs",
     "from_json",
     "parse",
+    "parse_words",
     "split_specs",
     "to_json",
 ]

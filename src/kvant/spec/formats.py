@@ -9,13 +9,13 @@ nor layers, and of the options only those of CodecOptions.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from inspect import signature
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvant.codecs import CODECS
 from kvant.contracts import Codec
@@ -35,30 +35,25 @@ FORMAT_SUMMARY = (
     "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
 )
-# Names of llama.cpp, Ollama, mlx-lm, FFAI, OminiX-MLX, transformers and vLLM -> nearest format.
-FOREIGN_NAMES = {
-    **dict.fromkeys(("q8", "q8_1"), "q8_0"),
-    **dict.fromkeys(("q4", "q4_1", "iq4_nl"), "q4_0"),
-    **dict.fromkeys(("q5_0", "q5_1", "q5"), "affine5"),
-    **{f"{word}{bits}": f"affine{bits}" for word in ("int", "kv", "k") for bits in (2, 3, 4, 6, 8)},
-    **{
-        f"{bits}{word}": f"affine{bits}" for word in ("bit", "bits", "") for bits in (2, 3, 4, 6, 8)
-    },
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "f8_e4m3", "f8", "mxfp8", "float8"), "fp8"),
-    **dict.fromkeys(
-        ("mxfp4", "nvfp4", "fp4", "quanto", "hqq", "quantized", "affinequantized"), "affine4"
-    ),
-    **dict.fromkeys(("turboquant", "turbo", "tq4", "tq4_0"), "turbo4"),
-    **dict.fromkeys(("tq3", "tq3_0"), "turbo3"),
-    **dict.fromkeys(("tq2", "tq2_0"), "turbo2"),
-    **dict.fromkeys(("none", "default", "dynamic", "concat", "dense", "standard"), "raw"),
-    **dict.fromkeys(("fp16", "float16", "half"), "f16"),
-    **dict.fromkeys(("bfloat16",), "bf16"),
-    **dict.fromkeys(("fp32", "float32", "float"), "f32"),
+# Names of llama.cpp, Ollama, mlx-lm, FFAI, OminiX-MLX, transformers and vLLM, by nearest format.
+_FOREIGN_NAMES = {
+    "q8_0": "q8 q8_1",
+    "q4_0": "q4 q4_1 iq4_nl",
+    "affine5": "q5_0 q5_1 q5",
+    "affine4": "mxfp4 nvfp4 fp4 quanto hqq quantized affinequantized",
+    "fp8": "fp8_e4m3 fp8_e5m2 f8_e4m3 f8 mxfp8 float8",
+    "turbo4": "turboquant turbo tq4 tq4_0",
+    "turbo3": "tq3 tq3_0",
+    "turbo2": "tq2 tq2_0",
+    "raw": "none default dynamic concat dense standard",
+    "f16": "fp16 float16 half",
+    "bf16": "bfloat16",
+    "f32": "fp32 float32 float",
 }
-MODEL_ONLY_FORMATS = {
-    "auto": "is found by trying formats on a model: it cannot be part of a spec, and only generate,"
-    " Session, attach, run and chat accept it; nearest: affine8",
+FOREIGN_NAMES = {word: name for name, words in _FOREIGN_NAMES.items() for word in words.split()} | {
+    word: f"affine{bits}"
+    for bits in (2, 3, 4, 6, 8)
+    for word in f"int{bits} kv{bits} k{bits} {bits}bit {bits}bits {bits}".split()
 }
 MAX_LAYERS = 2**19  # rotation seeds then stay below 2**51, which any JSON reader keeps
 
@@ -85,13 +80,21 @@ class SideFormat:
 
     def make_codec(self, options: CodecOptions, seed: int) -> Codec:
         """Build the codec of this side."""
-        build = CODEC_BUILDERS.get(self.family)
-        codec: Any = build(self, options, seed) if build else CODECS[self.family]()
-        if not (options.smooth and self.family in SMOOTHABLE_FAMILIES):
-            return codec  # type: ignore[no-any-return]
-        from kvant.codecs.frames import add_smoothing
+        from kvant.codecs import Affine, Codebook, Fp8
+        from kvant.codecs.frames import Identity, Rotation, add_smoothing
 
-        return replace(codec, frame=add_smoothing(codec.frame))  # type: ignore[no-any-return]
+        frame = Rotation(seed) if options.rotate else Identity()
+        codec: Any
+        if self.family == "affine":
+            group = self.group or options.group or DEFAULT_GROUPS[self.bits]
+            codec = Affine(self.bits, group, frame)
+        elif self.family == "turbo":
+            codec = Codebook(self.bits, frame=Rotation(seed))
+        else:
+            codec = Fp8(frame) if self.family == "fp8" else CODECS[self.family]()
+        if options.smooth and self.family in SMOOTHABLE_FAMILIES:
+            codec = replace(codec, frame=add_smoothing(codec.frame))
+        return codec  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class LayerFormat:
         name = self.keys.dtype or self.values.dtype
         if name is None:
             return None
-        from kvant.platform.dtypes import DTYPES
+        from kvant.platform.torch_runtime import DTYPES
 
         return DTYPES[name]
 
@@ -116,34 +119,6 @@ class LayerFormat:
         seed = (options.seed * MAX_LAYERS + layer) * 2
         return self.keys.make_codec(options, seed), self.values.make_codec(options, seed + 1)
 
-
-def build_affine(side: SideFormat, options: CodecOptions, seed: int) -> Codec:
-    from kvant.codecs import Affine
-    from kvant.codecs.frames import Identity, Rotation
-
-    group = side.group or options.group or DEFAULT_GROUPS[side.bits]
-    return Affine(side.bits, group, Rotation(seed) if options.rotate else Identity())
-
-
-def build_turbo(side: SideFormat, options: CodecOptions, seed: int) -> Codec:
-    from kvant.codecs import Codebook
-    from kvant.codecs.frames import Rotation
-
-    return Codebook(side.bits, frame=Rotation(seed))
-
-
-def build_fp8(side: SideFormat, options: CodecOptions, seed: int) -> Codec:
-    from kvant.codecs import Fp8
-    from kvant.codecs.frames import Identity, Rotation
-
-    return Fp8(Rotation(seed) if options.rotate else Identity())
-
-
-CODEC_BUILDERS: dict[str, Callable[[SideFormat, CodecOptions, int], Codec]] = {
-    "affine": build_affine,
-    "turbo": build_turbo,
-    "fp8": build_fp8,
-}
 
 SIDE_FORMATS: dict[str, SideFormat] = {
     "raw": SideFormat("raw", "raw"),
@@ -164,6 +139,52 @@ TWO_WIDTH_FORMATS: dict[str, LayerFormat] = {
 }
 
 
+def split_table(text: str) -> list[list[str]]:
+    """Return the cells of a table: one row a line, with `|` between cells."""
+    return [[cell.strip() for cell in row.split("|")] for row in text.strip().splitlines()]
+
+
+class FormatWord(NamedTuple):
+    """A format of a spec, as `kvant formats` and docs/formats.md describe it."""
+
+    word: str
+    bits: float  # of one key and one value together, in rows of 128 channels
+    meaning: str
+    use_case: str
+
+
+FORMAT_WORDS = tuple(
+    FormatWord(word, float(bits), meaning, use_case)
+    for word, bits, meaning, use_case in split_table("""
+raw | 32 | rows as the model computes them | exact results; the reference for other formats
+affine8 | 17 | 8 bits, a scale and a bias per 64 values | the first to try: safe on models
+affine6 | 13 | 6 bits, a scale and a bias per 64 values | a little less than affine8
+affine5 | 12 | 5 bits, a scale and a bias per 32 values | between affine6 and affine4
+affine4 | 10 | 4 bits, a scale and a bias per 32 values | a third of raw; probe it first
+affine3 | 8 | 3 bits, a scale and a bias per 32 values | very tight memory
+affine2 | 8 | 2 bits, a scale and a bias per 16 values | research: few models tolerate it
+affine8v4 | 13.5 | keys in 8 bits, values in 4; any two widths | keys need more bits than values
+fp8 | 16.25 | 8-bit floats (E4M3), a scale per row | rows without outliers
+turbo4 | 8.25 | 4 bits of a codebook, rotated, a scale per row | the smallest with 4 bits
+turbo3 | 6.25 | 3 bits of a codebook, rotated, a scale per row | a fifth of raw
+turbo2 | 4.25 | 2 bits of a codebook, rotated, a scale per row | research
+turbo4v2 | 6.25 | keys in 4 bits, values in 2; any two widths | a fifth of raw; turbo3 may lose less
+fp8/turbo3 | 11.25 | one format for keys, another for values | keys and values with different needs
+bf16 | 32 | raw in this dtype, whatever the model's (also f16, f32) | a fixed dtype
+q8_0 | 18 | affine8 with 32 values per scale (llama.cpp's name) | coming from llama.cpp
+q4_0 | 10 | affine4 with 32 values per scale (llama.cpp's name) | coming from llama.cpp
+aura4v2 | 6.25 | turbo4v2 (FFAI's name); any two widths | coming from FFAI
+""")
+)
+AUTO_WORD = FormatWord(
+    "auto",
+    0.0,  # any
+    "the smallest format within loss limits, tried on the model: "
+    "auto:1GiB,max_kl=0.01,max_lost=0.1",
+    "when in doubt; the first start tries formats, later starts reuse the choice",
+)
+
+
 def parse_format(word: str) -> LayerFormat:
     """Parse a format, or raise a SpecError with the nearest one."""
     keys, slash, values = word.partition("/")
@@ -180,7 +201,7 @@ def parse_side(name: str, word: str) -> SideFormat:
     sides = {**SIDE_FORMATS, **list_plain_codecs()}
     if name in sides:
         return sides[name]
-    refuse_without_model(name.partition(":")[0])
+    refuse_auto(name.partition(":")[0])
     if name == word:
         allowed = ", ".join([FORMAT_SUMMARY, *list_plain_codecs()])
         nearest = translate_name(name) or find_nearest(name, [*sides, *TWO_WIDTH_FORMATS])
@@ -227,12 +248,8 @@ def list_plain_codecs() -> dict[str, SideFormat]:
         for name in CODECS
         if name not in SIDE_FORMATS
         and name not in CODECS_NAMED_BY_WIDTH
-        and needs_no_arguments(CODECS[name])
+        and all(p.default is not p.empty for p in signature(CODECS[name]).parameters.values())
     }
-
-
-def needs_no_arguments(codec: Callable[..., object]) -> bool:
-    return all(p.default is not p.empty for p in inspect.signature(codec).parameters.values())
 
 
 def format_codecs(*codecs: Codec) -> str:
@@ -253,10 +270,13 @@ def format_codec(codec: Codec) -> str:
     return next(names, type(codec).__name__)
 
 
-def refuse_without_model(word: str) -> None:
-    """Refuse a format that only a model can determine."""
-    if word in MODEL_ONLY_FORMATS:
-        raise SpecError(f"{word} {MODEL_ONLY_FORMATS[word]}")
+def refuse_auto(word: str) -> None:
+    """Refuse the format that only a model can determine."""
+    if word == AUTO_WORD.word:
+        raise SpecError(
+            "auto is found by trying formats on a model: it cannot be part of a spec, and only"
+            " generate, Session, attach, run and chat accept it; nearest: affine8"
+        )
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str:

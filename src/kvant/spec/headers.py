@@ -23,7 +23,7 @@ from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
 from kvant.contracts import Codec, Frame, PageSelection
 from kvant.errors import SpecError
-from kvant.platform.dtypes import DTYPES
+from kvant.platform.torch_runtime import DTYPES
 from kvant.recipes import (
     RECIPES_BY_KIND,
     CacheSpec,
@@ -31,8 +31,7 @@ from kvant.recipes import (
     Recipe,
     RecurrentSpec,
 )
-from kvant.retention import RETENTIONS, Pruning, Retention, Score
-from kvant.scores import SCORES
+from kvant.retention import RETENTIONS, SCORES, Pruning, Retention, Score
 from kvant.spec.formats import find_nearest
 
 PART_RECIPES = {name: RECIPES_BY_KIND[name] for name in ("attention", "recurrent")}

@@ -1,6 +1,9 @@
 """The spec language: parse a string, or a JSON object, into the recipe of every layer.
 
     spec := format ("," option)*
+    auto := "auto" (":" SIZE)? ("," "max_kl=" NATS)? ("," "max_lost=" SHARE)?
+
+`auto` is the smallest format that a model tolerates, found by trial.
 
 formats.py and options.py parse words, headers.py parses JSON. This module builds recipes from them
 and checks recipes of any origin alike. Anything unknown, repeated or contradictory is a SpecError
@@ -11,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
 from kvant.errors import SpecError
+from kvant.platform.sizes import parse_size
 from kvant.recipes import (
     RECIPES_BY_KIND,
     AnySpec,
@@ -29,12 +33,18 @@ from kvant.recipes import (
     iterate_attention,
 )
 from kvant.retention import DEFAULT_WINDOW_SINKS, KeepAll, Retention, Window
-from kvant.spec.formats import MAX_LAYERS, CodecOptions, LayerFormat, format_codecs, parse_format
+from kvant.spec.formats import (
+    AUTO_WORD,
+    MAX_LAYERS,
+    CodecOptions,
+    LayerFormat,
+    format_codecs,
+    parse_format,
+)
 from kvant.spec.options import (
     ADAPTIVE,
     MAX_OPTION_VALUE,
     OPTION_PARSERS,
-    check_capacity,
     check_options,
     parse_options,
 )
@@ -46,6 +56,8 @@ OPTION_FIELDS["start"] = "dense_until"  # option -> field of LayerSpec
 MIN_VALUES = dict.fromkeys(
     ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
 )  # other minima are 0; only text must give pages in multiples of 64
+MAX_KL = 5e-3  # mean nats: about one percent of perplexity
+MAX_LOST = 0.04  # share of the probability of an answer: formats lose about half or twice this
 Recipes = Sequence[Recipe]
 
 
@@ -98,13 +110,11 @@ class ParsedWords(NamedTuple):
     options: Mapping[str, Any]
 
 
-def check_words(text: str) -> None:
-    """Refuse a spec with an invalid word, without building codecs or importing torch."""
-    parse_words(text)
-
-
 def parse_words(text: str) -> ParsedWords:
-    """Parse a spec into its formats and options, and check that they fit together."""
+    """Parse a spec into its formats and options, and check that they fit together.
+
+    This builds no codecs and imports no torch.
+    """
     first, *rest = (word.strip() for word in text.split(","))
     if first.partition("=")[0] in OPTION_PARSERS:
         raise SpecError(
@@ -115,7 +125,6 @@ def parse_words(text: str) -> ParsedWords:
     options = parse_options(rest)
     edge_layers, edge = options.pop("edge", (0, main))
     check_options(options, (main, edge) if edge_layers else (main,))
-    check_capacity(options)
     return ParsedWords(main, edge, edge_layers, options)
 
 
@@ -180,14 +189,12 @@ def check_layer(layer: LayerSpec, path: str, previous: Recipes) -> None:
                 " allowed: a layer that keeps and reads every row; nearest: no prune"
             )
     if layer.dtype is not None:
-        check_dtype(layer.dtype, path)
+        from kvant.platform.torch_runtime import DTYPES
 
-
-def check_dtype(dtype: Any, path: str) -> None:
-    from kvant.platform.dtypes import DTYPES
-
-    if dtype not in DTYPES.values():
-        raise SpecError(f"{path}.dtype is {dtype}; allowed: {', '.join(DTYPES)}; nearest: float32")
+        if layer.dtype not in DTYPES.values():
+            raise SpecError(
+                f"{path}.dtype is {layer.dtype}; allowed: {', '.join(DTYPES)}; nearest: float32"
+            )
 
 
 def check_fitted(spec: CacheSpec) -> CacheSpec:
@@ -198,10 +205,6 @@ def check_fitted(spec: CacheSpec) -> CacheSpec:
         if any(needs_fitting(codec.frame) for codec in layer.sides.values()):
             SmoothPlaceholder().refuse()
     return spec
-
-
-def check_recurrent(layer: RecurrentSpec, path: str, previous: Recipes) -> None:
-    check_numbers(layer, path, "max_checkpoints")
 
 
 def check_parts(layer: GroupSpec, path: str, previous: Recipes) -> None:
@@ -222,10 +225,6 @@ def check_shared(layer: SharedSpec, path: str, previous: Recipes) -> None:
         )
 
 
-def check_empty(layer: EmptySpec, path: str, previous: Recipes) -> None:
-    """An EmptySpec has no fields to check."""
-
-
 def check_numbers(owner: object, path: str, names: str) -> None:
     """Refuse a field of `owner` that is out of range; `names` are separated by spaces."""
     for name in names.split():
@@ -240,10 +239,10 @@ def check_numbers(owner: object, path: str, names: str) -> None:
 
 CHECKS: dict[type, Callable[[Any, str, Recipes], None]] = {
     LayerSpec: check_layer,
-    RecurrentSpec: check_recurrent,
+    RecurrentSpec: lambda layer, path, _: check_numbers(layer, path, "max_checkpoints"),
     GroupSpec: check_parts,
     SharedSpec: check_shared,
-    EmptySpec: check_empty,
+    EmptySpec: lambda *_: None,  # it has no fields
 }
 
 
@@ -280,3 +279,63 @@ def describe_spec(spec: CacheSpec) -> str:
         text += f",prune={prune.score.name}:{prune.rows or f'{prune.percent:g}%'}"
         text += f":{ADAPTIVE}" if prune.adaptive else ""
     return text
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Limits on the loss that a format may cause."""
+
+    max_kl: float = MAX_KL  # mean nats
+    max_lost: float = MAX_LOST  # share of the probability of the right answer
+
+    def __post_init__(self) -> None:
+        for name in ("max_kl", "max_lost"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"{name}={value}: 0 or more is needed")
+
+
+def is_auto(spec: object) -> bool:
+    """Return whether a spec is `auto`, with or without limits."""
+    return (
+        isinstance(spec, str)
+        and _split_options(spec)[0].partition(":")[0].strip() == AUTO_WORD.word
+    )
+
+
+def parse_auto_size(spec: str) -> str | None:
+    """Return the size limit of `auto:SIZE`, None without one."""
+    _, colon, size = _split_options(spec)[0].partition(":")
+    if colon and not size:
+        raise SpecError(f"{spec!r}: a size is needed after the colon; nearest: auto:1GiB")
+    if not colon:
+        return None
+    parse_size(size)
+    return size
+
+
+def parse_auto_tolerance(spec: str, default: Tolerance) -> Tolerance:
+    """Return the limits of `auto,max_kl=NATS,max_lost=SHARE`, from `default` if absent."""
+    limits: dict[str, float] = {}
+    for part in _split_options(spec)[1:]:
+        name, _, number = part.partition("=")
+        if name not in ("max_kl", "max_lost") or name in limits:
+            raise SpecError(f"{spec!r}: auto takes max_kl=NATS and max_lost=SHARE, each once")
+        try:
+            limits[name] = float(number)
+        except ValueError:
+            raise SpecError(f"{spec!r}: {name} needs a number; nearest: {name}=0.01") from None
+    return replace(default, **limits)
+
+
+def check_spec_or_auto(spec: str) -> None:
+    """Refuse an invalid spec or `auto`, without building codecs or importing torch."""
+    if is_auto(spec):
+        parse_auto_size(spec)
+        parse_auto_tolerance(spec, Tolerance())
+    else:
+        parse_words(spec)
+
+
+def _split_options(spec: str) -> list[str]:
+    return [part.strip() for part in spec.split(",")]

@@ -14,20 +14,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvant.contracts import PageSelection
 from kvant.errors import SpecError
-from kvant.retention import Pruning
-from kvant.scores import SCORES
+from kvant.retention import DEFAULT_WINDOW_SINKS, SCORES, Pruning
 from kvant.spec.formats import (
     ROTATABLE_FAMILIES,
     SMOOTHABLE_FAMILIES,
     LayerFormat,
-    SideFormat,
     find_nearest,
     parse_format,
-    refuse_without_model,
+    refuse_auto,
+    split_table,
 )
 
 MAX_OPTION_VALUE = 2**31 - 1
@@ -97,26 +96,29 @@ def parse_edge(name: str, text: str | None) -> tuple[int, LayerFormat]:
     return count, parse_format(word if colon else "affine8")
 
 
+def _parse_amount(text: str) -> tuple[int, float, str]:
+    """Parse a number, or a share such as 25%; the third result is the nearest allowed text."""
+    count = int(re.split("[^0-9]", text, maxsplit=1)[0][:10] or 0)
+    if text.endswith("%"):
+        return 0, float(count), f"{min(max(1, count), 100)}%"
+    return count, 0.0, f"{min(max(1, count), MAX_OPTION_VALUE)}"
+
+
 def parse_select(name: str, text: str | None) -> tuple[PageSelection, int]:
     """Parse how many sealed pages a token reads, and the first layer that selects."""
     number, colon, first_layer = (text or "").partition(":")
-    digits, percent = re.match("[0-9]{0,10}", number), number.endswith("%")
-    count = int(digits[0]) if digits and digits[0] else 0
-    nearest = (
-        f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
-    )
+    count, percent, nearest = _parse_amount(number)
     if nearest != number:
         raise SpecError(
             f"option {_format_option(name, text)}: allowed is a number of pages, or a share of them"
             f" from 1% to 100%; nearest: {name}={nearest}"
         )
-    selection = PageSelection(percent=float(count)) if percent else PageSelection(pages=count)
     if colon and not re.fullmatch("[0-9]{1,9}", first_layer):
         raise SpecError(
             f"option {_format_option(name, text)}: allowed after the colon is the number of the"
             f" first layer that selects; nearest: {name}={number}:{NUM_UNSELECTED_LAYERS}"
         )
-    return selection, int(first_layer) if colon else NUM_UNSELECTED_LAYERS
+    return PageSelection(count, percent), int(first_layer) if colon else NUM_UNSELECTED_LAYERS
 
 
 def parse_prune(name: str, text: str | None) -> Pruning:
@@ -130,11 +132,7 @@ def parse_prune(name: str, text: str | None) -> Pruning:
             f"option {option}: allowed is a score, {', '.join(SCORES)}, then a colon and the number"
             f" of rows to keep; nearest: {nearest}"
         )
-    digits, percent = re.match("[0-9]{0,10}", keep), keep.endswith("%")
-    count = int(digits[0]) if digits and digits[0] else 0
-    nearest = (
-        f"{min(max(1, count), 100)}%" if percent else f"{min(max(1, count), MAX_OPTION_VALUE)}"
-    )
+    count, percent, nearest = _parse_amount(keep)
     if nearest != keep or (has_mode and mode != ADAPTIVE):
         nearest += f":{ADAPTIVE}" if has_mode else ""
         raise SpecError(
@@ -142,8 +140,7 @@ def parse_prune(name: str, text: str | None) -> Pruning:
             f" from 1% to 100%, and :{ADAPTIVE} if heads share them;"
             f" nearest: {name}={word}:{nearest if keep else '25%'}"
         )
-    size = {"percent": float(count)} if percent else {"rows": count}
-    return Pruning(SCORES[word](), adaptive=bool(has_mode), **size)
+    return Pruning(SCORES[word](), count, percent, adaptive=bool(has_mode))
 
 
 OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
@@ -166,12 +163,48 @@ OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
 }
 
 
+class OptionWord(NamedTuple):
+    """An option of a spec, as `kvant formats` and docs/formats.md describe it."""
+
+    word: str
+    default: str
+    meaning: str
+    use_case: str
+
+
+OPTION_WORDS = tuple(
+    OptionWord(*cells)
+    for cells in split_table(f"""
+window=N | all tokens \
+    | keeps the last N tokens, and the first {DEFAULT_WINDOW_SINKS} unless sinks= is given \
+    | bounded memory at any length
+sinks=N | {DEFAULT_WINDOW_SINKS} with a window, else 0 | keeps the first N tokens, dense \
+    | models attend to them; 0 with a window evicts them
+select=N | all | each token reads the first sealed page, and N others or P% of them | speed
+prune=SCORE:KEEP | all | after a prompt each head keeps its best rows | memory
+tail=N | by format | the last N rows are read dense | less loss at few bits
+start=N | 0 | all rows are dense below N tokens | short prompts without loss
+edge=N:FORMAT | 0:affine8 | the first and last N layers use another format | sensitive layers
+group=N | by width | values per scale: 16, 32, 64, 128 (affine) | accuracy or size
+rotate | off | rows are rotated before encoding (affine, fp8) | rows with outliers
+smooth | off | channels are scaled before encoding, fitted to the model | rows with outliers
+prefill=stored | dense | a prompt attends to its rows as stored, not as computed \
+    | results that do not depend on chunks
+slack=N | 16 | how many tokens back a rewind is exact | drafts, edits
+page=N | 64 | rows per page, a multiple of 64 | fewer, larger pages
+step=N | 1 | rows added by each allocation, in whole pages | fewer allocations
+capacity=N | none | memory for N rows, allocated at once; more rows are an error | a fixed footprint
+seed=N | 0 | seed of the rotation | repeating an experiment
+""")
+)
+
+
 def parse_option(word: str) -> tuple[str, Any]:
     """Parse an option into its name and value."""
     name, equals, value = word.partition("=")
     if name in OPTION_PARSERS:
         return name, OPTION_PARSERS[name](name, value if equals else None)
-    refuse_without_model(name)
+    refuse_auto(name)
     nearest = find_nearest(name.strip(), OPTION_PARSERS)
     if nearest not in ("rotate", "smooth"):
         nearest += f"={short(value.strip())[1:-1] or 'N'}"
@@ -196,13 +229,23 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) -> None:
-    """Refuse an option that no side of any format supports."""
+    """Refuse options that contradict each other, or that no side of any format supports."""
     formats = tuple(formats)
     sides = [side for layer_format in formats for side in (layer_format.keys, layer_format.values)]
     words = "/".join(dict.fromkeys(side.word for side in sides))
     families = {side.family for side in sides}
-    if "group" in options:
-        check_group(options["group"], sides)
+    group, grouped = options.get("group"), [side for side in sides if side.family == "affine"]
+    if group and not grouped:
+        raise SpecError(
+            f"option 'group={group}': this format has no groups; allowed with affine formats;"
+            f" nearest: affine8,group={group}"
+        )
+    for side in grouped if group else ():
+        if side.group not in (None, group):
+            raise SpecError(
+                f"option 'group={group}': {side.word} means group {side.group}; allowed with affine"
+                f" formats; nearest: affine{side.bits},group={group}"
+            )
     if "rotate" in options and not families & ROTATABLE_FAMILIES:
         reason = "is rotated already" if "turbo" in families else "has nothing to rotate"
         raise SpecError(
@@ -225,26 +268,6 @@ def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) ->
             f"option 'seed={options['seed']}': {words} has no rotation to seed; allowed with turbo"
             " formats and with rotate; nearest: no seed"
         )
-
-
-def check_group(group: int, sides: Iterable[SideFormat]) -> None:
-    """Refuse a group size that no affine side can have, or that an alias fixes."""
-    grouped = [side for side in sides if side.family == "affine"]
-    if not grouped:
-        raise SpecError(
-            f"option 'group={group}': this format has no groups; allowed with affine formats;"
-            f" nearest: affine8,group={group}"
-        )
-    for side in grouped:
-        if side.group not in (None, group):
-            raise SpecError(
-                f"option 'group={group}': {side.word} means group {side.group}; allowed with affine"
-                f" formats; nearest: affine{side.bits},group={group}"
-            )
-
-
-def check_capacity(options: Mapping[str, Any]) -> None:
-    """Refuse a window or sinks above the capacity."""
     capacity = options.get("capacity", MAX_OPTION_VALUE)
     for name in ("window", "sinks"):
         if options.get(name, 0) > capacity:

@@ -23,7 +23,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -72,6 +72,7 @@ class FolderStore:
         self.path = Path(path).expanduser().absolute()
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is a file, a folder is needed")
+        self._folders = PageFolders(self.path)
         self.max_bytes = max_bytes
         self.min_free = min_free
         self._lock = Lock()
@@ -85,27 +86,27 @@ class FolderStore:
         """Return the stored parts of each page, and mark them as used."""
         parts_of = []
         for page in pages:
-            with self._open_page_folder(*_levels(page)) as folder:
+            with self._folders.open_page(page) as folder:
                 parts_of.append(filter_part_names(_list_names(folder)))
                 for part in parts_of[-1]:
                     _touch(part, folder)
         return parts_of
 
     def get(self, page: str, part: str) -> Bytes | None:
-        with self._open_page_folder(*_levels(page)) as folder:
-            data = _read(folder, part, self._blob_file(page, part))
-            if data is not None:
+        return self.read(page, part, mark_used=True)
+
+    def read(self, page: str, part: str, *, mark_used: bool = False) -> Bytes | None:
+        """Return a blob, by default without marking it as used."""
+        path = self.path.joinpath(*_levels(page), check_part_name(part))
+        with self._folders.open_page(page) as folder:
+            data = _read(folder, part, path)
+            if mark_used and data is not None:
                 _touch(part, folder)
         return data
 
-    def read(self, page: str, part: str) -> Bytes | None:
-        """Return a blob without marking it as used."""
-        with self._open_page_folder(*_levels(page)) as folder:
-            return _read(folder, part, self._blob_file(page, part))
-
     def put(self, page: str, part: str, blob: Bytes) -> None:
         check_part_name(part)
-        with self._open_page_folder(*_levels(page)) as folder:
+        with self._folders.open_page(page) as folder:
             status = _lstat(part, folder)
         if status is not None:
             if stat.S_ISREG(status.st_mode):
@@ -114,29 +115,27 @@ class FolderStore:
         self._reserve_bytes(len(blob))
         for tries_left in reversed(range(MAX_WRITE_TRIES)):
             try:
-                self._write(page, part, blob)
+                self._folders.write(page, part, blob)
                 return
             except (FileNotFoundError, FileExistsError):  # another process removed the folder
                 if not tries_left:
                     raise
             finally:
-                self._remove_empty(page)
+                self._folders.remove_empty(page)
 
     def drop(self, page: str, part: str) -> None:
         check_part_name(part)
-        with self._open_page_folder(*_levels(page)) as folder, suppress(FileNotFoundError):
+        with self._folders.open_page(page) as folder, suppress(FileNotFoundError):
             if (status := _lstat(part, folder)) is None:
                 return
             remove = os.rmdir if stat.S_ISDIR(status.st_mode) else os.unlink
             remove(part, dir_fd=folder)
-        self._remove_empty(page)
-
-    # ---- listing and eviction
+        self._folders.remove_empty(page)
 
     def __iter__(self) -> Iterator[BlobInfo]:
         """Yield all blobs, in no order."""
-        for page in self._list_pages():
-            with self._open_page_folder(*_levels(page)) as folder:
+        for page in self._folders.list_pages():
+            with self._folders.open_page(page) as folder:
                 blobs = [
                     (part, _lstat(part, folder)) for part in filter_part_names(_list_names(folder))
                 ]
@@ -168,9 +167,9 @@ class FolderStore:
     def delete_unfinished(self) -> int:
         """Delete unfinished files of killed writers; return their number."""
         count = 0
-        for page in self._list_pages():
+        for page in self._folders.list_pages():
             count_before = count
-            with self._open_page_folder(*_levels(page)) as folder:
+            with self._folders.open_page(page) as folder:
                 for name in filter(UNFINISHED_NAME.fullmatch, _list_names(folder)):
                     status = _lstat(name, folder)
                     if status is None or abs(time.time() - status.st_mtime) <= STALE_AFTER_S:
@@ -179,19 +178,8 @@ class FolderStore:
                         os.unlink(name, dir_fd=folder)
                         count += 1
             if count > count_before:
-                self._remove_empty(page)
+                self._folders.remove_empty(page)
         return count
-
-    # ---- internals
-
-    def _list_pages(self) -> Iterator[str]:
-        """Yield the names of all pages."""
-        for namespace in self._list():
-            for head in self._list(namespace):
-                for tail in self._list(namespace, head):
-                    page = f"{namespace}/{head}{tail}"
-                    if len(head) == 2 and PAGE_NAME.fullmatch(page):
-                        yield page
 
     def _reserve_bytes(self, nbytes: int) -> None:
         """Evict old blobs for a new one of `nbytes` bytes; raise if it does not fit."""
@@ -225,9 +213,29 @@ class FolderStore:
             )
         return max(nbytes, min(limit - used, limit // RECOUNT_DIVISOR))
 
-    def _write(self, page: str, part: str, blob: Bytes) -> None:
+
+class PageFolders:
+    """The folders of a store, one a page; below the root no link is followed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def open_page(self, page: str) -> AbstractContextManager[int | None]:
+        """Open the folder of a page; None if it is missing."""
+        return self._open_folder(*_levels(page))
+
+    def list_pages(self) -> Iterator[str]:
+        """Yield the names of all pages."""
+        for namespace in self._list_names():
+            for head in self._list_names(namespace):
+                for tail in self._list_names(namespace, head):
+                    page = f"{namespace}/{head}{tail}"
+                    if len(head) == 2 and PAGE_NAME.fullmatch(page):
+                        yield page
+
+    def write(self, page: str, part: str, blob: Bytes) -> None:
         """Write a blob to a temporary file and rename it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         folder = self._open(*_levels(page), make=True)
         unfinished = f"{secrets.token_hex(8)}.part"
         try:
@@ -242,19 +250,19 @@ class FolderStore:
                 os.unlink(unfinished, dir_fd=folder)
             os.close(folder)
 
-    def _remove_empty(self, page: str) -> None:
+    def remove_empty(self, page: str) -> None:
         """Remove the folder of a page if it is empty."""
         *parents, name = _levels(page)
-        with self._open_page_folder(*parents) as folder, suppress(OSError):  # it is not empty
+        with self._open_folder(*parents) as folder, suppress(OSError):  # it is not empty
             if folder is not None:
                 os.rmdir(name, dir_fd=folder)
 
-    def _list(self, *levels: str) -> list[str]:
-        with self._open_page_folder(*levels) as folder:
+    def _list_names(self, *levels: str) -> list[str]:
+        with self._open_folder(*levels) as folder:
             return _list_names(folder)
 
     @contextmanager
-    def _open_page_folder(self, *levels: str) -> Iterator[int | None]:
+    def _open_folder(self, *levels: str) -> Iterator[int | None]:
         """Open a folder below the store's own; None if a level is missing or not a folder."""
         try:
             folder = self._open(*levels)
@@ -268,7 +276,7 @@ class FolderStore:
 
     def _open(self, *levels: str, make: bool = False) -> int:
         """Open a folder level by level, and follow no link below the store's own."""
-        path, folder = self.path, os.open(self.path, DIRECTORY_FLAGS)
+        path, folder = self.root, os.open(self.root, DIRECTORY_FLAGS)
         for name in levels:
             path /= name
             try:
@@ -283,9 +291,6 @@ class FolderStore:
                 os.close(folder)
             folder = below
         return folder
-
-    def _blob_file(self, page: str, part: str) -> Path:
-        return self.path.joinpath(*_levels(page), check_part_name(part))
 
 
 def choose_evictions(entries: Iterable[BlobInfo], nbytes: int) -> list[BlobInfo]:

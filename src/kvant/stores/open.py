@@ -12,8 +12,7 @@ from kvant.errors import StoreError
 from kvant.platform.sizes import as_bytes
 from kvant.stores.contract import Store, redact_url
 from kvant.stores.folder import FolderStore
-from kvant.stores.object_store import OBJECT_STORE_SCHEMES, ObjectStore
-from kvant.stores.redis import REDIS_SCHEMES, RedisStore
+from kvant.stores.remote import OBJECT_STORE_SCHEMES, REDIS_SCHEMES, ObjectStore, RedisStore
 
 if TYPE_CHECKING:  # checking a name must not import torch
     from kvant.stores.tiers import Tiers

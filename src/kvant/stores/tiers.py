@@ -21,7 +21,7 @@ from threading import Condition, Thread, current_thread, get_ident
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
-from kvant.platform.openmp import use_one_thread
+from kvant.platform.c_libraries import use_one_thread
 from kvant.stores.blob import Blob, pack_blob, parse_named_blob
 from kvant.stores.contract import Bytes, Store
 
@@ -69,7 +69,7 @@ class CircuitBreaker:
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         """Return the stored parts of each page; none if the store fails."""
-        parts_of = self._attempt(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
+        [parts_of] = self._attempt(lambda: self.store.has(pages)) or ([frozenset()] * len(pages),)
         if not self._corrupt:
             return parts_of
         return [
@@ -90,7 +90,7 @@ class CircuitBreaker:
         parsed = None
         if (page, part) not in self._corrupt:
             try:
-                parsed = self._attempt(read)
+                [parsed] = self._attempt(read) or (None,)
             except BlobError as error:
                 log.info("%s: %s %s: %s", self.store.url, page, part, error)
                 self.counts["damaged"] += 1
@@ -102,12 +102,7 @@ class CircuitBreaker:
 
     def put(self, page: str, part: str, blob: Bytes) -> bool:
         """Store a blob; return whether that succeeded."""
-
-        def write() -> bool:
-            self.store.put(page, part, blob)
-            return True
-
-        written = self._attempt(write) is not None
+        written = self._attempt(lambda: self.store.put(page, part, blob)) is not None
         self.counts["written" if written else "unwritten"] += 1
         if written:
             self._corrupt.discard((page, part))
@@ -115,15 +110,13 @@ class CircuitBreaker:
 
     def drop(self, page: str, part: str) -> bool:
         """Delete a blob; return whether that succeeded."""
+        return self._attempt(lambda: self.store.drop(page, part)) is not None
 
-        def delete() -> bool:
-            self.store.drop(page, part)
-            return True
+    def _attempt(self, call: Callable[[], T]) -> tuple[T] | None:
+        """Return the result of a call as a tuple; None if it failed or was skipped.
 
-        return self._attempt(delete) is not None
-
-    def _attempt(self, call: Callable[[], T]) -> T | None:
-        """Return the result of a call; None if it fails or is skipped. A BlobError is raised."""
+        A BlobError is raised.
+        """
         if self.is_open:
             self.counts["skipped"] += 1
             return None
@@ -149,7 +142,7 @@ class CircuitBreaker:
         finally:
             del self._calls[caller]
         self._failures_in_a_row = 0
-        return result
+        return (result,)
 
     def stats(self) -> dict[str, Any]:
         names = ("hits", "misses", "written", "unwritten", "damaged", "errors", "skipped", "rests")
@@ -337,7 +330,10 @@ class BackgroundWriter:
                 nbytes, work = self._queue[0]
             try:
                 for piece_nbytes in self._run_throttled(work):
-                    nbytes -= self._record_written(min(piece_nbytes, nbytes))
+                    written = min(piece_nbytes, nbytes)
+                    nbytes -= written
+                    with self._changed:
+                        self._nbytes -= written
             except Exception as error:
                 text = repr(error)  # a handler may store the error, and with it the data
                 log.warning("a store write failed: %s", text)
@@ -352,7 +348,9 @@ class BackgroundWriter:
         cpu_time = time.thread_time()
         for piece_nbytes in work():
             yield piece_nbytes
-            boost = 1 + FULL_QUEUE_BOOST * self._compute_backlog()
+            with self._changed:  # as a fraction of the limit, without the work in progress
+                backlog = sum(nbytes for nbytes, _ in self._queue[1:]) / max(1, self.max_bytes)
+            boost = 1 + FULL_QUEUE_BOOST * backlog
             share = min(1.0, WRITER_CPU_SHARE * (os.cpu_count() or 1) * boost)
             self._pause((time.thread_time() - cpu_time) * (1 / share - 1))
             cpu_time = time.thread_time()
@@ -370,13 +368,3 @@ class BackgroundWriter:
             elapsed = time.monotonic() - begin
             if time.process_time() - cpu_time < IDLE_CPU_SHARE * elapsed:
                 return
-
-    def _compute_backlog(self) -> float:
-        """Return the queued bytes, without the work in progress, as a fraction of the limit."""
-        with self._changed:
-            return sum(nbytes for nbytes, _ in self._queue[1:]) / max(1, self.max_bytes)
-
-    def _record_written(self, nbytes: int) -> int:
-        with self._changed:
-            self._nbytes -= nbytes
-        return nbytes

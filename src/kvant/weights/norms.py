@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvant.native import DTYPE_CODES, NORM_DIMS, get_library, norm_rows
-from kvant.platform.torch_modes import is_tracing
+from kvant.platform.torch_runtime import is_tracing
 
 EPS_NAMES = ("variance_epsilon", "eps")  # attributes of models
 WEIGHT_NAME, FORWARD_NAME = "weight", "forward"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvant.native import PACKED_IN_BLOCK, PACKED_OUT_BLOCK, get_library, multiply_packed
-from kvant.platform.torch_modes import is_tracing
+from kvant.platform.torch_runtime import is_tracing
 
 # Private operators of torch; without them nothing is packed.
 _REORDER_OP = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)

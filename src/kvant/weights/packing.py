@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from kvant.errors import CacheError
 from kvant.platform.sizes import format_count, format_size
-from kvant.platform.torch_modes import is_dual_level_open, is_transforming, no_inference_mode
+from kvant.platform.torch_runtime import is_dual_level_open, is_transforming, no_inference_mode
 from kvant.weights import norms, packed_matrix
 from kvant.weights.packed_matrix import PackedMatrix, SummationOrder
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvant.codecs.codebook import Floats, compute_boundaries, compute_levels
 from kvant.contracts import Codec, Fields, Form, PagedTensors, Tiles
-from kvant.derived import Memo
+from kvant.lazy import Memo
 from kvant.native import DTYPE_CODES, count_remaining_bytes
 from kvant.native.header import NULL_POINTER, PAGE_TABLE_STRUCT, PAGES_STRUCT, PLAN_STRUCT
 from kvant.page_table import AppendPlan, Ints, PageTable

@@ -36,7 +36,7 @@ from kvant.attention.triton.kernel_launch import (
 from kvant.attention.triton.store_pages import is_unsupported_plan, launch_store
 from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, View
 from kvant.page_table import AppendPlan
-from kvant.platform.triton_runtime import get_compiled_flags, is_triton_installed
+from kvant.platform.torch_runtime import get_compiled_flags, is_triton_installed
 
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # subclasses may have no storage
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from kvant.codecs.codebook import compute_levels
 from kvant.codecs.packing import BIT_PLANES, INTERLEAVE_BLOCK
 from kvant.contracts import Codec, Fields, Form
-from kvant.derived import Memo
+from kvant.lazy import Memo
 from kvant.page_table import LENGTH, PADDING, AppendPlan, Ints, LayerGroup, PageTable
-from kvant.platform.torch_modes import no_inference_mode
+from kvant.platform.torch_runtime import no_inference_mode
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and queries

@@ -29,7 +29,7 @@ from kvant.attention.triton.arguments import (
 )
 from kvant.contracts import AttentionRequest, Mask, View
 from kvant.page_table import LayerGroup
-from kvant.platform.triton_runtime import use_device
+from kvant.platform.torch_runtime import use_device
 
 BLOCK_ROWS = 64  # rows per iteration of a kernel; sealed pages are a multiple of it
 TARGET_PROGRAMS = 264  # two per multiprocessor of large GPUs: rows are split to reach it
@@ -122,9 +122,8 @@ def launch_attention(
         step = 1
     with use_device(out.device):
         for first in range(0, queries, step):
-            _launch_queries(
-                request, kernel_view, range(first, min(first + step, queries)), out, lse
-            )
+            part = range(first, min(first + step, queries))
+            _launch_queries(request, kernel_view, part, out, lse)
     return out, lse
 
 
@@ -152,13 +151,10 @@ def _launch_queries(
         selected = selected[:, :, query_range.start : query_range.stop].contiguous()
     attend.attend[plan.num_tiles * batch * heads, plan.num_ranges](
         partials,
-        _make_query_args(request, q, kernel_view),
-        _make_side_args(kernel_view.keys),
-        _make_side_args(kernel_view.values),
+        _make_attention_args(request, q, kernel_view),
         page_table.integers,
         page_table.integers.shape[1],
         page_table.open_offset,
-        _make_visibility_args(request, kernel_view),
         kernel_view.num_new,
         request.q.shape[2] - query_range.start,
         count,
@@ -166,43 +162,23 @@ def _launch_queries(
         page_table.integers if selected is None else selected,
         0 if selected is None else selected.shape[3],
         TILE=plan.tile_queries,
-        BLOCK=BLOCK_ROWS,
-        MULTI_QUERY=request.q.shape[2] > 1,
-        HAS_NEW_ROWS=kernel_view.num_new > 0,
-        HAS_SELECTION=selected is not None,
         num_warps=4 if plan.tile_queries < 64 else 8,  # with 4, outputs would spill from registers
         num_stages=_choose_num_stages(kernel_view, plan.tile_queries),
         enable_fp_fusion=True,
     )
-    _merge_partials(partials, request, plan.num_ranges, query_range, out, lse)
-
-
-def _merge_partials(
-    partials: Any,
-    request: AttentionRequest,
-    num_ranges: int,
-    query_range: range,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Launch the kernel that merges the partial outputs of a range of queries."""
-    from kvant.attention.triton.kernels import attend
-
-    (batch, heads, queries, dim), logits = out.shape, request.sink_logits
-    if logits is not None:
-        logits = logits.contiguous()
-    attend.merge[batch * heads * len(query_range),](
+    logits = None if request.sink_logits is None else request.sink_logits.contiguous()
+    attend.merge[batch * all_heads * count,](
         partials,
         out,
         out if lse is None else lse,
         out if logits is None else logits,
-        num_ranges,
-        len(query_range),
+        plan.num_ranges,
+        count,
         query_range.start,
-        queries,
+        request.q.shape[2],
         dim=dim,
         PADDED_DIM=next_power_of_2(dim),
-        HEADS=heads,
+        HEADS=all_heads,
         HAS_SINK_LOGITS=logits is not None,
         HAS_LSE=lse is not None,
         enable_fp_fusion=True,
@@ -240,6 +216,22 @@ def _choose_num_stages(kernel_view: KernelView, tile_queries: int) -> int:
 def _compute_block_bytes(*sides: Tensor) -> list[int]:
     """Return the bytes of a block of rows of each side."""
     return [BLOCK_ROWS * next_power_of_2(pages.shape[3]) * pages.element_size() for pages in sides]
+
+
+def _make_attention_args(request: AttentionRequest, q: Tensor, kernel_view: KernelView) -> Any:
+    flags = (
+        request.q.shape[2] > 1,
+        kernel_view.num_new > 0,
+        kernel_view.selected_pages is not None,
+    )
+    return import_kernel_records().AttentionArgs(
+        _make_query_args(request, q, kernel_view),
+        _make_side_args(kernel_view.keys),
+        _make_side_args(kernel_view.values),
+        _make_visibility_args(request, kernel_view),
+        make_constexpr(BLOCK_ROWS),
+        *map(make_constexpr, flags),
+    )
 
 
 def _make_side_args(side: TritonSide) -> Any:

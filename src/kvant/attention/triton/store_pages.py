@@ -30,7 +30,7 @@ from kvant.attention.triton.arguments import (
 )
 from kvant.codecs.codebook import compute_boundaries
 from kvant.contracts import Fields, PagedTensors
-from kvant.derived import Memo
+from kvant.lazy import Memo
 from kvant.page_table import (
     SEAL_COLUMN,
     SEAL_SLOT,
@@ -44,13 +44,10 @@ from kvant.page_table import (
     AppendPlan,
     Ints,
 )
-from kvant.platform.torch_modes import no_inference_mode
-from kvant.platform.triton_runtime import use_device
+from kvant.platform.torch_runtime import no_inference_mode, use_device
 
 ROWS_PER_PROGRAM = 16
-# Columns of an entry, as in kernels/store.py.
-ENTRY_SLOT, ENTRY_ROW, ENTRY_NUM_ROWS, ENTRY_SOURCE, ENTRY_SEQUENCE, ENTRY_COLUMN = range(6)
-ENTRY_WIDTH = 6
+NUM_ROWS_COLUMN = 2  # of `StoreEntry`
 
 
 def is_unsupported_plan(plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
@@ -82,7 +79,7 @@ def _is_unsupported_seal(tensors: PagedTensors) -> bool:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The entries of an append plan on the device, with the columns of kernels/store.py."""
+    """The entries of an append plan on the device, as rows of `StoreEntry`."""
 
     writes: Tensor  # [n, 6]: copies of open pages, and writes of new rows
     max_rows: int  # largest number of rows of a write entry
@@ -96,7 +93,7 @@ class DevicePlan:
         if device_plan is None:
             writes, seals = _make_write_entries(plan, page), _make_seal_entries(plan, page)
             entries = torch.from_numpy(np.concatenate([writes, seals])).to(device)
-            max_rows = int(writes[:, ENTRY_NUM_ROWS].max(initial=0))
+            max_rows = int(writes[:, NUM_ROWS_COLUMN].max(initial=0))
             device_plan = cls(entries[: len(writes)], max_rows, entries[len(writes) :])
             device_plans[device] = device_plan
         return device_plan
@@ -106,31 +103,26 @@ DEVICE_PLANS: Memo[dict[torch.device, DevicePlan]] = Memo("plans on devices")
 
 
 def _make_write_entries(plan: AppendPlan, page: int) -> Ints:
-    copies, writes = plan.copies, plan.writes
-    entries = np.zeros((len(copies) + len(writes), ENTRY_WIDTH), np.int64)
-    copied, written = entries[: len(copies)], entries[len(copies) :]
-    copied[:, ENTRY_SOURCE], copied[:, ENTRY_SLOT] = copies.T
+    (sources, slots), writes = plan.copies.T, plan.writes
     # One launch copies and writes in any order, so a copy ends before the first new row.
-    copied[:, ENTRY_NUM_ROWS] = page
-    copy, write = np.nonzero(copies[:, 1:] == writes[:, WRITE_SLOT])
-    copied[copy, ENTRY_NUM_ROWS] = writes[write, WRITE_ROW]
-    written[:, ENTRY_SLOT] = writes[:, WRITE_SLOT]
-    written[:, ENTRY_ROW] = writes[:, WRITE_ROW]
-    written[:, ENTRY_NUM_ROWS] = writes[:, WRITE_COUNT]
-    written[:, ENTRY_SOURCE] = -1
-    written[:, ENTRY_SEQUENCE] = writes[:, WRITE_TABLE]
-    written[:, ENTRY_COLUMN] = writes[:, WRITE_COLUMN]
-    return entries
+    copied_rows = np.full(len(slots), page)
+    copy, write = np.nonzero(slots[:, None] == writes[:, WRITE_SLOT])
+    copied_rows[copy] = writes[write, WRITE_ROW]
+    columns = (WRITE_SLOT, WRITE_ROW, WRITE_COUNT, WRITE_TABLE, WRITE_COLUMN)
+    slot, row, count, table, column = writes[:, columns].T
+    copied = _stack_entries(slots, 0, copied_rows, sources, 0, 0)
+    return np.concatenate([copied, _stack_entries(slot, row, count, -1, table, column)])
 
 
 def _make_seal_entries(plan: AppendPlan, page: int) -> Ints:
-    entries = np.zeros((len(plan.seals), ENTRY_WIDTH), np.int64)
-    entries[:, ENTRY_SLOT] = plan.seals[:, SEAL_SLOT]
-    entries[:, ENTRY_NUM_ROWS] = page
-    entries[:, ENTRY_SOURCE] = plan.seals[:, SEAL_SOURCE]
-    entries[:, ENTRY_SEQUENCE] = plan.seals[:, SEAL_TABLE]
-    entries[:, ENTRY_COLUMN] = plan.seals[:, SEAL_COLUMN]
-    return entries
+    columns = (SEAL_SLOT, SEAL_SOURCE, SEAL_TABLE, SEAL_COLUMN)
+    slot, source, table, column = plan.seals[:, columns].T
+    return _stack_entries(slot, 0, page, source, table, column)
+
+
+def _stack_entries(*columns: Ints | int) -> Ints:
+    """Return entries, [n, 6], from their columns in the order of `StoreEntry`."""
+    return np.stack(np.broadcast_arrays(*columns), 1)
 
 
 def launch_store(plan: AppendPlan, new_rows: Fields, sides: Mapping[str, PagedTensors]) -> None:
@@ -187,18 +179,18 @@ def _launch_seal(tensors: PagedTensors, new_rows: Tensor, entries: Tensor) -> No
             levels=make_level_table(form.bits, dim, torch.float32, new_rows.device)
         )
         boundaries = _make_boundary_table(form.bits, dim, new_rows.device)
-    store.seal[len(entries) * heads, page // ROWS_PER_PROGRAM](
-        make_copy_args(tensors.open, tensors.open, new_rows),
-        entries,
+    args = import_kernel_records().SealArgs(
         fields,
         boundaries,
         layout,
         make_third_bit_layout(dim) if form.kind == "codebook" and form.bits == 3 else layout,
+        *map(make_constexpr, (page, dim, form.corrected, ROWS_PER_PROGRAM)),
+    )
+    store.seal[len(entries) * heads, page // ROWS_PER_PROGRAM](
+        make_copy_args(tensors.open, tensors.open, new_rows),
+        entries,
+        args,
         HEADS=heads,
-        PAGE=page,
-        DIM=dim,
-        CORRECTED=form.corrected,
-        ROWS=ROWS_PER_PROGRAM,
         enable_fp_fusion=False,  # fused operations would round differently from the codecs
     )
 

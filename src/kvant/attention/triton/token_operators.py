@@ -24,7 +24,7 @@ from kvant.attention.triton.kernel_launch import KernelView, launch_attention
 from kvant.attention.triton.store_pages import make_copy_args
 from kvant.contracts import AttentionRequest, Form, Mask, PagedTensors, View
 from kvant.page_table import LayerGroup, Paging
-from kvant.platform.triton_runtime import use_device
+from kvant.platform.torch_runtime import use_device
 
 NO_NUMBER = -1  # encodes None in lists of integers
 FORM_KINDS = tuple(SEALED_FIELDS)

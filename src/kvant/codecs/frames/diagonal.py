@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvant.contracts import Frame
 from kvant.errors import SpecError
-from kvant.platform.torch_modes import is_tracing, no_inference_mode
+from kvant.platform.torch_runtime import is_tracing, no_inference_mode
 
 # The scale and its reciprocal are normal numbers in float32.
 MIN_SCALE, MAX_SCALE = 1e-30, 1e30

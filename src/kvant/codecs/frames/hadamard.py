@@ -21,8 +21,12 @@ import torch
 from torch import Tensor
 
 from kvant.native import SignArray, can_rotate, is_kernel_readable, rotate_rows
-from kvant.platform.torch_modes import no_inference_mode
-from kvant.platform.triton_runtime import get_compiled_flags, is_triton_installed, use_device
+from kvant.platform.torch_runtime import (
+    get_compiled_flags,
+    is_triton_installed,
+    no_inference_mode,
+    use_device,
+)
 
 UINT64_MASK = 2**64 - 1
 SPLITMIX64_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio

@@ -88,6 +88,35 @@ class CopyArgs(NamedTuple):
     aligned: tl.constexpr  # whether all rows begin at multiples of 16 bytes
 
 
+class StoreEntry(NamedTuple):
+    """Rows of one page to write: a row of six integers, as the host lists them.
+
+    Source -1 means the new rows of `sequence`, from `column` on:
+
+        | slot | first row | number of rows | source: open slot, or -1 | sequence | column |
+    """
+
+    slot: Any
+    row: Any
+    num_rows: Any
+    source: Any
+    sequence: Any
+    column: Any
+
+
+class SealArgs(NamedTuple):
+    """Where and how to seal the pages of one side."""
+
+    fields: SealedFields
+    boundaries: Any  # between the codes of a codebook
+    layout: CodeLayout
+    third_layout: CodeLayout  # of the plane that holds the third of 3 bits
+    page: tl.constexpr
+    dim: tl.constexpr
+    corrected: tl.constexpr
+    rows: tl.constexpr  # sealed by one program
+
+
 class VisibilityArgs(NamedTuple):
     """The rule of what a query sees: the mask, when pages fall due, and the sinks."""
 
@@ -115,6 +144,19 @@ class QueryArgs(NamedTuple):
     score_scale: float  # factor of scores; times query_scale it is the scale
     has_softcap: tl.constexpr
     softcap: float
+
+
+class AttentionArgs(NamedTuple):
+    """What all programs of a launch share: the queries, the rows of a layer, and the rule."""
+
+    queries: QueryArgs
+    key_side: SideArgs
+    value_side: SideArgs  # not `values`: an attribute of every tuple of Triton
+    rule: VisibilityArgs
+    block: tl.constexpr  # rows per iteration
+    multi_query: tl.constexpr  # more than one query per head
+    has_new_rows: tl.constexpr
+    has_selection: tl.constexpr  # read selected pages only; all queries have one position
 
 
 class PartialOutputs(NamedTuple):

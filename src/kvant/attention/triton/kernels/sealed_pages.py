@@ -35,32 +35,23 @@ def decode_rows(page, layout, rows, visible):
             layout.dot_dtype
         )
     else:
-        low = _load_bytes(codes, byte, layout)
+        low, high = _load_bytes(codes, byte, layout), _load_high_bytes(codes, byte, layout)
         if layout.bits == 8:
-            values = _decode_code(low, page, layout, n, unit, 0, mask)
+            values = _decode_code(low, high, 0, page, layout, n, unit, byte, mask)
         elif layout.bits == 4:
             values = tl.interleave(
-                _decode_code(low & 15, page, layout, n, unit, 0, mask),
-                _decode_code(low >> 4, page, layout, n, unit, 1, mask),
+                _decode_code(low, high, 0, page, layout, n, unit, byte, mask),
+                _decode_code(low, high, 1, page, layout, n, unit, byte, mask),
             )
         else:
-            high = _load_high_bytes(codes, byte, layout)
             values = tl.interleave(
                 tl.interleave(
-                    _decode_code(
-                        _extract_code(low, high, 0, byte, layout), page, layout, n, unit, 0, mask
-                    ),
-                    _decode_code(
-                        _extract_code(low, high, 2, byte, layout), page, layout, n, unit, 2, mask
-                    ),
+                    _decode_code(low, high, 0, page, layout, n, unit, byte, mask),
+                    _decode_code(low, high, 2, page, layout, n, unit, byte, mask),
                 ),
                 tl.interleave(
-                    _decode_code(
-                        _extract_code(low, high, 1, byte, layout), page, layout, n, unit, 1, mask
-                    ),
-                    _decode_code(
-                        _extract_code(low, high, 3, byte, layout), page, layout, n, unit, 3, mask
-                    ),
+                    _decode_code(low, high, 1, page, layout, n, unit, byte, mask),
+                    _decode_code(low, high, 3, page, layout, n, unit, byte, mask),
                 ),
             )
     return tl.reshape(
@@ -90,18 +81,13 @@ def _load_high_bytes(codes, byte, layout):
 
 
 @triton.jit
-def _extract_code(low, high, part: tl.constexpr, byte, layout):
-    """Extract codes of 2 or 3 bits."""
-    code = low >> 2 * part & 3
+def _decode_code(low, high, part: tl.constexpr, page, layout, n, unit, byte, mask):
+    """Decode one code of every byte."""
+    bits: tl.constexpr = 8 // layout.values_per_byte
+    code = low >> bits * part & 2**bits - 1
     if layout.bits == 3:
         step: tl.constexpr = layout.interleave_block // 8
         code |= (high >> 2 * part + byte % (2 * step) // step & 1) << 2
-    return code
-
-
-@triton.jit
-def _decode_code(code, page, layout, n, unit, part: tl.constexpr, mask):
-    """Decode one code of every byte."""
     if layout.kind == CODEBOOK:
         scale = tl.load(page.scale + n, mask=mask, other=0.0).to(tl.float32)
         # The table stays in L1, where the lookups of a warp are one access.

@@ -4,10 +4,6 @@ A launch of `put` copies the entries of an append plan for all sides; `put_token
 token of a decode step. A program of `seal` seals some rows of a page of one head. Sealed bytes
 equal the codecs' to the bit: divisions round to nearest, launches disable fused operations, and
 sums over a row are float64 in the codec's order.
-
-An entry is a row of six integers. Source -1 means the new rows of `sequence`, from `column` on:
-
-    | slot | first row | number of rows | source: open slot, or -1 | sequence | column |
 """
 
 from __future__ import annotations
@@ -15,28 +11,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.arguments import AFFINE, LENGTH, MAX_LENGTH
-from kvant.attention.triton.kernels.sealed_pages import compute_channels
-
-ENTRY_SLOT, ENTRY_ROW, ENTRY_NUM_ROWS, ENTRY_SOURCE, ENTRY_SEQUENCE, ENTRY_COLUMN = (
-    tl.constexpr(n) for n in range(6)
+from kvant.attention.triton.kernels.arguments import (
+    AFFINE,
+    FLOAT16_MAX,
+    LENGTH,
+    MAX_LENGTH,
+    StoreEntry,
 )
-ENTRY_WIDTH = tl.constexpr(6)
+from kvant.attention.triton.kernels.sealed_pages import compute_channels
 
 
 @triton.jit
 def put(copies, entries, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Copy ROWS rows of one head of an entry, for all sides."""
-    entry = entries + tl.program_id(0).to(tl.int64) // HEADS * ENTRY_WIDTH
-    head = tl.program_id(0).to(tl.int64) % HEADS
+    entry, head = _load_entry(entries, HEADS)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    valid = n < tl.load(entry + ENTRY_NUM_ROWS)
-    slot, row = tl.load(entry + ENTRY_SLOT), tl.load(entry + ENTRY_ROW)
-    source, sequence = tl.load(entry + ENTRY_SOURCE), tl.load(entry + ENTRY_SEQUENCE)
-    column = tl.load(entry + ENTRY_COLUMN)
     for i in tl.static_range(len(copies)):
-        rows = compute_row_pointers(copies[i], source, sequence, head, column, n)
-        _copy_rows(rows, copies[i], slot, head, row + n, valid)
+        _copy_rows(copies[i], entry, head, n, n < entry.num_rows)
 
 
 @triton.jit
@@ -51,37 +42,55 @@ def put_token(
     valid = (length > 0) & (length <= tl.load(page_table + MAX_LENGTH + zero))
     position = tl.where(valid, length - 1, 0)
     slot = tl.load(page_table + open_offset + position // PAGE)
+    entry = StoreEntry(slot, position % PAGE, 1, zero - 1, b, 0)
     for i in tl.static_range(len(copies)):
-        rows = compute_row_pointers(copies[i], zero - 1, b, head, 0, zero)
-        _copy_rows(rows, copies[i], slot, head, position % PAGE, valid)
+        _copy_rows(copies[i], entry, head, zero, valid)
 
 
 @triton.jit
-def compute_row_pointers(copy_args, source, sequence, head, column, n):
-    """Return pointers to rows of a head: in the open page `source`, or in the new rows if -1."""
-    stored = copy_args.open.data + tl.maximum(source, 0) * copy_args.open.outer_stride
+def _load_entry(entries, HEADS: tl.constexpr):
+    """Return the entry of this program, and its head."""
+    pair = tl.program_id(0).to(tl.int64)
+    entry = entries + pair // HEADS * 6
+    loaded = StoreEntry(
+        tl.load(entry),
+        tl.load(entry + 1),
+        tl.load(entry + 2),
+        tl.load(entry + 3),
+        tl.load(entry + 4),
+        tl.load(entry + 5),
+    )
+    return loaded, pair % HEADS
+
+
+@triton.jit
+def compute_row_pointers(copy_args, entry, head, n):
+    """Return pointers to the source rows of a head: in an open page, or in the new rows."""
+    stored = copy_args.open.data + tl.maximum(entry.source, 0) * copy_args.open.outer_stride
     stored = stored + head * copy_args.open.head_stride + n * copy_args.open.row_stride
     new = (
         copy_args.new_rows.data
-        + sequence * copy_args.new_rows.outer_stride
+        + entry.sequence * copy_args.new_rows.outer_stride
         + head * copy_args.new_rows.head_stride
     )
-    rows = tl.where(source < 0, new + (column + n) * copy_args.new_rows.row_stride, stored)
+    new = new + (entry.column + n) * copy_args.new_rows.row_stride
+    rows = tl.where(entry.source < 0, new, stored)
     if copy_args.aligned:  # the compiler cannot infer it through `where`
         rows = tl.multiple_of(rows, 16)
     return rows
 
 
 @triton.jit
-def _copy_rows(rows, copy_args, slot, head, row, valid):
+def _copy_rows(copy_args, entry, head, n, valid):
+    rows = compute_row_pointers(copy_args, entry, head, n)
     channel = tl.arange(0, copy_args.padded_dim)[None, :]
     mask = valid[:, None] & (channel < copy_args.dim)
     values = tl.load(rows[:, None] + channel, mask=mask)
     target = (
         copy_args.target.data
-        + slot * copy_args.target.outer_stride
+        + entry.slot * copy_args.target.outer_stride
         + head * copy_args.target.head_stride
-        + row * copy_args.target.row_stride
+        + (entry.row + n) * copy_args.target.row_stride
     )
     tl.store(target[:, None] + channel, values, mask=mask)
 
@@ -121,7 +130,6 @@ def tree_sum(x):
     return x
 
 
-FLOAT16_MAX = tl.constexpr(65504.0)
 FLOAT16_NAN_BITS = tl.constexpr(0x7E00)
 
 
@@ -209,155 +217,100 @@ def _sum_groups(x):
 
 
 @triton.jit
-def seal(
-    copy_args,  # the rows to seal
-    entries,  # of the plan's seals: their slots are sealed slots
-    fields,
-    boundaries,
-    layout,
-    third_layout,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Seal ROWS rows of one head of a page."""
-    entry = entries + tl.program_id(0).to(tl.int64) // HEADS * ENTRY_WIDTH
-    head = tl.program_id(0).to(tl.int64) % HEADS
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    source, sequence = tl.load(entry + ENTRY_SOURCE), tl.load(entry + ENTRY_SEQUENCE)
-    column = tl.load(entry + ENTRY_COLUMN)
-    x = compute_row_pointers(copy_args, source, sequence, head, column, n)[:, None]
-    n += (tl.load(entry + ENTRY_SLOT) * HEADS + head) * PAGE
-    if layout.kind == AFFINE:
-        _seal_affine(x, n, fields, layout, DIM, CORRECTED, ROWS)
+def seal(copy_args, entries, args, HEADS: tl.constexpr):
+    """Seal some rows of one head of a page; the slots of these entries are sealed slots."""
+    entry, head = _load_entry(entries, HEADS)
+    n = tl.program_id(1) * args.rows + tl.arange(0, args.rows).to(tl.int64)
+    x = compute_row_pointers(copy_args, entry, head, n)[:, None]
+    n += (entry.slot * HEADS + head) * args.page
+    if args.layout.kind == AFFINE:
+        _seal_affine(x, n, args, args.layout)
     else:
-        _seal_codebook(x, n, fields, boundaries, layout, third_layout, DIM, CORRECTED, ROWS)
+        _seal_codebook(x, n, args, args.layout)
 
 
 @triton.jit
-def _seal_affine(
-    x, n, fields, layout, DIM: tl.constexpr, CORRECTED: tl.constexpr, ROWS: tl.constexpr
-):
+def _seal_affine(x, n, args, layout):
     group_values: tl.constexpr = (
         layout.unit_bytes * layout.values_per_byte // layout.groups_per_unit
     )
     count: tl.constexpr = layout.num_units * layout.groups_per_unit
     max_code: tl.constexpr = 2**layout.bits - 1
-    channel, valid = compute_leaf_channels(group_values, count, layout.num_groups, DIM)
+    channel, valid = compute_leaf_channels(group_values, count, layout.num_groups, args.dim)
     row = tl.load(x[:, None] + channel[None, :, :], mask=valid[None, :, :], other=0.0)
     row = row.to(tl.float32)
     broken = tl.max((row - row != 0).to(tl.int32), 2, keep_dims=True) > 0
     row = saturate(tl.where(broken, 0.0, row))
     scale, bias = compute_covering_scale(row, valid[None, :, :], max_code)
-    if CORRECTED:
+    if args.corrected:
         codes = tl.where(valid[None, :, :], find_nearest_codes(row, scale, bias, max_code), 0.0)
         num_values = tl.sum(valid.to(tl.int32), 1, keep_dims=True)[None, :, :]
         scale, bias = fit_scale(row, codes, num_values, scale, bias)
     group = tl.arange(0, count)[None, :, None]
     index, mask = n[:, None, None] * layout.num_groups + group, group < layout.num_groups
-    tl.store(fields.scale + index, replace_broken_with_nan(scale, broken), mask=mask)
-    tl.store(fields.bias + index, replace_broken_with_nan(bias, broken), mask=mask)
+    tl.store(args.fields.scale + index, replace_broken_with_nan(scale, broken), mask=mask)
+    tl.store(args.fields.bias + index, replace_broken_with_nan(bias, broken), mask=mask)
     # Compute the codes again, in the order of the stored bytes.
     channel, valid = compute_channels(layout)
     row = tl.load(x + channel[None, :], mask=valid[None, :], other=0.0).to(tl.float32)
-    row = tl.reshape(row, [ROWS, layout.num_units, group_values, layout.groups_per_unit])
+    row = tl.reshape(row, [args.rows, layout.num_units, group_values, layout.groups_per_unit])
     row = saturate(row)
-    scale = tl.reshape(scale, [ROWS, layout.num_units, 1, layout.groups_per_unit])
-    bias = tl.reshape(bias, [ROWS, layout.num_units, 1, layout.groups_per_unit])
-    broken = tl.reshape(broken, [ROWS, layout.num_units, 1, layout.groups_per_unit])
+    scale = tl.reshape(scale, [args.rows, layout.num_units, 1, layout.groups_per_unit])
+    bias = tl.reshape(bias, [args.rows, layout.num_units, 1, layout.groups_per_unit])
+    broken = tl.reshape(broken, [args.rows, layout.num_units, 1, layout.groups_per_unit])
     codes = tl.where(broken, 0.0, find_nearest_codes(row, scale, bias, max_code)).to(tl.int32)
-    _store_codes(fields.codes, n, tl.reshape(codes, [ROWS, row.numel // ROWS]), layout, 0, 0, ROWS)
+    codes = tl.reshape(codes, [args.rows, row.numel // args.rows])
+    _store_codes(args.fields.codes, n, codes, layout, 0, 0)
 
 
 @triton.jit
-def _seal_codebook(
-    x,
-    n,
-    fields,
-    boundaries,
-    layout,
-    third_layout,
-    DIM: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.load(x + tl.arange(0, DIM)[None, :]).to(tl.float32)
+def _seal_codebook(x, n, args, layout):
+    row = tl.load(x + tl.arange(0, args.dim)[None, :]).to(tl.float32)
     broken = tl.max((row - row != 0).to(tl.int32), 1)[:, None] > 0
     row = saturate(tl.where(broken, 0.0, row))
     wide = row.to(tl.float64)
-    scale = tl.sqrt(tree_sum(wide * wide) / DIM)
+    scale = tl.sqrt(tree_sum(wide * wide) / args.dim)
     size = scale.to(tl.float32)
     size = tl.where(size > 0, size, 1.0)
-    if CORRECTED:
-        level = tl.load(fields.levels + _find_nearest_codes(row, size, boundaries, layout)).to(
-            tl.float64
-        )
+    if args.corrected:
+        codes = _find_nearest_levels(row, size, args)
+        level = tl.load(args.fields.levels + codes).to(tl.float64)
         scale = (tree_sum(level * wide) + 0.0) / tree_sum(level * level)
     half = tl.minimum(scale.to(tl.float32), FLOAT16_MAX).to(tl.float16)
-    tl.store(fields.scale + n[:, None], replace_broken_with_nan(half, broken))
-    _seal_plane(x, n, fields.codes, size, broken, boundaries, layout, layout, 0, 0, ROWS)
+    tl.store(args.fields.scale + n[:, None], replace_broken_with_nan(half, broken))
+    _seal_plane(x, n, args, size, broken, layout, 0, 0)
     if layout.bits == 3:
-        _seal_plane(
-            x,
-            n,
-            fields.codes,
-            size,
-            broken,
-            boundaries,
-            layout,
-            third_layout,
-            2,
-            layout.width,
-            ROWS,
-        )
+        _seal_plane(x, n, args, size, broken, args.third_layout, 2, layout.width)
 
 
 @triton.jit
-def _seal_plane(
-    x,
-    n,
-    codes,
-    size,
-    broken,
-    boundaries,
-    layout,
-    plane_layout,
-    SHIFT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _seal_plane(x, n, args, size, broken, plane_layout, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
     """Compute the codes again, in the byte order of a plane, and store that plane."""
     channel, valid = compute_channels(plane_layout)
     row = tl.load(x + channel[None, :], mask=valid[None, :], other=0.0).to(tl.float32)
-    row_codes = _find_nearest_codes(saturate(row), size, boundaries, layout)
-    _store_codes(codes, n, tl.where(broken, 0, row_codes), plane_layout, SHIFT, OFFSET, ROWS)
+    codes = tl.where(broken, 0, _find_nearest_levels(saturate(row), size, args))
+    _store_codes(args.fields.codes, n, codes, plane_layout, SHIFT, OFFSET)
 
 
 @triton.jit
-def _find_nearest_codes(row, size, boundaries, layout):
+def _find_nearest_levels(row, size, args):
     """Count the boundaries that each scaled value reaches."""
     unit = tl.div_rn(row, tl.broadcast_to(size, row.shape))
     codes = tl.zeros(row.shape, tl.int32)
-    for i in tl.static_range(2**layout.bits - 1):
-        codes += (unit >= tl.load(boundaries + i)).to(tl.int32)
+    for i in tl.static_range(2**args.layout.bits - 1):
+        codes += (unit >= tl.load(args.boundaries + i)).to(tl.int32)
     return codes
 
 
 @triton.jit
-def _store_codes(
-    target, n, codes, plane_layout, SHIFT: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr
-):
+def _store_codes(target, n, codes, plane_layout, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
     """Pack the bits of a plane (of each code, from bit SHIFT on) and store its bytes."""
     bits: tl.constexpr = 8 // plane_layout.values_per_byte
     size: tl.constexpr = plane_layout.num_units * plane_layout.unit_bytes
     part = tl.arange(0, plane_layout.values_per_byte)[None, None, :]
-    codes = tl.reshape(codes >> SHIFT & 2**bits - 1, [ROWS, size, plane_layout.values_per_byte])
+    codes = codes >> SHIFT & 2**bits - 1
+    codes = tl.reshape(codes, [n.shape[0], size, plane_layout.values_per_byte])
     packed = tl.sum(codes << part * bits, 2).to(tl.uint8)
     byte = tl.arange(0, size)[None, :]
-    tl.store(
-        target + n[:, None] * plane_layout.stride + OFFSET + byte,
-        packed,
-        mask=byte < plane_layout.width,
-    )
+    target = target + n[:, None] * plane_layout.stride + OFFSET
+    tl.store(target + byte, packed, mask=byte < plane_layout.width)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvant.bench import clock, report
-from kvant.bench.clock import (
+from kvant.bench import harness
+from kvant.bench.harness import (
     CPU,
     BenchDevice,
     CudaDevice,
@@ -39,7 +39,7 @@ class CpuAsGpu(CudaDevice):
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Advance the wall clock by a second per reading."""
     readings = count()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(readings)))
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: float(next(readings)))
 
 
 def test_wall_clock_measures_a_call_until_it_returns() -> None:
@@ -139,26 +139,26 @@ def test_machine_description_names_its_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: THERE)
-    monkeypatch.setattr(clock, "_read_driver_version", lambda: "570.1")
+    monkeypatch.setattr(harness, "_read_driver_version", lambda: "570.1")
     gpu = CudaDevice().describe()
-    report.print_report("attend", [{"rows": 1}], {"batch": 8}, quiet=True, gpu=gpu)
+    harness.print_report("attend", [{"rows": 1}], {"batch": 8}, quiet=True, gpu=gpu)
     machine = json.loads(capsys.readouterr().out)["machine"]
     assert machine["gpu"] == "NVIDIA Something" and machine["gpu_memory"] == 2**37
     assert (machine["gpu_l2"], machine["multiprocessors"]) == (2**25, 132)
     assert (machine["cuda"], machine["driver"]) == (torch.version.cuda, "570.1")
-    assert "gpu" not in report.describe_machine()
+    assert "gpu" not in harness.describe_machine()
 
 
 @pytest.mark.parametrize(("smi_output", "version"), [("570.1\n", "570.1"), ("", None)])
 def test_driver_version_is_queried(
     smi_output: str, version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(harness.shutil, "which", lambda tool: tool)
     process = SimpleNamespace(stdout=smi_output)
-    monkeypatch.setattr(clock.subprocess, "run", lambda words, **options: process)
-    assert clock._read_driver_version() == version
-    monkeypatch.setattr(clock.shutil, "which", lambda tool: None)
-    assert clock._read_driver_version() is None
+    monkeypatch.setattr(harness.subprocess, "run", lambda words, **options: process)
+    assert harness._read_driver_version() == version
+    monkeypatch.setattr(harness.shutil, "which", lambda tool: None)
+    assert harness._read_driver_version() is None
 
 
 def test_gpu_peak_counts_only_added_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,26 @@
-"""Detect torch's modes (inference mode, tracing, transforms) and protect tensors from them."""
+"""What torch and Triton do at run time: dtypes by name, modes to detect or leave, launches.
+
+Triton is optional: this module imports it only inside functions.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from kvant.errors import CacheError
+from kvant.recipes import DTYPE_NAMES
 
 get_transform = peek_interpreter_stack  # the innermost transform of torch.func, or None
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in DTYPE_NAMES
+}  # of dense rows
 TRACING_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
@@ -54,3 +64,24 @@ def make_transform_error(operation: str) -> CacheError:
         f"{operation} inside a transform of torch.func (vmap, grad, jvp, functionalize): a "
         "cache that changes in place cannot be transformed; kvant.functional can"
     )
+
+
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the tensors' device current: Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=1)
+def is_triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def get_compiled_flags(kernel: object) -> set[bool]:
+    """Return whether Triton's own functions, and `kernel`, are compiled or interpreted.
+
+    TRITON_INTERPRET decides when a function is loaded, so the two may differ.
+    """
+    from triton import language
+    from triton.runtime.jit import JITFunction
+
+    return {isinstance(function, JITFunction) for function in (language.cdiv, kernel)}

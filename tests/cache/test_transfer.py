@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import kvant
-from kvant.cache.page_set import (
+from kvant.cache.transfer import (
     PageSet,
+    RestoreBuffer,
     check_tail_shapes,
     get_page_shapes,
     list_required_pages,
     make_empty_tail_state,
 )
-from kvant.cache.restore_buffer import RestoreBuffer
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.page_table import PADDING

@@ -1,16 +1,58 @@
-"""Memory of several caches over the same pools: in total, per cache, and freeable."""
+"""What can be told about caches: the backend that reads each layer, and the bytes of pages.
+
+The bytes of several caches over the same pools are in total, per cache, and freeable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 
+from kvant.attention import explain
 from kvant.cache.cache import Cache
 from kvant.cache.state import CacheState
 from kvant.page_table import Bools, LayerGroup
 from kvant.pages.pool import Pools
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
+from kvant.spec import describe_spec
+
+
+def explain_cache(cache: Cache) -> str:
+    """Describe the format and the attention backend of each layer; merge equal lines."""
+    texts = [_describe(recipe, cache.layers.get(i)) for i, recipe in enumerate(cache.spec.layers)]
+    return "\n".join(f"{layers}: {text}" for layers, text in merge_equal_layers(texts))
+
+
+def merge_equal_layers(texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each run of layers with equal texts."""
+    first = 0
+    for text, run in groupby(texts):
+        stop = first + len(list(run))
+        yield f"layer {first}" if stop == first + 1 else f"layers {first}-{stop - 1}", text
+        first = stop
+
+
+def _describe(recipe: Recipe, layer: Any) -> str:
+    if isinstance(recipe, GroupSpec):
+        return " and ".join(
+            f"{name}: {_describe(part, layer[name])}" for name, part in recipe.parts
+        )
+    if isinstance(recipe, RecurrentSpec):
+        return "a recurrent state, read by the model"
+    if isinstance(recipe, SharedSpec):
+        return f"reads the rows of layer {recipe.layer}"
+    if not isinstance(recipe, LayerSpec):
+        return "no cache"
+    layer_format = describe_spec(CacheSpec((recipe,)))
+    if layer.storage is None:
+        return f"{layer_format}; empty, so its backend is not known yet"
+    explanation = explain(layer.view())
+    refusals = "".join(f"; {name}: {reason}" for name, reason in explanation.refusals)
+    return f"{layer_format}; {explanation.backend} reads it{refusals}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +99,7 @@ class CacheUsage:
 
 def measure_usage(caches: Sequence[Cache]) -> CacheUsage:
     """Measure caches over the same pools, as forks, extracts and merges of one cache are."""
-    unique = [_count_state_nbytes(cache) for cache in caches]
+    unique = [count_state_nbytes(cache) for cache in caches]
     nbytes = freeable = sum(unique)
     proportional = [float(nbytes) for nbytes in unique]
     has_outside_users = [False] * len(caches)
@@ -67,7 +109,7 @@ def measure_usage(caches: Sequence[Cache]) -> CacheUsage:
     state = caches[0].state
     with state.pools.guard_counts():
         for group, pools in enumerate(state.pools):
-            sizes = _get_slot_nbytes(state, group)
+            sizes = get_slot_nbytes(state, group)
             in_use = []
             for pool, size in zip((pools.open, pools.sealed), sizes, strict=True):
                 pool.collect_orphans()
@@ -101,7 +143,7 @@ def measure_pools(cache: Cache) -> dict[str, int]:
     state = cache.state
     with state.pools.guard_counts():  # other threads may take slots
         for group, pools in enumerate(state.pools):
-            for pool, size in zip(pools, _get_slot_nbytes(state, group), strict=True):
+            for pool, size in zip(pools, get_slot_nbytes(state, group), strict=True):
                 pool.collect_orphans()
                 held += size * (pool.size - pool.num_free)
                 shared += size * int((pool.ref_counts > 1).sum())
@@ -109,7 +151,7 @@ def measure_pools(cache: Cache) -> dict[str, int]:
     return {"nbytes_held": held, "nbytes_shared": shared, "nbytes_free": free}
 
 
-def _get_slot_nbytes(state: CacheState, group: int) -> tuple[int, int]:
+def get_slot_nbytes(state: CacheState, group: int) -> tuple[int, int]:
     """Return the bytes of an open and of a sealed slot, over all layers of a group."""
     storages = [
         state.storages[leaf.index]
@@ -122,7 +164,7 @@ def _get_slot_nbytes(state: CacheState, group: int) -> tuple[int, int]:
     )
 
 
-def _count_state_nbytes(cache: Cache) -> int:
+def count_state_nbytes(cache: Cache) -> int:
     """Return the bytes of recurrent states, which caches do not share."""
     nbytes = sum(history.nbytes for history in cache.state.histories)
     return nbytes + sum(state.nbytes for state in cache.holder.external_states.values())

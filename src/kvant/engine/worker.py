@@ -1,0 +1,336 @@
+"""The engine's thread: it owns a model and all memory, and carries out the scheduler's actions.
+
+Requests and cancels reach the thread through a queue; steps leave it through streams. Between two
+forwards it asks the scheduler for the next action, so a cancel takes effect within one step. A
+failed decode appends no token: it is retried one sequence at a time, and only those that fail again
+end with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Lock, Thread, current_thread
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvant.engine.batch import Batch
+from kvant.engine.prefix_reuse import Inbox, PrefixReuse, StoreLookups
+from kvant.engine.request import Request, Sequence, clear_traceback_frames, sample_tokens
+from kvant.engine.scheduler import (
+    Action,
+    Decode,
+    Evict,
+    LookUpStore,
+    MatchPrefix,
+    Prefill,
+    Scheduler,
+    SwapIn,
+    SwapOut,
+)
+from kvant.engine.stream import Stream, Usage
+from kvant.errors import CacheError, EngineError
+
+log = logging.getLogger("kvant")
+
+MAX_RECENT_WAITS = 1000  # latest waits, for the percentiles
+
+
+@dataclass
+class EngineMetrics:
+    """Counts since the engine started, and recent waits in seconds."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    put_aside: int = 0  # times that a request was swapped out
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, not prefilled again
+    restored_tokens: int = 0  # of the cached ones, restored from a store
+    completion_tokens: int = 0
+    first_token_waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS))
+    between_token_waits: deque[float] = field(
+        default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS)
+    )
+
+    def count_prefix_hits(self, usage: Usage) -> None:
+        """Add the cached and restored tokens of a prompt, once its prefill starts."""
+        self.cached_tokens += usage.cached_tokens
+        self.restored_tokens += usage.restored_tokens
+
+    def count_token(self, since: float, now: float, *, first: bool) -> None:
+        """Count a token at `now`; the token before it, or else the request, came at `since`."""
+        self.completion_tokens += 1
+        (self.first_token_waits if first else self.between_token_waits).append(now - since)
+
+    def stats(self) -> dict[str, Any]:
+        counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return counts | {
+            "first_token_seconds": _summarize_waits(self.first_token_waits),
+            "between_tokens_seconds": _summarize_waits(self.between_token_waits),
+        }
+
+
+def _summarize_waits(waits: deque[float]) -> dict[str, float]:
+    """Return the median and the 95th percentile; {} without waits."""
+    seconds = list(waits)
+    if not seconds:
+        return {}
+    return {"median": float(np.median(seconds)), "p95": float(np.percentile(seconds, 95))}
+
+
+class EngineWorker:
+    """A thread that serves the requests of one model; other threads submit and cancel."""
+
+    def __init__(self, batch: Batch, scheduler: Scheduler, tokenizer: Any) -> None:
+        self.batch = batch
+        self.scheduler = scheduler
+        self.requests: dict[Request, Stream] = {}  # open ones, each with the stream of its client
+        self.is_open = True
+        self.swap_folder: Path | None = None
+        self.pid = os.getpid()  # a fork of the process does not have the thread
+        self._inbox: Inbox = SimpleQueue()
+        self._metrics = EngineMetrics()
+        self._submit_lock = Lock()  # no request is queued after the close
+        self._cleanup = ExitStack()
+        self._thread = Thread(target=self._run, name="kvant-engine", daemon=True)
+        self.prefix_reuse = PrefixReuse(batch, scheduler, self.requests, tokenizer, self._inbox)
+        self.store_lookups = StoreLookups(self.prefix_reuse)
+
+    # ---- in any thread
+
+    def start(self, cleanup: ExitStack) -> None:
+        """Start the thread, which closes `cleanup` when it ends."""
+        self._cleanup = cleanup
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all requests and the thread, and wait for it."""
+        self._inbox.put(self._stop)
+        if current_thread() is not self._thread:  # an on_step callback may close
+            self._thread.join()
+
+    def submit(self, request: Request, stream: Stream) -> None:
+        """Pass a request to the thread."""
+
+        def add() -> None:
+            if not self.requests:  # while idle, the model may have been changed
+                self.prefix_reuse.invalidate_weights_check()
+            self.prefix_reuse.open_namespace(request)
+            self.requests[request] = stream
+            self.scheduler.add(request)
+            self._metrics.requests += 1
+            self._metrics.prompt_tokens += request.num_prompt_tokens
+
+        if os.getpid() != self.pid:
+            raise EngineError(
+                f"submit in process {os.getpid()} to an engine of process {self.pid}: its "
+                "thread does not exist after a fork; make an engine in the child"
+            )
+        with self._submit_lock:
+            if not self.is_open:
+                raise CacheError("the engine is closed: make another one")
+            self._inbox.put(add)
+
+    def cancel(self, number: int) -> None:
+        """End the request of this number after its current token, if it is open."""
+
+        def end() -> None:
+            for request in [request for request in self.requests if request.number == number]:
+                # The caller may change the model after a cancel.
+                self.prefix_reuse.invalidate_weights_check()
+                self._metrics.cancelled += 1
+                self._finish(request)
+
+        self._inbox.put(end)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts of requests and tokens, latencies, and memory in bytes."""
+        sequences = [s for request in [*self.requests] for s in request.sequences]
+        return {
+            **self.scheduler.queue.load(),
+            **self._metrics.stats(),
+            "max_bytes": self.scheduler.max_bytes,
+            **self.batch.caches.stats(sequences),
+        }
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        """Run the thread: handle messages and perform actions until closed."""
+        error: BaseException | None = None
+        try:
+            while self.is_open:
+                now = int(1e3 * time.monotonic())
+                action = self.scheduler.choose_action(now) if self._inbox.empty() else None
+                if action is None:
+                    with suppress(Empty):
+                        self._inbox.get(timeout=self.scheduler.queue.compute_timeout(now))()
+                else:
+                    self._perform(action)
+        except BaseException as failure:
+            log.exception("the engine's thread failed")
+            error = failure
+        with self._cleanup:
+            self._shut_down(error)
+
+    def _shut_down(self, error: BaseException | None) -> None:
+        """End all streams and free all memory."""
+        with self._submit_lock:
+            self.is_open = False
+        while not self._inbox.empty():  # includes requests that were queued before the close
+            self._inbox.get()()
+        clear_traceback_frames(error)
+        failure = None if error is None else EngineError(f"the engine ended: {error!r}")
+        for request, stream in self.requests.items():
+            stream.finish(failure, request.flush_outputs())
+            request.sequences.clear()  # a logged error keeps the last action, and its requests
+        self.requests.clear()
+        self.batch.clear()
+
+    def _stop(self) -> None:
+        self.is_open = False
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Prefill):
+            self._prefill(action)
+        elif isinstance(action, Decode):
+            self._decode(action)
+        elif isinstance(action, SwapOut | SwapIn):
+            self._swap(action)
+        elif isinstance(action, MatchPrefix):
+            self.store_lookups.cancel(action.request)
+            self.prefix_reuse.match_prefix(action.request)
+        elif isinstance(action, LookUpStore):
+            self.store_lookups.add(action.request)
+        elif isinstance(action, Evict):
+            self.prefix_reuse.evict_prefixes(action)
+        else:  # FreePools
+            self.prefix_reuse.drop_waiting_matches()
+            self.batch.clear()
+            self.scheduler.complete(action)
+
+    def _prefill(self, action: Prefill) -> None:
+        """Prefill a chunk of a prompt; after the last one, sample a token for each continuation."""
+        request, prompt = action.request, action.request.sequences[0]
+        begin = time.perf_counter()
+        if not request.prefill_started:
+            request.prefill_started = True
+            self.prefix_reuse.record_lookup(request)
+            self._metrics.count_prefix_hits(self.requests[request].usage)
+        self.store_lookups.cancel(request)
+        is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
+        try:
+            logits = self.batch.prefill(prompt, action.count)
+            if is_last:
+                for sequence in request.sequences[1:]:
+                    self.batch.caches.fork(prompt, sequence)
+        except Exception as error:
+            self.prefix_reuse.reject(request)
+            self._finish(request, error)
+            return
+        seconds = time.perf_counter() - begin
+        self.scheduler.chunk_sizer.record_time(action.count, request.num_computed_tokens, seconds)
+        self.prefix_reuse.record_prefill_time(action.count, seconds)
+        self.scheduler.complete(action)
+        if request.num_computed_tokens in request.checkpoint_positions:
+            self.prefix_reuse.insert_prefix(request, prompt)
+        if is_last:
+            if request.restored_range and logits.isnan().any():  # sampling will fail
+                self.prefix_reuse.reject(request)
+            rows = logits.expand(len(request.sequences), -1)
+            self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
+
+    def _decode(self, action: Decode) -> None:
+        """Decode a token for every sequence of the action's requests."""
+        pairs = [
+            (request, sequence) for request in action.requests for sequence in request.sequences
+        ]
+        logits, errors = self.batch.decode([sequence for _, sequence in pairs])
+        for index, error in errors.items():
+            request, _ = pairs[index]
+            if request in self.requests:
+                self._finish(request, error)
+        remaining = [request for request in action.requests if request in self.requests]
+        self.scheduler.complete(Decode(tuple(remaining)))
+        if len(errors) < len(pairs):
+            self._emit_tokens(
+                [pair for index, pair in enumerate(pairs) if index not in errors], logits
+            )
+
+    def _emit_tokens(self, pairs: list[tuple[Request, Sequence]], logits: Tensor) -> None:
+        """Sample a token for each sequence from its row of logits, and put it on the stream."""
+        tokens = sample_tokens(pairs, logits)
+        now = time.monotonic()
+        for (request, sequence), token in zip(pairs, tokens, strict=True):
+            if request not in self.requests:
+                continue  # another sequence of it failed
+            output = request.outputs[sequence.choice]
+            try:
+                if isinstance(token, Exception):
+                    raise token
+                step = output.append_token(token, choice=sequence.choice)
+                is_first = output.num_generated == 1
+                self._metrics.count_token(request.last_token_time, now, first=is_first)
+                self.requests[request].put_step(step)
+            except Exception as error:
+                self._finish(request, error)
+                continue
+            if step.finish_reason is not None:
+                request.sequences.remove(sequence)
+                self.scheduler.finish_sequence(request)
+                self.prefix_reuse.insert_prefix(request, sequence)
+                self.batch.caches.release([sequence])
+                if not request.sequences:
+                    self._metrics.finished += 1
+                    self._finish(request)
+        for request, _ in pairs:
+            request.last_token_time = now
+
+    def _swap(self, action: SwapOut | SwapIn) -> None:
+        """Write the pages of a request to files, or read them back."""
+        request = action.request
+        self.store_lookups.cancel(request)
+        self._metrics.put_aside += isinstance(action, SwapOut)
+        try:
+            if self.swap_folder is None:
+                folder = self._cleanup.enter_context(TemporaryDirectory(prefix="kvant-"))
+                self.swap_folder = Path(folder)
+            for index, sequence in enumerate(request.sequences):
+                if isinstance(action, SwapOut):
+                    path = self.swap_folder / f"{request.number}-{index}.kv"
+                    self.batch.caches.swap_out(sequence, path)
+                else:
+                    self.batch.caches.swap_in(sequence, self.batch.decoder.model)
+        except Exception as error:
+            self._finish(request, error)
+            return
+        self.scheduler.complete(action)
+
+    def _finish(self, request: Request, error: BaseException | None = None) -> None:
+        """Free a request and end its stream, with an error if it failed."""
+        stream = self.requests[request]
+        if error is not None:
+            self._metrics.failed += 1
+            clear_traceback_frames(error)
+        if not request.prefill_started:  # otherwise, counted at the first chunk
+            self._metrics.count_prefix_hits(stream.usage)
+        self.scheduler.remove(request)
+        self.store_lookups.cancel(request)
+        for sequence in request.sequences:
+            if error is None and self.is_open:
+                self.prefix_reuse.insert_prefix(request, sequence)
+            self.batch.caches.release([sequence])
+        request.namespace = None  # the last action may keep the request for a while
+        stream.finish(error, request.flush_outputs())
+        del self.requests[request]

@@ -388,7 +388,8 @@ def test_interrupted_decode_loop_leaves_a_committed_length(count: int) -> None:
     try:
         while hits < count:
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00005, 0.004))
+                # Again after a second: an interrupt of a finalizer is ignored.
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00005, 0.004), 1.0)
                 while True:
                     forward(cache, 1)
             except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """The recipe of a cache: frozen values, one per layer. They are also the header of a file.
 
-A recipe holds what a user set; derived values are properties. Recipes allocate nothing.
+A recipe holds what a user set; derived values are properties. Recipes allocate nothing. `CHECKS` in
+spec/language.py validates their numbers.
 """
 
 from __future__ import annotations

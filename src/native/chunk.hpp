@@ -33,7 +33,7 @@ template <class Number> struct ChunkScratch {
 
 // Whether both sides are 16-bit floats, and the processor multiplies pairs of them.
 inline bool in_pairs(const kvant_request &r) {
-    const bool bytes = in_quads(*r.keys) || in_quads(*r.values);
+    const bool bytes = has_bytes(*r.keys) || has_bytes(*r.values);
     return KVANT_BFLOAT_DOT && r.keys->dtype == KVANT_BF16 && r.values->dtype == KVANT_BF16 &&
            (KVANT_TILES || !bytes);
 }

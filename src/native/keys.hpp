@@ -5,10 +5,6 @@
 
 namespace kvant::KVANT_TARGET {
 
-template <int N> struct Int {
-    static constexpr int value = N;
-};
-
 // Call f(Int<n>, first) for the queries of a group, four at a time; the block stays in the L1 cache.
 template <class Fn> inline void by_four(int group, Fn f) {
     int g = 0;
@@ -29,6 +25,20 @@ struct Tables {
         : two(levels), three(levels), four(levels), five(levels), six(levels), eight(levels) {}
 };
 
+// The levels of a codebook as integers, in steps of `unit`.
+struct FixedLevels {
+    float unit = 1.0f;
+    int16_t values[64];
+    explicit FixedLevels(const kvant_side &side) {
+        const int count = side.format == KVANT_CODEBOOK ? 1 << side.bits : 0;
+        float top = 1e-30f;
+        for (int i = 0; i < count; i++) top = std::fmax(top, std::fabs(side.levels[i]));
+        if (count) unit = top / MAX_LEVEL;
+        for (int i = 0; i < 64; i++)
+            values[i] = i < count ? (int16_t)std::lrint(side.levels[i] / unit) : 0;
+    }
+};
+
 // The levels of a side as 64 floats: a codebook's levels, or integers around zero.
 struct LevelList {
     float middle = 0, values[64];
@@ -45,12 +55,37 @@ struct LevelList {
 struct SideTables {
     LevelList list;
     Tables tables;
+    FixedLevels fixed;
     int bits, span;  // span: interleaved channels, 16 or 32
-    bool quads;
+    bool bytes, quads, codebook;
     explicit SideTables(const kvant_side &side)
-        : list(side), tables(list.values), bits((int)side.bits), span(side.dim % 32 ? 16 : 32),
-          quads(in_quads(side)) {}
+        : list(side), tables(list.values), fixed(side), bits((int)side.bits),
+          span(side.dim % 32 ? 16 : 32), bytes(has_bytes(side)), quads(in_quads(side)),
+          codebook(side.format == KVANT_CODEBOOK) {}
 };
+
+// Call f(Int<bits>, Int<span>, words) for the integer codes of a side.
+template <class Fn> inline void with_words(const SideTables &side, Fn f) {
+    const int16_t *levels = side.fixed.values;
+    if (side.bytes) return f(Int<8>(), Int<16>(), CodeWords<8>(levels));
+#if KVANT_INTEGER_CODES
+    const auto spans = [&](auto bits, const auto &words) {
+        if (side.span == 32) return f(bits, Int<32>(), words);
+        if constexpr (bits.value != 3 && bits.value != 5) f(bits, Int<16>(), words);
+    };
+    if (side.codebook) {
+        if (side.bits == 4) spans(Int<4>(), TableWords<4>(levels));
+        if (side.bits == 3) spans(Int<3>(), TableWords<3>(levels));
+        if (side.bits == 2) spans(Int<2>(), TableWords<2>(levels));
+        return;
+    }
+    if (side.bits == 6) spans(Int<6>(), CodeWords<6>(levels));
+    if (side.bits == 5) spans(Int<5>(), CodeWords<5>(levels));
+    if (side.bits == 4) spans(Int<4>(), CodeWords<4>(levels));
+    if (side.bits == 3) spans(Int<3>(), CodeWords<3>(levels));
+    if (side.bits == 2) spans(Int<2>(), CodeWords<2>(levels));
+#endif
+}
 
 inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, float *s) {
     by_four(q.group, [&](auto n, int g) {
@@ -73,6 +108,8 @@ inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, fl
     });
 }
 
+#if !KVANT_INTEGER_CODES
+
 // Floats of 8 bits are more precise than queries rounded to 16 bits.
 template <int GN>
 inline void float_scores(const SealedBlock &block, const Levels<8> &levels, const Query &q, int g,
@@ -93,13 +130,25 @@ inline void coded_scores(const SealedBlock &block, const SideTables &side,
         pair_scores<BITS, 16, GN>(block, levels, side.list.middle, pairs, q.sums[g], s);
 }
 
+#endif
+
 inline void sealed_scores(const SealedBlock &block, const SideTables &side, const Query &q,
                           float *s) {
+    if (side.quads)
+        return with_words(side, [&](auto bits, auto span, const auto &words) {
+            by_four(q.group, [&](auto n, int g) {
+                const FixedQueries fixed{q.fours[g], q.step + g, q.sums[g]};
+                quad_scores<bits.value, span.value, n.value>(block, words, side.fixed.unit, fixed,
+                                                             s + g * PITCH);
+            });
+        });
     by_four(q.group, [&](auto n, int g) {
         constexpr int GN = decltype(n)::value;
         float *at = s + g * PITCH;
+#if KVANT_INTEGER_CODES
+        float_scores<GN>(block, q.fine[g], at);
+#else
         const Tables &t = side.tables;
-        if (side.quads) return quad_scores<GN>(block, q.fours[g], q.step + g, q.sums[g], at);
         switch (side.bits) {
         case 8: return float_scores<GN>(block, t.eight, q, g, at);
         case 6: return coded_scores<6, GN>(block, side, t.six, q, g, at);
@@ -108,6 +157,7 @@ inline void sealed_scores(const SealedBlock &block, const SideTables &side, cons
         case 3: return coded_scores<3, GN>(block, side, t.three, q, g, at);
         case 2: return coded_scores<2, GN>(block, side, t.two, q, g, at);
         }
+#endif
     });
 }
 

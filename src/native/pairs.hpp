@@ -23,10 +23,11 @@ struct SealedBlock {
     int64_t to_next_scale;  // bytes from these scales to the next block's
 };
 
-// Combine the bits of the low plane with those of the high one; bits above are undefined.
+// Combine the bits of the low plane with those of the high one, in each byte; bits above are
+// undefined.
 template <int BITS> inline I joined(I low, I high) {
     constexpr int mask = (1 << Planes<BITS>::LOW) - 1;
-    return choose(set1i(mask | mask << 16), low, high);
+    return choose(set1i(mask * 0x01010101), low, high);
 }
 
 template <int N> inline I shifted(I x) {
@@ -50,6 +51,8 @@ inline I key_codes(const uint8_t *low, [[maybe_unused]] const uint8_t *high) {
         return joined<BITS>(x, shifted<by>(loadi(high + at % high_step * 16)));
     }
 }
+
+#if !KVANT_INTEGER_CODES
 
 // Running scores of GN queries with the rows of TILES tiles. The two pairs of a lane have separate
 // sums, so that no product waits for the previous one.
@@ -131,6 +134,8 @@ void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float mid
     }
 }
 
+#endif
+
 // Locate 16 channels of the values in a plane of WIDTH bits: those of a span of SPAN from 16 * HALF
 // on. Lane i has byte `column + i % columns` of four rows. Shifting it right by `by` moves the codes
 // of rows 0 and 2 to bit TO; 8 bits more, those of rows 1 and 3.
@@ -183,6 +188,8 @@ inline void value_codes(const uint8_t *row, int low, int high, const Levels<BITS
         b = levels.at(joined<BITS>(Low::b(x), High::b(y)));
     }
 }
+
+#if !KVANT_INTEGER_CODES
 
 // Add weights [GN][w_stride] (pairs or Fine, rows 0 2 and 1 3 of every four) times the channels
 // [first, first + 16 NC) to acc [GN][stride]. HALF is the position of `first` in its span, by 16.
@@ -243,5 +250,7 @@ void pair_values(const SealedBlock &block, const Levels<BITS> &levels, int first
     else
         pair_values_part<BITS, SPAN, GN, 1, 1>(block, levels, first, w, w_stride, acc, stride);
 }
+
+#endif
 
 }  // namespace kvant::KVANT_TARGET

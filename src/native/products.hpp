@@ -14,39 +14,51 @@ struct Products {
     template <class Number>
     void scores(const Tile<Number> &keys, const Number *q, bool more, int count, float *s) const {
         const int steps = keys.width / EACH<Number>;
-        by_four(count, [&](auto n, int m) {
-            constexpr int MQ = decltype(n)::value;
-            score<MQ>(keys.to, steps, q + m * steps, more, s + m * PITCH);
+        by_queries(count, [&](auto n, int m) {
+            for (int t = 0; t < BLOCK / 16; t += PRODUCT_VECTORS)
+                score<n.value>(keys.to + 16 * (int64_t)t * steps, steps, q + m * steps, more,
+                               s + m * PITCH + 16 * t);
         });
     }
 
     // acc [count][OUT_PITCH] += weights [count][PITCH] of the rows of a block times their channels.
     template <class Number>
     void sums(const Tile<Number> &values, const Number *weights, int count, float *acc) const {
-        by_four(count, [&](auto n, int m) {
-            constexpr int MQ = decltype(n)::value;
+        by_queries(count, [&](auto n, int m) {
+            constexpr int MQ = n.value, NC = PRODUCT_VECTORS;
             const Number *w = weights + m * (PITCH / EACH<Number>);
             float *to = acc + m * OUT_PITCH;
             int d = 0;
-            for (; d + 64 <= values.width; d += 64) sum<MQ, 4>(values.to + d, values.pitch, w, to + d);
+            for (; d + 16 * NC <= values.width; d += 16 * NC)
+                sum<MQ, NC>(values.to + d, values.pitch, w, to + d);
             for (; d < values.width; d += 16) sum<MQ, 1>(values.to + d, values.pitch, w, to + d);
         });
     }
 
 private:
+    // Call f(Int<n>, first) for `count` queries, PRODUCT_QUERIES at a time, the rest in fours.
+    template <class Fn> static void by_queries(int count, Fn f) {
+        constexpr int N = PRODUCT_QUERIES;
+        int m = 0;
+        if constexpr (N > 4)
+            for (int left = count; left >= N && left != 8; left -= N, m += N) f(Int<N>(), m);
+        by_four(count - m, [&](auto n, int first) { f(n, m + first); });
+    }
+
+    // Scores of MQ queries with 16 * PRODUCT_VECTORS rows.
     template <int MQ, class Number>
     static void score(const Number *keys, int steps, const Number *q, bool more, float *s) {
-        F acc[MQ][BLOCK / 16];
+        constexpr int NT = PRODUCT_VECTORS;
+        F acc[MQ][NT];
         for (int m = 0; m < MQ; m++)
-            for (int t = 0; t < BLOCK / 16; t++)
-                acc[m][t] = more ? load(s + m * PITCH + 16 * t) : zero();
+            for (int t = 0; t < NT; t++) acc[m][t] = more ? load(s + m * PITCH + 16 * t) : zero();
         for (int d = 0; d < steps; d++)
-            for (int t = 0; t < BLOCK / 16; t++) {
+            for (int t = 0; t < NT; t++) {
                 const auto k = load_line(keys + 16 * ((int64_t)t * steps + d));
                 for (int m = 0; m < MQ; m++) acc[m][t] = times(acc[m][t], k, q[m * steps + d]);
             }
         for (int m = 0; m < MQ; m++)
-            for (int t = 0; t < BLOCK / 16; t++) store(s + m * PITCH + 16 * t, acc[m][t]);
+            for (int t = 0; t < NT; t++) store(s + m * PITCH + 16 * t, acc[m][t]);
     }
 
     // Add weights times NC vectors of channels to the sums of MQ queries.

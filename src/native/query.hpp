@@ -13,7 +13,7 @@ namespace kvant::KVANT_TARGET {
 struct Query {
     int group, dim;
     bool exact;  // whether all queries are 16-bit floats
-    alignas(64) float rows[MAX_GROUP][MAX_DIM];
+    alignas(64) float rows[MAX_GROUP][MAX_DIM];  // as `split` orders their channels
     alignas(64) Bfloat high[MAX_GROUP][MAX_DIM], low[MAX_GROUP][MAX_DIM];
     alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
     alignas(64) uint32_t fours[MAX_GROUP][MAX_DIM / 2];
@@ -26,18 +26,27 @@ struct Query {
         group = (int)r.group, dim = (int)keys.dim, exact = true;
         for (int g = 0; g < group; g++) {
             read_query(r, sequence, head * group + g, query, rows[g]);
-            if (keys.dtype == KVANT_BF16 || keys.format == KVANT_FP8) split(g);
+#if KVANT_BFLOAT_DOT
+            if (keys.dtype == KVANT_BF16 || keys.format == KVANT_FP8) halve(g);
+#endif
             if (keys.format == KVANT_RAW) continue;
             if (in_quads(keys))
-                make_fours(g, (int)keys.group);
-            else
+                make_fours(g, (int)keys.group,
+                           keys.format == KVANT_CODEBOOK ? FIXED_TABLE_QUERY : FIXED);
+            else if (!KVANT_INTEGER_CODES)
                 make_pairs(g, (int)keys.group);
         }
-        for (int g = 0; g < group && keys.format == KVANT_FP8 && !exact; g++) make_fine(g);
+        const bool fine = KVANT_INTEGER_CODES || !exact;
+        for (int g = 0; g < group && keys.format == KVANT_FP8 && fine; g++) make_fine(g);
+        if (keys.dtype == KVANT_BF16)
+            for (int g = 0; g < group; g++)
+                for (int d = 0; d < dim; d += 16)
+                    store(rows[g] + d, split<Bfloat>(load(rows[g] + d)));
     }
 
 private:
-    void split(int g) {
+    // Store a query as a 16-bit float and its rounding error.
+    void halve(int g) {
         F odd = zero();
         for (int d = 0; d < dim; d += 16) {
             const F x = load(rows[g] + d);
@@ -71,7 +80,7 @@ private:
         for (int d = 0; d < dim; d += 16) store_fine(fine[g] + d / 2, swapped(load(rows[g] + d)));
     }
 
-    void make_fours(int g, int width) {
+    void make_fours(int g, int width, float limit) {
         F top = zero(), odd = zero();
         for (int d = 0; d < dim; d += 16) {
             const F x = load(rows[g] + d);
@@ -79,7 +88,7 @@ private:
             odd = fma(x, zero(), odd);
         }
         // Integers cannot represent NaN or infinity: a NaN step marks the whole query.
-        step[g] = sum(odd) == 0.0f ? std::fmax(largest(top) / FIXED, 1e-30f) : __builtin_nanf("");
+        step[g] = sum(odd) == 0.0f ? std::fmax(largest(top) / limit, 1e-30f) : __builtin_nanf("");
         by_group(width, [&](int u, int first, int stop) {
             F total = zero();  // of integers that are exact in a float
             for (int d = first; d < stop; d += 16) {

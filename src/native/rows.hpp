@@ -18,26 +18,25 @@ struct RowBlock {
     const char *at(int row) const { return data + (row < count ? row : count - 1) * stride; }
 };
 
-// Queries [GN][dim] at q, scores [GN][PITCH] at s.
+// Queries [GN][dim] at q, their channels as `split<T>` orders them; scores [GN][PITCH] at s.
 template <class T, int GN> void row_scores(const RowBlock &rows, const float *q, int dim, float *s) {
-    constexpr int R = 16 / GN;
+    constexpr int R = DOTS / GN;
     for (int first = 0; first < rows.count; first += R) {
         const T *row[R];
         for (int r = 0; r < R; r++) row[r] = (const T *)rows.at(first + r);
-        F acc[16];
-        for (F &x : acc) x = zero();
+        Dot acc[DOTS];
         for (int d = 0; d < dim; d += 16) {
-            F x[GN];
-            for (int g = 0; g < GN; g++) x[g] = load(q + g * MAX_DIM + d);
             rows.ahead.template fetch_next<R * 16 * sizeof(T)>();
-            for (int r = 0; r < R; r++) {
-                const F k = load(row[r] + d);
-                for (int g = 0; g < GN; g++) acc[g * R + r] = fma(k, x[g], acc[g * R + r]);
+            F k[R];
+            for (int r = 0; r < R; r++) k[r] = load_split(row[r] + d);
+            for (int g = 0; g < GN; g++) {
+                const F x = load(q + g * MAX_DIM + d);
+                for (int r = 0; r < R; r++) dot(acc[g * R + r], k[r], x);
             }
         }
-        float total[16];
-        store(total, sums(acc));
-        for (int i = 0; i < 16; i++) s[i / R * PITCH + first + i % R] = total[i];
+        float total[DOTS];
+        store_dots(total, acc);
+        for (int i = 0; i < DOTS; i++) s[i / R * PITCH + first + i % R] = total[i];
     }
 }
 
@@ -46,11 +45,11 @@ template <class T, int GN, int NC>
 void row_values_part(const RowBlock &rows, const float *p, int first, float *acc, int64_t stride) {
     F sum[GN][NC];
     for (int g = 0; g < GN; g++)
-        for (int c = 0; c < NC; c++) sum[g][c] = load(acc + g * stride + first + 16 * c);
+        for (int c = 0; c < NC; c++) sum[g][c] = split<T>(load(acc + g * stride + first + 16 * c));
     for (int r = 0; r < rows.count; r++) {
         const T *row = (const T *)rows.at(r) + first;
         F v[NC];
-        for (int c = 0; c < NC; c++) v[c] = load(row + 16 * c);
+        for (int c = 0; c < NC; c++) v[c] = load_split(row + 16 * c);
         rows.ahead.template fetch_next<16 * NC * sizeof(T)>();
         for (int g = 0; g < GN; g++) {
             const F w = set1(p[g * PITCH + r]);
@@ -58,15 +57,16 @@ void row_values_part(const RowBlock &rows, const float *p, int first, float *acc
         }
     }
     for (int g = 0; g < GN; g++)
-        for (int c = 0; c < NC; c++) store(acc + g * stride + first + 16 * c, sum[g][c]);
+        for (int c = 0; c < NC; c++)
+            store(acc + g * stride + first + 16 * c, unsplit<T>(sum[g][c]));
 }
 
 template <class T, int GN>
 void row_values(const RowBlock &rows, const float *p, int dim, float *acc, int64_t stride) {
+    constexpr int NC = ROW_CHUNKS<GN>;
     int d = 0;
-    for (; d + 64 <= dim; d += 64) row_values_part<T, GN, 4>(rows, p, d, acc, stride);
-    if (d + 32 <= dim) row_values_part<T, GN, 2>(rows, p, d, acc, stride), d += 32;
-    if (d < dim) row_values_part<T, GN, 1>(rows, p, d, acc, stride);
+    for (; d + 16 * NC <= dim; d += 16 * NC) row_values_part<T, GN, NC>(rows, p, d, acc, stride);
+    for (; d < dim; d += 16) row_values_part<T, GN, 1>(rows, p, d, acc, stride);
 }
 
 #if KVANT_BFLOAT_DOT

@@ -251,7 +251,7 @@ void open_codes(const SealedBlock &block, const SideTables &side, const Levels<B
 template <bool KEYS, class Number>
 void open_sealed(const SealedBlock &block, const SideTables &side, const Tile<Number> &tile) {
     const Tables &t = side.tables;
-    if (side.quads) return KEYS ? open_byte_keys(block, tile) : open_byte_values(block, tile);
+    if (side.bytes) return KEYS ? open_byte_keys(block, tile) : open_byte_values(block, tile);
     switch (side.bits) {
     case 8: return open_codes<KEYS, 8>(block, side, t.eight, tile);
     case 6: return open_codes<KEYS, 6>(block, side, t.six, tile);

@@ -39,7 +39,7 @@ struct Sums {
 struct Weights {
     alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows; zero after a block
     alignas(64) uint32_t pairs[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
-    alignas(64) uint32_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
+    alignas(64) uint32_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 2];  // FixedWeights
     alignas(64) Fine fine[MAX_GROUP][BLOCK / 2];
     float step[MAX_GROUPS][MAX_GROUP];
 
@@ -48,11 +48,19 @@ struct Weights {
     }
 };
 
+// The largest magnitude of BLOCK numbers; NaN if one is not finite.
+inline float largest_of(const F *x) {
+    F top = zero(), rest = zero();
+    for (int t = 0; t < BLOCK / 16; t++) top = max(top, abs(x[t])), rest = fma(x[t], zero(), rest);
+    return sum(rest) == 0.0f ? largest(top) : __builtin_nanf("");
+}
+
 // Scales and biases of one group of channels, for the rows of a block. With `even`, biases are in
 // units of the scale and use the same rounded weights as the codes. Otherwise an outlier, which
 // makes the scale large, would make the rounding visible in its whole group.
 struct Params {
     F scale[BLOCK / 16], bias[BLOCK / 16];
+    float top;  // the largest scale; NaN if one is not finite
     bool even;
     Params(const SealedBlock &block, int u, float middle, bool even) : even(even) {
         for (int t = 0; t < BLOCK / 16; t++) {
@@ -65,6 +73,7 @@ struct Params {
             bias[t] = fma(scale[t], set1(middle), load(block.bias + at));
             if (even) bias[t] = divide(bias[t], scale[t]);
         }
+        top = largest_of(scale);
     }
 };
 
@@ -91,26 +100,32 @@ inline void store_fine(const F *w, Fine *fine) {
     for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
 }
 
-// Store weights at `fours` as multiples of a step; return the step.
-inline float store_fours(const F *w, uint32_t *fours) {
-    F top = zero();
-    for (int t = 0; t < BLOCK / 16; t++) top = max(top, w[t]);
-    const float step = std::fmax(largest(top), 1e-30f) / FIXED;
-    for (int t = 0; t < BLOCK / 16; t++)
-        store_fixed(fours + 8 * t, to_int(mul(w[t], set1(1.0f / step))));
+// Store weights, of which none is above `top`, at `fours` as multiples of a step; return the step.
+inline float store_fours(const F *w, float top, uint32_t *fours) {
+    const float step = top < 1e-30f ? 1e-30f / FIXED : top / FIXED;  // NaN stays NaN
+    const F by = set1(1.0f / step);
+    for (int t = 0; t < BLOCK / 16; t++) store_fixed(fours + 8 * t, to_int(mul(w[t], by)));
     return step;
 }
 
 inline void make_weights(const SealedBlock &block, const SideTables &side, const float *p,
                          int group, bool hidden, Weights &weights, Sums &sums) {
+    float top[MAX_GROUP];  // the largest weight of a query
+    for (int g = 0; side.quads && g < group; g++) {
+        F most = zero();
+        for (int t = 0; t < BLOCK / 16; t++) most = max(most, load(p + g * PITCH + 16 * t));
+        top[g] = largest(most);
+    }
     for (int u = 0; u < block.groups; u++) {
-        const bool even = block.bias && (side.bits == 5 || side.bits == 6);
-        const Params params(block, u, side.list.middle, even);
+        const bool even = !side.quads && block.bias && (side.bits == 5 || side.bits == 6);
+        const Params params(block, u, side.quads ? 0.0f : side.list.middle, even);
         for (int g = 0; g < group; g++) {
             F w[BLOCK / 16];
             weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);
             if (side.quads)
-                weights.step[u][g] = store_fours(w, weights.fours[u][g]);
+                weights.step[u][g] = store_fours(
+                    w, params.top == params.top ? params.top * top[g] : largest_of(w),
+                    weights.fours[u][g]);
             else if (side.bits == 8)
                 store_fine(w, weights.fine[g]);
             else
@@ -136,6 +151,8 @@ inline void dense_values(const RowBlock &rows, int64_t dtype, int group, const f
     });
 }
 
+#if !KVANT_INTEGER_CODES
+
 template <int BITS, int GN>
 inline void coded_values(const SealedBlock &block, const SideTables &side,
                          const Levels<BITS> &levels, int first, int stop, const uint32_t *w,
@@ -147,19 +164,31 @@ inline void coded_values(const SealedBlock &block, const SideTables &side,
         pair_values<BITS, 16, GN>(block, levels, first, stop, w, pitch, acc, Sums::WIDTH);
 }
 
+#endif
+
 inline void sealed_values(const SealedBlock &block, const SideTables &side, int group,
                           const Weights &weights, Sums &sums) {
     for (int u = 0; u < block.groups; u++) {
         const int first = u * block.group;
         const int stop = first + block.group < block.dim ? first + block.group : block.dim;
+        if (side.quads) {
+            with_words(side, [&](auto bits, auto span, const auto &words) {
+                by_four(group, [&](auto n, int g) {
+                    const FixedWeights fixed{weights.fours[u][g], weights.step[u] + g};
+                    quad_values<bits.value, span.value, n.value>(
+                        block, words, side.fixed.unit, first, stop, fixed, sums.acc[g], Sums::WIDTH);
+                });
+            });
+            continue;
+        }
         by_four(group, [&](auto n, int g) {
             constexpr int GN = decltype(n)::value;
-            const uint32_t *w = weights.pairs[u][g];
             float *acc = sums.acc[g];
+#if KVANT_INTEGER_CODES
+            float_values<GN>(block, weights.fine[g], acc, Sums::WIDTH);
+#else
+            const uint32_t *w = weights.pairs[u][g];
             const Tables &t = side.tables;
-            if (side.quads)
-                return quad_values<GN>(block, first, stop, weights.fours[u][g], BLOCK / 2,
-                                       weights.step[u] + g, acc, Sums::WIDTH);
             switch (side.bits) {
             case 8:
                 return pair_values<8, 16, GN>(block, t.eight, first, stop, weights.fine[g],
@@ -170,6 +199,7 @@ inline void sealed_values(const SealedBlock &block, const SideTables &side, int 
             case 3: return coded_values<3, GN>(block, side, t.three, first, stop, w, acc);
             case 2: return coded_values<2, GN>(block, side, t.two, first, stop, w, acc);
             }
+#endif
         });
     }
 }

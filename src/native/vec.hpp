@@ -12,6 +12,9 @@
 #define KVANT_BFLOAT_DOT 0
 #endif
 
+// Whether codes of fewer than 8 bits are multiplied as integers, not as 16-bit floats.
+#define KVANT_INTEGER_CODES !KVANT_BFLOAT_DOT
+
 // Whether matrices of 16-bit floats are multiplied on the processor's tiles (AMX).
 #ifndef KVANT_TILES
 #define KVANT_TILES 0

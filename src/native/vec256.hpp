@@ -1,5 +1,5 @@
 // Sixteen lanes in two registers: AVX2 with FMA and F16C. Products of 16-bit floats are computed in
-// single precision, those of 8-bit codes as 16-bit integers.
+// single precision, those of codes as 16-bit integers.
 #pragma once
 
 #include <immintrin.h>
@@ -16,6 +16,9 @@ struct F {
 struct I {
     __m256i a, b;
 };
+
+// Sums in registers: GCC would reorder integer sums and spill the products.
+inline void keep(__m256i &x) { asm("" : "+x"(x)); }
 
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -99,10 +102,47 @@ template <int N> inline I repeated(const void *p) {
 
 inline __m128i load4(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 inline F load(const Half *p) { return {_mm256_cvtph_ps(load4(p)), _mm256_cvtph_ps(load4(p + 8))}; }
-inline __m256 widened(__m128i x) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+constexpr int QUAD_TILES = 1, QUAD_CHUNKS = 1;  // of 16 rows, or channels, whose sums fit registers
+template <int GN> constexpr int ROW_CHUNKS = 4 / GN;
+constexpr int PRODUCT_QUERIES = 6, PRODUCT_VECTORS = 1;  // whose sums fit registers
+
+// Lanes 0 2 4 ... of 16 channels, then lanes 1 3 5 ...: how rows of 16-bit floats are loaded fastest.
+inline F load_split(const float *p) { return load(p); }
+inline F load_split(const Half *p) { return load(p); }
+inline F load_split(const Bfloat *p) {
+    const __m256i x = load8(p), high = _mm256_set1_epi32((int32_t)0xffff0000u);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(x, high))};
 }
-inline F load(const Bfloat *p) { return {widened(load4(p)), widened(load4(p + 8))}; }
+template <class T> inline F split(F x) { return x; }
+template <> inline F split<Bfloat>(F x) {
+    const __m256d even = _mm256_castps_pd(_mm256_shuffle_ps(x.a, x.b, 0x88));
+    const __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps(x.a, x.b, 0xDD));
+    return {_mm256_castpd_ps(_mm256_permute4x64_pd(even, 0xD8)),
+            _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0xD8))};
+}
+template <class T> inline F unsplit(F x) { return x; }
+template <> inline F unsplit<Bfloat>(F x) {
+    const __m256 low = _mm256_unpacklo_ps(x.a, x.b), high = _mm256_unpackhi_ps(x.a, x.b);
+    return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+inline F load(const Bfloat *p) { return unsplit<Bfloat>(load_split(p)); }
+
+// Sums of products of rows with queries, DOTS of them in registers.
+constexpr int DOTS = 8;
+struct Dot {
+    __m256 x = _mm256_setzero_ps();
+};
+inline void dot(Dot &sum, F x, F y) {
+    sum.x = _mm256_fmadd_ps(x.b, y.b, _mm256_fmadd_ps(x.a, y.a, sum.x));
+}
+inline void store_dots(float *p, const Dot *sums) {
+    __m256 x[4];
+    for (int i = 0; i < 4; i++) x[i] = _mm256_hadd_ps(sums[2 * i].x, sums[2 * i + 1].x);
+    const __m256 a = _mm256_hadd_ps(x[0], x[1]), b = _mm256_hadd_ps(x[2], x[3]);
+    _mm256_storeu_ps(p, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20),
+                                      _mm256_permute2f128_ps(a, b, 0x31)));
+}
 inline __m256i narrowed(__m256 x) {  // rounds like to_bfloat
     const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
     const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -164,18 +204,16 @@ inline F exp(F x) { return {exp(x.a), exp(x.b)}; }
 struct Pairs {
     F even, odd;
 };
+
 inline F dot2(F acc, Pairs x, uint32_t pair) {
     acc = fma(x.even, set1(float_of(pair << 16)), acc);
     return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
 }
 
-// Two numbers in single precision, for dot2.
+// Two numbers in single precision.
 struct Fine {
     float even, odd;
 };
-inline F dot2(F acc, Pairs x, Fine pair) {
-    return fma(x.odd, set1(pair.odd), fma(x.even, set1(pair.even), acc));
-}
 inline void store_fine(Fine *p, F x) { store(&p->even, x); }
 
 inline void unpaired(Pairs x, F &even, F &odd) { even = x.even, odd = x.odd; }
@@ -225,7 +263,94 @@ template <> struct Levels<8> {
     }
 };
 
-// Four 16-bit numbers: 0 2 for the even codes, 1 3 for the odd ones.
+// The levels of four codes a lane, as 16-bit integers: of bytes 0 and 2, and of bytes 1 and 3.
+struct Words {
+    I even, odd;
+};
+// Codes that are their own levels.
+template <int BITS> struct CodeWords {
+    explicit CodeWords(const int16_t *) {}
+    static Words at(I x) { return {{even(x.a), even(x.b)}, {odd(x.a), odd(x.b)}}; }
+
+private:
+    static __m256i even(__m256i x) {
+        return _mm256_and_si256(x, _mm256_set1_epi16((1 << BITS) - 1));
+    }
+    static __m256i odd(__m256i x) {
+        const __m256i high = _mm256_srli_epi16(x, 8);
+        return BITS == 8 ? high : even(high);
+    }
+};
+// A table of up to 16 levels, looked up in two halves of 8 bits.
+template <int BITS> struct TableWords {
+    __m256i low, high;
+    explicit TableWords(const int16_t *levels) {
+        alignas(16) uint8_t bytes[2][16];
+        for (int i = 0; i < 16; i++) {
+            const uint16_t level = (uint16_t)levels[i & ((1 << BITS) - 1)];
+            bytes[0][i] = (uint8_t)level, bytes[1][i] = (uint8_t)(level >> 8);
+        }
+        low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)bytes[0]));
+        high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)bytes[1]));
+    }
+    Words at(I x) const {
+        Words out;
+        half(x.a, out.even.a, out.odd.a), half(x.b, out.even.b, out.odd.b);
+        return out;
+    }
+
+private:
+    void half(__m256i x, __m256i &even, __m256i &odd) const {
+        const __m256i code = _mm256_and_si256(x, _mm256_set1_epi8((1 << BITS) - 1));
+        const __m256i a = _mm256_shuffle_epi8(low, code), b = _mm256_shuffle_epi8(high, code);
+        const __m256i upper = _mm256_set1_epi16((int16_t)0xff00);
+        even = _mm256_blendv_epi8(a, _mm256_slli_epi16(b, 8), upper);
+        odd = _mm256_blendv_epi8(_mm256_srli_epi16(a, 8), b, upper);
+    }
+};
+
+// Floats of 8 bits as 16-bit floats, 2^-8 of their value.
+struct HalfWords {
+    static Words at(I x) {
+        const I up = {_mm256_slli_epi16(x.a, 8), _mm256_slli_epi16(x.b, 8)};
+        return {{half(up.a), half(up.b)}, {half(x.a), half(x.b)}};
+    }
+
+private:
+    static __m256i half(__m256i high_byte) {
+        return _mm256_and_si256(_mm256_srai_epi16(high_byte, 1),
+                                _mm256_set1_epi16((int16_t)0xbf80));
+    }
+};
+
+// Sums of products of 16-bit floats with four floats, for 8 of the 16 lanes: the words of a lane
+// have neighbouring sums.
+template <int PART> struct HalfQuads {
+    __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+    struct Four {
+        __m256 even, odd;
+        explicit Four(const Fine *p)
+            : even(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)p))),
+              odd(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)(p + 1)))) {}
+    };
+    void add(const Words &x, const Four &four) {
+        add(PART ? x.even.b : x.even.a, four.even);
+        add(PART ? x.odd.b : x.odd.a, four.odd);
+    }
+    // Store the sums of the 8 lanes at their places of 16.
+    void store_total(float *p) const {
+        const __m256d x = _mm256_castps_pd(_mm256_hadd_ps(low, high));
+        _mm256_storeu_ps(p + 8 * PART, _mm256_castpd_ps(_mm256_permute4x64_pd(x, 0xD8)));
+    }
+
+private:
+    void add(__m256i halves, __m256 y) {
+        low = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), y, low);
+        high = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), y, high);
+    }
+};
+
+// Sums of products with four 16-bit numbers: 0 2 for even words, 1 3 for odd ones.
 struct Quads {
     I all = zeros();
     struct Four {
@@ -233,33 +358,24 @@ struct Quads {
         explicit Four(const uint32_t *p)
             : even(_mm256_set1_epi32((int32_t)p[0])), odd(_mm256_set1_epi32((int32_t)p[1])) {}
     };
-    void add(I codes, const Four &four) {
-        all.a = _mm256_add_epi32(all.a, products(codes.a, four.even, four.odd));
-        all.b = _mm256_add_epi32(all.b, products(codes.b, four.even, four.odd));
+    void add(const Words &x, const Four &four) {
+        add(all.a, x.even.a, four.even), add(all.b, x.even.b, four.even);
+        add(all.a, x.odd.a, four.odd), add(all.b, x.odd.b, four.odd);
     }
     F total() const { return to_float(all); }
 
 private:
-    static __m256i products(__m256i codes, __m256i even, __m256i odd) {
-        const __m256i low = _mm256_and_si256(codes, _mm256_set1_epi16(255));
-        return _mm256_add_epi32(_mm256_madd_epi16(low, even),
-                                _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd));
+    static void add(__m256i &sum, __m256i x, __m256i y) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+        keep(sum);
     }
 };
+// Store 16 numbers as the fours that Quads::Four reads.
 inline void store_fixed(uint32_t *p, I x) {
-    int32_t n[16];
-    storei(n, x);
-    for (int i = 0; i < 16; i += 4) {
-        p[i / 2] = (uint16_t)n[i] | (uint32_t)n[i + 2] << 16;
-        p[i / 2 + 1] = (uint16_t)n[i + 1] | (uint32_t)n[i + 3] << 16;
-    }
-}
-
-// Lane i of the result is the sum of x[i].
-inline F sums(const F *x) {
-    float total[16];
-    for (int i = 0; i < 16; i++) total[i] = sum(x[i]);
-    return load(total);
+    const __m256i order = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    const __m256i words = _mm256_shuffle_epi8(_mm256_packs_epi32(x.a, x.b), order);
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(words, 0xD8));
 }
 
 }  // namespace kvant::KVANT_TARGET

@@ -204,6 +204,16 @@ template <> struct Levels<8> {
     }
 };
 
+constexpr int QUAD_TILES = 2, QUAD_CHUNKS = 2;  // of 16 rows, or channels, whose sums fit registers
+template <int GN> constexpr int ROW_CHUNKS = 4;
+constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 4;
+
+// Codes of 8 bits are multiplied as they are.
+template <int BITS> struct CodeWords {
+    explicit CodeWords(const int16_t *) {}
+    static I at(I x) { return x; }
+};
+
 // Sums of 8-bit codes times 15-bit numbers, four per lane; a number is 128 high + low.
 struct Quads {
     I high = zeros(), low = zeros();
@@ -245,6 +255,23 @@ inline F sums(const F *x) {
         c[i] = add(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
                    _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xDD));
     return add(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
+}
+
+// Channels of a row are loaded in their order.
+template <class T> inline F load_split(const T *p) { return load(p); }
+template <class T> inline F split(F x) { return x; }
+template <class T> inline F unsplit(F x) { return x; }
+
+// Sums of products of rows with queries, DOTS of them in registers.
+constexpr int DOTS = 16;
+struct Dot {
+    F x = zero();
+};
+inline void dot(Dot &sum, F x, F y) { sum.x = fma(x, y, sum.x); }
+inline void store_dots(float *p, const Dot *dots) {
+    F x[DOTS];
+    for (int i = 0; i < DOTS; i++) x[i] = dots[i].x;
+    store(p, sums(x));
 }
 
 // Transpose 16 rows of 16 lanes.

@@ -114,18 +114,16 @@ template <int N> inline I repeated(const void *p) {
 struct Pairs {
     F even, odd;
 };
+
 inline F dot2(F acc, Pairs x, uint32_t pair) {
     acc = fma(x.even, set1(float_of(pair << 16)), acc);
     return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
 }
 
-// Two numbers in single precision, for dot2.
+// Two numbers in single precision.
 struct Fine {
     float even, odd;
 };
-inline F dot2(F acc, Pairs x, Fine pair) {
-    return fma(x.odd, set1(pair.odd), fma(x.even, set1(pair.even), acc));
-}
 inline void store_fine(Fine *p, F x) { store(&p->even, x); }
 
 inline void unpaired(Pairs x, F &even, F &odd) { even = x.even, odd = x.odd; }
@@ -157,27 +155,97 @@ template <> struct Levels<8> {
     }
 };
 
+constexpr int QUAD_TILES = 1, QUAD_CHUNKS = 1;
+template <int GN> constexpr int ROW_CHUNKS = 4;
+constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 4;
+
+// The levels of four codes a lane, as 16-bit integers: of bytes 0 and 2, and of bytes 1 and 3.
+struct Words {
+    I even, odd;
+};
+template <class Fn> inline Words each_word(I x, Fn level) {
+    const auto two = [&](uint32_t x) {
+        return (uint32_t)(uint16_t)level(x & 255) | (uint32_t)(uint16_t)level(x >> 16 & 255) << 16;
+    };
+    return {eachi([&](int i) { return two(x.at[i]); }), eachi([&](int i) { return two(x.at[i] >> 8); })};
+}
+// Codes that are their own levels.
+template <int BITS> struct CodeWords {
+    explicit CodeWords(const int16_t *) {}
+    static Words at(I x) {
+        return each_word(x, [](uint32_t code) { return code & ((1 << BITS) - 1); });
+    }
+};
+template <int BITS> struct TableWords {
+    int16_t levels[1 << BITS];
+    explicit TableWords(const int16_t *from) { std::memcpy(levels, from, sizeof levels); }
+    Words at(I x) const {
+        return each_word(x, [&](uint32_t code) { return levels[code & ((1 << BITS) - 1)]; });
+    }
+};
+
+// Floats of 8 bits as 16-bit floats, 2^-8 of their value.
+struct HalfWords {
+    static Words at(I x) {
+        return each_word(x, [](uint32_t code) { return (code & 128) << 8 | (code & 127) << 7; });
+    }
+};
+
+// Sums of products of 16-bit floats with four floats, for 8 of the 16 lanes.
+template <int PART> struct HalfQuads {
+    float all[8] = {};
+    using Four = const Fine *;
+    void add(const Words &x, const Fine *four) {
+        for (int i = 0; i < 8; i++)
+            all[i] += two(x.even.at[8 * PART + i], four[0]) + two(x.odd.at[8 * PART + i], four[1]);
+    }
+    void store_total(float *p) const { std::memcpy(p + 8 * PART, all, sizeof all); }
+
+private:
+    static float two(uint32_t x, Fine y) {
+        return from_half((uint16_t)x) * y.even + from_half((uint16_t)(x >> 16)) * y.odd;
+    }
+};
+
+// Sums of products with four 16-bit numbers: 0 2 for even words, 1 3 for odd ones.
 struct Quads {
     I all = zeros();
     struct Four {
-        uint32_t pairs[2];  // numbers 0 1 and 2 3
-        explicit Four(const uint32_t *p) : pairs{p[0], p[1]} {}
+        uint32_t even, odd;
+        explicit Four(const uint32_t *p) : even(p[0]), odd(p[1]) {}
     };
-    void add(I codes, const Four &four) {
-        for (int i = 0; i < 16; i++)
-            for (int n = 0; n < 4; n++)
-                all.at[i] += (codes.at[i] >> 8 * n & 255) *
-                             (uint32_t)(int16_t)(four.pairs[n / 2] >> 16 * (n % 2));
+    void add(const Words &x, const Four &four) {
+        all = eachi([&](int i) {
+            return all.at[i] + two(x.even.at[i], four.even) + two(x.odd.at[i], four.odd);
+        });
     }
     F total() const { return to_float(all); }
+
+private:
+    static uint32_t two(uint32_t x, uint32_t y) {
+        return (int16_t)x * (int16_t)y + (int16_t)(x >> 16) * (int16_t)(y >> 16);
+    }
 };
 inline void store_fixed(uint32_t *p, I x) {
-    for (int i = 0; i < 16; i += 2) p[i / 2] = (x.at[i] & 0xffff) | x.at[i + 1] << 16;
+    for (int i = 0; i < 16; i += 4) {
+        p[i / 2] = (x.at[i] & 0xffff) | x.at[i + 2] << 16;
+        p[i / 2 + 1] = (x.at[i + 1] & 0xffff) | x.at[i + 3] << 16;
+    }
 }
 
-// Lane i of the result is the sum of x[i].
-inline F sums(const F *x) {
-    return each([&](int i) { return sum(x[i]); });
+// Channels of a row are loaded in their order.
+template <class T> inline F load_split(const T *p) { return load(p); }
+template <class T> inline F split(F x) { return x; }
+template <class T> inline F unsplit(F x) { return x; }
+
+// Sums of products of rows with queries.
+constexpr int DOTS = 16;
+struct Dot {
+    F x = zero();
+};
+inline void dot(Dot &sum, F x, F y) { sum.x = fma(x, y, sum.x); }
+inline void store_dots(float *p, const Dot *dots) {
+    for (int i = 0; i < DOTS; i++) p[i] = sum(dots[i].x);
 }
 
 }  // namespace kvant::KVANT_TARGET

@@ -31,16 +31,16 @@ from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import from_json, to_json
 from kvant.spec.headers import reject_duplicate_keys
 
-# The only metadata entry, as JSON: the order of several entries could vary, and equal caches should
-# give equal bytes.
+# All metadata is one entry of JSON. Several entries could be written in any order, but equal caches
+# should give equal files.
 METADATA_KEY = "kvant-cache"
 FORMAT_VERSION = 2
 BLANK_CHECKSUM = "0" * 64  # in place of the checksum while it is computed
 CHECKSUM_MARK = rb"\"checksum\": \""  # as escaped in JSON inside JSON
 MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
 MAX_INTEGER = 1 << 53  # exact in every JSON reader; no tensor is longer
-# All restored open pages of a file may take this many bytes, or this many times the bytes of their
-# rows in the file, whichever is more.
+# The restored open pages of a file may take MAX_OPEN_PAGE_BYTES, or MAX_OPEN_PAGE_FACTOR times the
+# bytes of their rows in the file, whichever is more.
 MAX_OPEN_PAGE_BYTES = 1 << 28
 MAX_OPEN_PAGE_FACTOR = 1 << 12
 READ_CHUNK_BYTES = 1 << 22
@@ -136,7 +136,7 @@ def load(
     *,
     device: str | torch.device = "cpu",
 ) -> Cache:
-    """Return the cache in a file, in memory of its own."""
+    """Return a new cache with the contents of a file, in pools of its own."""
     saved = read(path, device=device)
     with convert_errors(path):
         cache = Cache(None, saved.spec)
@@ -146,7 +146,7 @@ def load(
 
 @contextmanager
 def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise errors of the block as CacheFileError of this file."""
+    """Convert RESTORE_ERRORS that the block raises to a CacheFileError that names the file."""
     try:
         yield
     except RESTORE_ERRORS as error:
@@ -184,7 +184,7 @@ def _index_tensors(entries: Mapping[str, Any]) -> dict[str, FileTensor]:
         if name == "__metadata__":
             continue
         first, stop = entry["data_offsets"]
-        if max(entry["shape"], default=0) > MAX_INTEGER:  # safetensors allows it next to a 0
+        if max(entry["shape"], default=0) > MAX_INTEGER:  # safetensors allows it if another is 0
             raise ValueError(f"{name} is {entry['shape']}: {MAX_INTEGER} at most")
         tensors[name] = FileTensor(entry["dtype"], tuple(entry["shape"]), stop - first)
     return tensors
@@ -201,9 +201,9 @@ def _get_tables_per_sequence(numbers: Mapping[str, int], name: str) -> int:
 def _read_padded_lengths(
     file: Any, tensors: Mapping[str, FileTensor], header_numbers: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the lengths in the first layer that stores any.
+    """Return the padded lengths from the first layer that stores numbers.
 
-    `restore` compares them with those of the other layers.
+    `restore` verifies that the other layers agree.
     """
     for name, tensor in tensors.items():
         is_integer_matrix = (
@@ -220,7 +220,7 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
     """Refuse open pages that need far more memory than their rows take in the file.
 
     The limit is generous, because the last page of a sequence may hold a single row.
-    `restore` compares the shapes.
+    `restore` validates the shapes.
     """
     row_nbytes = page_nbytes = page_size = 0
     for name, recipe in iterate_leaves(header.spec):
@@ -266,7 +266,7 @@ def _write_file(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, 
 
 
 def _read_verified_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the header of safetensors and the metadata of kvant, which has the right checksum."""
+    """Return the safetensors header and the kvant metadata, after verifying the checksum."""
     with path.open("rb") as file:
         header_bytes = _read_header_bytes(path, file)
         header, metadata = _parse_header(path, header_bytes)
@@ -313,7 +313,7 @@ def _parse_json(text: str | bytes) -> Any:
 
 
 def _compute_checksum(file: BinaryIO, checksum_offset: int) -> str:
-    """Return the SHA-256 of a file, with the checksum at `checksum_offset` as blank."""
+    """Return the SHA-256 of a file with BLANK_CHECKSUM at `checksum_offset`."""
     sha = hashlib.sha256()
     position = 0
     while chunk := file.read(READ_CHUNK_BYTES):

@@ -1,6 +1,7 @@
 """The mutable part of a cache: its present state, its last forward, and the lock for both.
 
-Layers and their cache refer to the same holder. The pools count the slots that it lists.
+Layers and their cache refer to the same holder. The pools count one reference for each slot
+that the holder lists.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ class StateHolder:
         self.num_abandoned = 0  # forwards that were rolled back
         self.num_changes = 0  # operations that may have changed the bytes of the cache
         self.backend: str | None = None  # None: the first that supports the view
-        self.in_speculation = False  # chunks may be drafts: within `speculation_mode`,
-        self.external_speculation = False  # or because the model library says so
-        self.in_prompt = False  # all tokens are of a prompt: within `prompt_mode`
+        # Chunks may be drafts if either is set: by `speculation_mode`, or by the model library.
+        self.in_speculation = False
+        self.external_speculation = False
+        self.in_prompt = False  # set by `prompt_mode`: all tokens are part of a prompt
         state.pools.add_holder(self)
 
     def __del__(self) -> None:
-        """Leave the slots to the next allocation: this may run inside of a pool operation."""
+        """Queue the slots for a later pool operation to free, because one may be running now."""
         state: CacheState | None = self.__dict__.get("state")
         for group, pools in enumerate(state.pools if state is not None else ()):
             for pool, slots in zip(pools, self._list_group_slots(group), strict=True):
@@ -79,7 +81,7 @@ class StateHolder:
         return EMPTY_SLOTS
 
     def count_slots(self, group: int) -> tuple[int, int]:
-        """Return the open and the sealed slots that this cache holds or that are free."""
+        """Return the numbers of open and of sealed slots that this cache holds or that are free."""
         pools = self.state.pools[group]
         if any(pool.orphaned_slots for pool in pools):
             with self.state.pools.guard_counts():
@@ -95,7 +97,7 @@ class StateHolder:
     def bound_slots_after(
         self, group: int, page_table: PageTable, num_new_tokens: int
     ) -> tuple[int, int]:
-        """Return the most slots after `num_new_tokens` more tokens, in chunks or single ones."""
+        """Return the maximum of open and sealed slots after `num_new_tokens` more tokens."""
         present, is_shared = self.count_slots(group), self.state.pools[group].is_shared
         needed = bound_slots_after(page_table, num_new_tokens, is_shared=is_shared)
         return max(present[0], needed[0]), max(present[1], needed[1])
@@ -103,7 +105,7 @@ class StateHolder:
     def read(self) -> tuple[CacheState, Forward | None]:
         """Return the state, and the open forward that extends it; None: there is none.
 
-        Both are of one moment, so this is safe while another thread commits.
+        The two are consistent even while another thread commits.
         """
         state, forward = self.state, self.forward
         if forward is not None and forward.number != state.num_ended_forwards:
@@ -151,10 +153,10 @@ class StateHolder:
         return forward if forward is not None and (forward.plans or forward.appended) else None
 
     def begin_append(self, leaf: int, count: int) -> Forward:
-        """Return the open forward, or begin one; the first token after a prompt prunes it.
+        """Return the open forward, or begin one; the first token after a prompt prunes the prompt.
 
-        A forward has failed if this layer has its rows already, or if no layer has any: it is
-        rolled back.
+        Roll back an open forward that has failed: one to which this layer has already appended,
+        or to which no layer has.
         """
         self.num_changes += 1
         state, forward = self.read()
@@ -173,7 +175,7 @@ class StateHolder:
         return self.begin_forward(is_prompt=is_prompt)
 
     def begin_forward(self, *, is_prompt: bool) -> Forward:
-        """Begin a forward, of a part of a prompt or of other tokens; none is open."""
+        """Begin a forward while none is open; `is_prompt`: its tokens are part of a prompt."""
         if self.state.retired_slots:
             self.free_retired_pages()
         self.forward = forward = Forward(self.state, is_prompt=is_prompt)
@@ -251,8 +253,8 @@ class StateHolder:
     def adopt(self, state: CacheState, allocated_slots: Iterable[GroupSlots] = ()) -> None:
         """Replace the state; call within `guard_counts` of its pools.
 
-        `allocated_slots` were allocated for its tables, which count them again. The slots of the
-        old tables are dropped last.
+        `allocated_slots` have one reference from their allocation, and get another from the new
+        tables. The first is dropped at the end, as are the references from the old tables.
         """
         self.num_changes += 1
         self.free_retired_slots()

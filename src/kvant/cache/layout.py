@@ -27,13 +27,13 @@ from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
 
 @dataclass(frozen=True)
 class AttentionLeaf:
-    """One set of rows: its recipe, and its place in the state of a cache."""
+    """One leaf that stores rows: its recipe, and its indices in a `CacheState`."""
 
     name: str  # layer number, or number/part of a group
     spec: LayerSpec
-    group: int  # layer group
+    group: int  # index of its layer group
     index: int  # among all leaves
-    select_tiles: TileSelector | None = None  # None: as the kernels of the device need them
+    select_tiles: TileSelector | None = None  # None: the default of the device
 
     def make_storage(self, geometry: Geometry) -> Storage:
         """Return empty tensors for rows of this geometry."""
@@ -76,12 +76,12 @@ class AttentionLeaf:
 
 @dataclass(frozen=True)
 class RecurrentLeaf:
-    """One recurrent state: its recipe, and its place in the state of a cache."""
+    """One leaf that stores recurrent states: its recipe, and its indices in a `CacheState`."""
 
     name: str
     spec: RecurrentSpec
-    history: int  # in `CacheState.histories`
-    index: int
+    history: int  # index in `CacheState.histories`
+    index: int  # among all leaves
 
 
 Leaf = AttentionLeaf | RecurrentLeaf
@@ -89,13 +89,13 @@ Leaf = AttentionLeaf | RecurrentLeaf
 
 @dataclass(frozen=True, eq=False)
 class CacheLayout:
-    """The layer groups and the leaves of a cache, by the name that they have in files."""
+    """The layer groups of a cache, and its leaves by their names in cache files."""
 
     layer_groups: tuple[LayerGroup, ...]
     leaf_groups: tuple[int | None, ...]  # by leaf index; None: a recurrent leaf
     spec: CacheSpec = field(default_factory=lambda: CacheSpec(()))
-    names: tuple[str, ...] = ()  # of all leaves, external ones included, in order
-    leaves: Mapping[str, Leaf] = field(default_factory=dict)  # those that this library stores
+    names: tuple[str, ...] = ()  # of all leaves in order, also those whose states the model stores
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)  # by name; those that kvant stores
     select_tiles: TileSelector | None = None
 
     @classmethod
@@ -172,8 +172,8 @@ def make_layer_group(spec: LayerSpec, leaf: int | None = None) -> LayerGroup:
     A layer with a page table per head has a group of its own.
     """
     retention, per_head_layer = spec.retention, leaf if has_per_head_tables(spec) else None
-    numbers = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
-    return LayerGroup(spec.paging, *numbers, spec.prune, per_head_layer)
+    limits = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
+    return LayerGroup(spec.paging, *limits, spec.prune, per_head_layer)
 
 
 def has_per_head_tables(spec: LayerSpec) -> bool:

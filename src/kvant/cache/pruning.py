@@ -1,7 +1,8 @@
 """Pruning after a prompt: choose the rows that each key head retains, and pack them into new pages.
 
 Of L rows, a head retains K. They move, in order, to positions L - K to L - 1; earlier positions
-have no rows, as outside a window. So the length stays L, and positional masks apply unchanged:
+have no rows, like those outside a sliding window. So the length stays L, and positional masks
+apply unchanged:
 
     position    0                       L - K             L
     before      | a b c d e f g h i j k l m n o p q r s t u |
@@ -46,7 +47,7 @@ Floats = NDArray[np.float64]
 NUM_PROTECTED_ROWS = 32  # newest rows that are always retained
 PAGE_COLUMNS = [FIRST_SEALED, STOP_SEALED, FIRST_OPEN]  # of `PageTable.numbers`
 MAX_DECODE_EXCESS = 128  # rows over budget that trigger a prune during decoding
-MIN_HEAD_SHARE = 0.2  # of the budget per head: the least that a head retains if `adaptive`
+MIN_HEAD_SHARE = 0.2  # if `adaptive`: the least fraction of its budget that a head retains
 
 
 def count_spare_rows(pruning: Pruning, page_table: PageTable) -> Floats:
@@ -72,17 +73,17 @@ def count_allowed_rows(pruning: Pruning, length: int) -> int:
 def prune_state(
     state: CacheState, stats: Mapping[str, LayerStats]
 ) -> tuple[CacheState, list[GroupSlots], int]:
-    """Return the state without the rows that recipes do not retain, and its allocated slots.
+    """Return the state after a prune, the slots allocated for it, and the rows dropped per head.
 
-    Also return the rows dropped per head, on average. Retained rows are copied to new slots before
-    any old slot is freed, so an error changes nothing. Call it within `guard_counts`.
+    The number of dropped rows is the average over all heads. Retained rows are copied to new slots
+    before any old slot is freed, so an error changes nothing. Call this within `guard_counts`.
     """
-    due = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
-    leaves = [leaf for leaf in state.layout.attention if due.get(leaf.group) is not None]
+    sequence_masks = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
+    leaves = [leaf for leaf in state.layout.attention if sequence_masks.get(leaf.group) is not None]
     page_tables, allocated = list(state.page_tables), list[GroupSlots]()
     num_removed = num_heads = 0
     for leaf in leaves:
-        sequence_mask, old_table = due[leaf.group], state.page_tables[leaf.group]
+        sequence_mask, old_table = sequence_masks[leaf.group], state.page_tables[leaf.group]
         storage, pools = state.storages[leaf.index], state.pools[leaf.group]
         assert sequence_mask is not None
         retained = select_retained_rows(
@@ -101,12 +102,14 @@ def prune_state(
         num_heads += len(retained.counts)
     if not (leaves or state.has_unpruned_prompt):
         return state, [], 0
-    decoding = {
+    prunes_during_decode = {
         leaf.index
         for leaf in leaves
         if leaf.spec.prune is not None and leaf.spec.prune.score.prunes_during_decode
     }
-    queries = {leaf: old for leaf, old in state.pruning_queries.items() if leaf in decoding}
+    queries = {
+        index: old for index, old in state.pruning_queries.items() if index in prunes_during_decode
+    }
     pruned = replace(
         state,
         page_tables=tuple(page_tables),
@@ -117,9 +120,9 @@ def prune_state(
 
 
 def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
-    """Return a mask of the sequences to prune now; None: none of them.
+    """Return a mask of the sequences to prune now, or None if there are none.
 
-    During decoding this is limited to scores that support it, and to sequences far over budget.
+    During decoding, prune only with scores that support it, and only sequences far over budget.
     """
     rule: Pruning | None = state.layout.layer_groups[group].pruning
     if rule is None or not (state.has_unpruned_prompt or rule.score.prunes_during_decode):
@@ -147,7 +150,7 @@ class RetainedRows(NamedTuple):
     """The retained rows of a layer, ordered by sequence, then by head, then by position."""
 
     sequence_mask: Bools  # the pruned sequences
-    rows: Fields  # framed, [rows of all heads, D]
+    rows: Fields  # as transformed by the frame, [rows of all heads, D]
     counts: Ints  # per head
     num_removed: int  # over all heads
 
@@ -161,12 +164,19 @@ def select_retained_rows(
     has_row = _mask_present_rows(page_table)[page_table.expand_to_tables(sequences)].repeat(
         view.keys.heads, 0
     )
-    first = int(has_row.any(0).argmax())
-    valid, last = torch.from_numpy(has_row[:, first:]), page_table.num_columns
+    first_column = int(has_row.any(0).argmax())
+    valid, stop_column = torch.from_numpy(has_row[:, first_column:]), page_table.num_columns
     sequence_index = torch.from_numpy(sequences)
-    rows = {n: read_columns(view, n, first, last)[sequence_index].flatten(0, 1) for n in spec.sides}
+    rows = {
+        n: read_columns(view, n, first_column, stop_column)[sequence_index].flatten(0, 1)
+        for n in spec.sides
+    }
     scores = _compute_scores(
-        spec, rows, valid, _select_queries(pruning_queries, sequences, first, last), heads
+        spec,
+        rows,
+        valid,
+        _select_queries(pruning_queries, sequences, first_column, stop_column),
+        heads,
     )
     rank = valid.long().flip(1).cumsum(1).flip(1)  # 1: the newest row
     scores = scores.masked_fill(rank <= NUM_PROTECTED_ROWS, float("inf")).masked_fill(
@@ -241,9 +251,9 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
     def locate_pages(
         page_list: tuple[Ints, Ints],
     ) -> tuple[tuple[Ints, Ints], tuple[Tensor, Tensor]]:
-        """Return table and number of the pruned pages of a list, and their index in `pages`."""
-        pruned = index_by_table[page_list[0]] >= 0
-        tables_of_pages, numbers = page_list[0][pruned], page_list[1][pruned]
+        """Return the pages of `page_list` in pruned sequences, and their indices in `pages`."""
+        in_pruned = index_by_table[page_list[0]] >= 0
+        tables_of_pages, numbers = page_list[0][in_pruned], page_list[1][in_pruned]
         index = index_by_table[tables_of_pages]
         number = torch.from_numpy(numbers - first_page[index])
         return (tables_of_pages, numbers), (torch.from_numpy(index), number)
@@ -276,9 +286,9 @@ def _mask_present_rows(page_table: PageTable) -> Bools:
 def _select_queries(
     queries: PruningQueries | None, sequences: Ints, first_column: int, stop_column: int
 ) -> PruningQueries | None:
-    """Return the queries of these sequences, with columns counted from `first_column`."""
-    committed = None if queries is None else queries.truncate(stop_column)
-    return None if committed is None else committed.select(sequences, first_column)
+    """Return the queries of `sequences` before `stop_column`; count columns from `first_column`."""
+    truncated = None if queries is None else queries.truncate(stop_column)
+    return None if truncated is None else truncated.select(sequences, first_column)
 
 
 def _compute_scores(

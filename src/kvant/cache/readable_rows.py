@@ -1,4 +1,7 @@
-"""Dense copies of rows for other readers than attention, aligned at the newest token."""
+"""Dense copies of rows, for readers other than attention.
+
+The newest token of each sequence is in the last column.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from kvant.page_table import PageTable
 class ReadableRows:
     """The rows that `read()` returns: sinks, then columns [first_column, length).
 
-    Sinks are positions 0 to `num_sinks` - 1 of each sequence; columns of shorter sequences may hold
-    them as well. A column counts from the first token of the longest sequence, padding included.
+    Sinks are positions 0 to `num_sinks` - 1 of each sequence. In shorter sequences, the columns may
+    contain these positions again. Columns count from the first token of the longest sequence,
+    padding included.
     """
 
     page_table: PageTable
@@ -28,23 +32,23 @@ class ReadableRows:
 
     @classmethod
     def from_page_table(cls, page_table: PageTable) -> ReadableRows:
-        """Find the columns within the window that any sequence still has, and the sinks."""
+        """Find the sinks, and the columns in the window that at least one sequence still stores."""
         group, length = page_table.layer_group, page_table.num_columns
-        first_columns = length - page_table.lengths
-        first_token = int(first_columns.min(initial=length))
+        start_columns = length - page_table.lengths
+        longest_start = int(start_columns.min(initial=length))  # of the longest sequence
         window = length if group.window is None else group.window
-        first_row = int((page_table.first_row + first_columns).min(initial=length))
-        first = max(0, length - window, first_row if first_row > first_token else 0)
-        if first <= first_token:
-            return cls(page_table, 0, min(first, length))
-        sinks = min(group.sinks, length - first_token)
-        return cls(page_table, sinks, min(max(first, first_token + sinks), length))
+        first_stored = int((page_table.first_row + start_columns).min(initial=length))
+        first_column = max(0, length - window, first_stored if first_stored > longest_start else 0)
+        if first_column <= longest_start:
+            return cls(page_table, 0, min(first_column, length))
+        sinks = min(group.sinks, length - longest_start)
+        return cls(page_table, sinks, min(max(first_column, longest_start + sinks), length))
 
     def __len__(self) -> int:
         return self.num_sinks + self.page_table.num_columns - self.first_column
 
     def compute_positions(self) -> Tensor:
-        """Return the position of every row, [B, n]; -1: padding, pruned, or a sink listed before.
+        """Return the position of every row, [B, n]; -1: padding, pruned, or a repeated sink.
 
         The shape is [B, H, n] if rows were pruned, because heads retain different rows.
         """
@@ -66,11 +70,11 @@ class ReadableRows:
         )
 
     def read_all(self, view: View) -> Fields:
-        """Return all rows, framed."""
+        """Return all rows, as transformed by their frame."""
         return _read_sides(view, self.num_sinks, self.first_column, self.page_table.num_columns)
 
     def read_range(self, view: View, start: int, stop: int | None) -> Fields:
-        """Return framed rows of columns [start, stop), or raise if some are not held."""
+        """Return columns [start, stop), framed as in `read_all`; raise if rows are missing."""
         length = self.page_table.num_columns
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
@@ -83,7 +87,7 @@ class ReadableRows:
 
 
 def read_columns(view: View, name: Any, start: int, stop: int, num_sinks: int = 0) -> Tensor:
-    """Return framed rows of one side, as the newest query reads them.
+    """Return the rows of one side that the newest query sees, as transformed by their frame.
 
     These are the first `num_sinks` positions of each sequence, then columns [start, stop).
     """

@@ -110,6 +110,7 @@ def _combine_specs(current: CacheSpec, requested: CacheSpec, rule: LayerRule) ->
 
 
 def _combine_recipes(old: Recipe, new: Recipe, rule: LayerRule) -> Any:
+    """Return the new recipe of a layer by `rule`; a layer without rows keeps its recipe."""
     if isinstance(old, LayerSpec) and isinstance(new, LayerSpec):
         return rule(old, new)
     if isinstance(old, GroupSpec) and isinstance(new, LayerSpec):

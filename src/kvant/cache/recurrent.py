@@ -114,7 +114,7 @@ def concat_histories(histories: Sequence[StateHistory], length: int) -> StateHis
 
 
 class RecurrentBase:
-    """The size properties of a layer with a state history and no rows."""
+    """The properties of a layer with a state history and no rows, and its `read`."""
 
     num_rows = held = 0  # a recurrent state has none
     max_held: int | None = 0

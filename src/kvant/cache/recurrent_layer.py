@@ -30,7 +30,7 @@ class RecurrentLayer(RecurrentBase):
 
     @property
     def leaf(self) -> RecurrentLeaf:
-        """Its recipe and its place in the state."""
+        """The recipe of this layer, and its indices in a `CacheState`."""
         leaf = self.holder.state.layout.leaves[self.name]
         assert isinstance(leaf, RecurrentLeaf)
         return leaf
@@ -49,7 +49,7 @@ class RecurrentLayer(RecurrentBase):
 
     @property
     def length(self) -> int:
-        """Tokens of the state."""
+        """The number of tokens that the current state has processed."""
         return self.history.current.length
 
     def nbytes_after_append(self, count: int, tensors: Fields) -> int:
@@ -60,7 +60,7 @@ class RecurrentLayer(RecurrentBase):
             name: tensor.to("meta", get_stored_dtype(tensor.dtype))
             for name, tensor in tensors.items()
         }
-        # Count tensors that a checkpoint shares with the current state: they outlive the append.
+        # An append frees the current state, except tensors that a checkpoint shares with it.
         checkpoint_nbytes = replace(self.history, current=EMPTY_STATE).nbytes
         return checkpoint_nbytes + sum(tensor.nbytes for tensor in stored_tensors.values())
 

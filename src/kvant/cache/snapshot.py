@@ -1,4 +1,6 @@
-"""Snapshots: canonical rows and integers of a layer or a whole cache, taken and restored.
+"""Take and restore snapshots: the rows, pages and integers of a layer or of a whole cache.
+
+Rows and pages are ordered by sequence and position, whatever slots hold them.
 
 Snapshots come from files, so they are untrusted. All integers and tensor shapes are compared with
 each other and with the recipe before anything is allocated. The memory of a restored layer is then
@@ -95,7 +97,7 @@ def parse_layer(
 ) -> ParsedLayer | None:
     """Validate the snapshot of a layer; return None if it has no tokens.
 
-    `num_separate_pages` of its full pages are not in the snapshot.
+    The snapshot omits `num_separate_pages` of its full pages, which are stored separately.
     """
     if not snapshot.tensors and not snapshot.numbers:
         return None
@@ -104,9 +106,9 @@ def parse_layer(
         raise SnapshotMismatch(
             f"numbers {sorted(snapshot.numbers)}: {sorted(expected_numbers)} are needed"
         )
-    heads = snapshot.numbers.get(TABLES_KEY, 1)
+    tables_per_sequence = snapshot.numbers.get(TABLES_KEY, 1)
     numbers = _parse_numbers(snapshot, spec, layer_group)
-    _check_heads(numbers, heads)
+    _check_heads(numbers, tables_per_sequence)
     geometry = _parse_geometry(spec, snapshot)
     if layer_group.per_head_layer is not None and geometry.heads != 1:
         raise SnapshotMismatch(f"{geometry.heads} key heads in pages of a single head")
@@ -132,7 +134,7 @@ def parse_layer(
         raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
     for name, codec in spec.sides.items():  # raises for a wrong width
         codec.frame.transform_rows(snapshot.tensors[f"{name}.open"][None, :0].transpose(1, 2))
-    return ParsedLayer(numbers, heads, geometry, open_page_rows, num_sealed)
+    return ParsedLayer(numbers, tables_per_sequence, geometry, open_page_rows, num_sealed)
 
 
 def restore_storage(leaf: AttentionLeaf, parsed: ParsedLayer, snapshot: Snapshot) -> Storage:
@@ -161,19 +163,19 @@ def _gather_open_rows(tensor: Tensor, page_table: PageTable, page_mask: Bools | 
 
 
 def _canonicalize_numbers(page_table: PageTable) -> Ints:
-    """Return the numbers with empty ranges set to 0.
+    """Return the numbers of a table, with those that have no effect set to 0.
 
-    The last column is omitted if no rows were pruned, as in files without it.
+    Omit the last column, PRUNED_AT, if no rows were pruned.
     """
     numbers = page_table.numbers.copy()
     empty = numbers[:, FIRST_SEALED] >= numbers[:, STOP_SEALED]
     numbers[empty, FIRST_SEALED : STOP_SEALED + 1] = 0
-    covers_no_row = (
+    hides_no_row = (
         numbers[:, FIRST_VISIBLE]
         <= np.where(empty, numbers[:, FIRST_OPEN], numbers[:, FIRST_SEALED])
         * page_table.layer_group.page
     )
-    numbers[covers_no_row & (page_table.pruned_at == 0), FIRST_VISIBLE] = 0
+    numbers[hides_no_row & (page_table.pruned_at == 0), FIRST_VISIBLE] = 0
     return numbers if page_table.pruned_at.any() else numbers[:, :PRUNED_AT]
 
 
@@ -187,7 +189,7 @@ def _check_heads(numbers: Ints, heads: int) -> None:
 
 
 def _parse_numbers(snapshot: Snapshot, spec: LayerSpec, layer_group: LayerGroup) -> Ints:
-    """Return the integers, after comparing each with the others and the recipe."""
+    """Return `PageTable.numbers`, after comparing them with each other and the recipe."""
     tensor = snapshot.tensors.get(NUMBERS_KEY)
     widths = (PRUNED_AT,) if layer_group.pruning is None else (PRUNED_AT, PRUNED_AT + 1)
     if tensor is None or tensor.ndim != 2 or tensor.shape[1] not in widths or not len(tensor):
@@ -230,7 +232,7 @@ def _check_sequence(row: list[int], spec: LayerSpec, layer_group: LayerGroup) ->
     if first_open > max(due, first_needed // page) or first_open * page > rows:
         raise SnapshotMismatch(f"open pages from {first_open} on, {due} are due at {rows}")
     first_stored = max((first if first < stop else first_open) * page, first_visible)
-    if first_stored > first_needed and first_stored > layer_group.sinks:  # sinks may reach up to it
+    if first_stored > first_needed and first_stored > layer_group.sinks:  # else sinks fill the gap
         raise SnapshotMismatch(
             f"rows from {first_stored} on, those from {first_needed} on are needed"
         )
@@ -248,7 +250,7 @@ def _count_pages(
         num_sinks = min(layer_group.num_sink_pages, first_open, stop_open)
         if (
             num_sinks + stop_open - first_open - 1
-        ) * layer_group.page > num_open_rows:  # before listing them
+        ) * layer_group.page > num_open_rows:  # before the pages are listed
             raise SnapshotMismatch(
                 f"{num_open_rows} open rows, for {num_sinks + stop_open - first_open} pages or more"
             )
@@ -266,7 +268,7 @@ def _fill_pages(target: Tensor, rows: Tensor, row_counts: list[int]) -> None:
 
 
 def _parse_geometry(spec: LayerSpec, snapshot: Snapshot) -> Geometry:
-    """Return heads, widths and dtypes, as the open rows have them."""
+    """Return the number of heads, the widths and the dtypes of the open rows."""
     rows = {}
     for name in spec.sides:
         tensor = snapshot.tensors.get(f"{name}.open")
@@ -317,7 +319,7 @@ def take_snapshot(
     external_states: Mapping[str, ExternalState],
     snapshot_rows: Callable[[AttentionLeaf], Snapshot],
 ) -> Snapshot:
-    """Return a snapshot of all leaves, the rows of each by `snapshot_rows`."""
+    """Return a snapshot of all leaves; `snapshot_rows` takes those of attention leaves."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     for name in state.layout.names:

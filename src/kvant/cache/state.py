@@ -24,13 +24,13 @@ from kvant.pages.storage import Storage
 class PruningQueries:
     """The newest queries of a layer, retained for its next prune."""
 
-    queries: Tensor  # [B, H, group, m, D]
-    num_columns: int  # the last query is that of column `num_columns - 1`
+    queries: Tensor  # [B, key heads, query heads per key head, queries, D]
+    num_columns: int  # the newest query is at column `num_columns - 1`
     scale: float
     max_queries: int  # older queries are dropped
 
     def append(self, newer: PruningQueries) -> PruningQueries:
-        """Return these queries with `newer` ones, of the next tokens, appended."""
+        """Return these queries followed by `newer`, or only `newer` if there is a gap."""
         if newer.num_columns - newer.queries.shape[3] != self.num_columns:
             return newer
         queries = torch.cat([self.queries.to(newer.queries.device), newer.queries], 3)
@@ -61,7 +61,7 @@ class CacheState:
     pools: CachePools
     page_tables: tuple[PageTable, ...] = ()  # by group; (): before the first rows
     histories: tuple[StateHistory, ...] = ()  # of recurrent layers
-    storages: Mapping[int, Storage] = field(default_factory=dict)  # by leaf; other caches share it
+    storages: Mapping[int, Storage] = field(default_factory=dict)  # by leaf; forks share them
     retired_slots: tuple[GroupSlots, ...] = ()  # freed before the next forward
     unreported_length: int | None = None  # a committed length still to report to external states
     pruning_queries: Mapping[int, PruningQueries] = field(default_factory=dict)  # by leaf

@@ -1,7 +1,7 @@
 """Operations on cache states: each returns the next state, and the slots allocated for it.
 
-The old state stays valid: a cache that does not adopt the next one is unchanged. Call them within
-`guard_counts` of the pools, since they allocate slots.
+The old state stays valid: a cache that does not adopt the next one is unchanged. Call these
+operations within `guard_counts` of the pools, since they allocate slots.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def find_reachable(state: CacheState, external_states: ExternalStates, to: int) 
     """Return the longest length <= `to` that every layer can rewind to."""
     while to > 0:
         longest = min(
-            _find_reachable_by(state, external_states, name, to) for name in state.layout.names
+            _find_reachable_in_layer(state, external_states, name, to)
+            for name in state.layout.names
         )
         if longest == to:
             return to
@@ -80,7 +81,7 @@ def check_reachable(
     if 0 <= to <= length and find_reachable(state, external_states, to) == to:
         return
     for name in state.layout.names:
-        longest = _find_reachable_by(state, external_states, name, to)
+        longest = _find_reachable_in_layer(state, external_states, name, to)
         if not 0 <= to <= length or longest != to:
             raise RewindError(
                 f"layer {name.partition('/')[0]}: cannot rewind from {length} to {to}: "
@@ -94,7 +95,7 @@ def check_reachable(
     )
 
 
-def _find_reachable_by(
+def _find_reachable_in_layer(
     state: CacheState, external_states: ExternalStates, name: str, to: int
 ) -> int:
     """Return the longest length <= `to` that one layer can rewind to."""
@@ -153,7 +154,7 @@ def drop_tokens(state: CacheState) -> Transition:
 
 
 def end_padding(state: CacheState) -> CacheState:
-    """End the left padding of sequences without tokens; the slots are unchanged."""
+    """Limit left padding to the columns appended so far; the slots are unchanged."""
     page_tables = []
     for page_table in state.page_tables:
         numbers = page_table.numbers.copy()
@@ -175,7 +176,7 @@ def fork(state: CacheState) -> Transition:
 def select(state: CacheState, indices: Ints, *, drop_padding: bool = False) -> Transition:
     """Select the sequences `indices`, in this order, repeats allowed.
 
-    `drop_padding`: without columns of padding.
+    `drop_padding` sets the left padding of each sequence to 0.
     """
     page_tables = [select_sequences(page_table, indices) for page_table in state.page_tables]
     if drop_padding:
@@ -222,9 +223,10 @@ def merge(
     length: int,
     prefixes: Sequence[PageTable] = (),
 ) -> Transition:
-    """Concatenate the sequences of `states`, the longest of `length`, in the pools of `target`.
+    """Concatenate the sequences of `states` into one state, in the pools of `target`.
 
-    A sequence that starts with the tokens of one of `prefixes` shares its full pages.
+    The longest sequence has `length` tokens. A sequence that starts with the tokens of one of
+    `prefixes` shares the full pages of this prefix.
     """
     imported, allocated = [], list[GroupSlots]()
     for state in states:
@@ -246,7 +248,7 @@ def merge(
 
 
 def _merge_queries(states: Sequence[CacheState]) -> dict[int, PruningQueries]:
-    """Concatenate the pruning queries of `states`, for layers where all are up to date."""
+    """Concatenate pruning queries, for layers where each state has those of its last column."""
     merged: dict[int, PruningQueries] = {}
     for leaf in set.intersection(*(set(state.pruning_queries) for state in states)):
         parts = [state.pruning_queries[leaf] for state in states]
@@ -263,8 +265,8 @@ def _import_pages(
 ) -> tuple[Sequence[PageTable], list[GroupSlots]]:
     """Return the sequences of `state` as tables over the pools of `target`.
 
-    Pages are shared if both use the same storages, else copied. Also return the slots allocated for
-    copies.
+    Pages are shared if both states use the same storages, and copied otherwise. Also return the
+    slots allocated for copies.
     """
     leaves = state.layout.attention
     if all(state.storages.get(x.index) is target.storages.get(x.index) for x in leaves):
@@ -284,18 +286,18 @@ def _import_pages(
         for table, prefix in zip(page_tables, optional_prefixes, strict=True)
     ]
     for leaf in leaves:
-        source, copy = state.storages.get(leaf.index), target.storages.get(leaf.index)
-        if source is None or copy is None or source.geometry != copy.geometry:
+        source, destination = state.storages.get(leaf.index), target.storages.get(leaf.index)
+        if source is None or destination is None or source.geometry != destination.geometry:
             raise ValueError(f"layer {leaf.name}: rows of other shapes, or on another device")
         pools = target.pools[leaf.group]
-        copy.ensure_slots(pools.open.size, pools.sealed.size)
+        destination.ensure_slots(pools.open.size, pools.sealed.size)
         pairs = pair_slots(state.page_tables[leaf.group], page_tables[leaf.group])
         masks = [
             np.isin(new, slots)
             for (_, new), slots in zip(pairs, allocated[leaf.group], strict=True)
         ]
         selected = [(old[mask], new[mask]) for (old, new), mask in zip(pairs, masks, strict=True)]
-        copy_sides(source.sides, copy.sides, *selected)
+        copy_sides(source.sides, destination.sides, *selected)
     return page_tables, list(enumerate(allocated))
 
 
@@ -321,19 +323,19 @@ def shrink_pools(state: CacheState, group: int, *, after_prune: bool) -> CacheSt
         num_sealed = len(np.unique(old_table.list_sealed_slots()))
         step = pools.open.step
         max_slots = -(-num_open // step) * step, -(-num_sealed // step) * step
-    is_large = pools.open.size > max_slots[0], pools.sealed.size > max_slots[1]
-    if pools.is_shared or not any(is_large):
+    is_oversized = pools.open.size > max_slots[0], pools.sealed.size > max_slots[1]
+    if pools.is_shared or not any(is_oversized):
         return None
-    new_pools = Pools.make(layer_group)
-    reserve_capacity(layer_group, old_table.num_tables, new_pools)
+    empty_pools = Pools.make(layer_group)
+    reserve_capacity(layer_group, old_table.num_tables, empty_pools)
     new_table = relocate_table(
         old_table,
-        new_pools.open if is_large[0] else None,
-        new_pools.sealed if is_large[1] else None,
+        empty_pools.open if is_oversized[0] else None,
+        empty_pools.sealed if is_oversized[1] else None,
     )
     new_pools = Pools(
-        new_pools.open if is_large[0] else pools.open,
-        new_pools.sealed if is_large[1] else pools.sealed,
+        empty_pools.open if is_oversized[0] else pools.open,
+        empty_pools.sealed if is_oversized[1] else pools.sealed,
     )
     num_slots = new_pools.open.size, new_pools.sealed.size
     moved = {
@@ -344,7 +346,10 @@ def shrink_pools(state: CacheState, group: int, *, after_prune: bool) -> CacheSt
     retired = [entry for entry in state.retired_slots if entry[0] != group]
     no_slots = NO_SLOTS[0]
     retired += [  # slots of a pool that is not replaced
-        (group, (no_slots if is_large[0] else slots[0], no_slots if is_large[1] else slots[1]))
+        (
+            group,
+            (no_slots if is_oversized[0] else slots[0], no_slots if is_oversized[1] else slots[1]),
+        )
         for slots_group, slots in state.retired_slots
         if slots_group == group
     ]

@@ -34,9 +34,10 @@ log = logging.getLogger("kvant")
 
 
 class SequenceCaches:
-    """The caches of all sequences: of the batch merged into one, of others alone, or in files.
+    """The caches of all sequences, over the same pools.
 
-    All use the same pools.
+    The sequences of the batch are merged into one cache. Every other sequence has a cache of its
+    own, or a swap file.
     """
 
     def __init__(self, empty_cache: TransformersCache) -> None:
@@ -87,7 +88,7 @@ class SequenceCaches:
         return merged
 
     def extract(self, sequences: list[Sequence]) -> None:
-        """Move those of these sequences that are in the batch each to its own cache."""
+        """Move sequences out of the batch, each to a cache of its own; ignore those not in it."""
         members = [sequence for sequence in sequences if sequence in self.batch]
         if self.merged is not None and members:
             for member in members:
@@ -127,14 +128,14 @@ class SequenceCaches:
             sequence.cache = self.import_cache(cache)
 
     def clear(self) -> None:
-        """Free all memory but that of prefixes; no sequence is left."""
+        """Free all memory except that of prefixes, once no sequence is left."""
         self.batch, self.merged = [], None
         self.empty_cache.clear()
 
     def stats(self, sequences: list[Sequence]) -> dict[str, int]:
         """Return the bytes of the pools, and of the recurrent states of `sequences`."""
         pools, nbytes_states = measure_pools(self.empty_cache.states), 0
-        # Without such states, make no references to caches: they would delay freeing.
+        # Refer to caches only if there are recurrent states: a reference delays freeing.
         if self.empty_cache.states.holder.external_states:
             caches = {self.merged, *(sequence.cache for sequence in sequences)}
             nbytes_states = sum(
@@ -146,7 +147,7 @@ class SequenceCaches:
         return pools | {"nbytes_states": nbytes_states}
 
     def _drop(self, sequences: list[Sequence]) -> None:
-        """Drop those of these sequences that are in the batch."""
+        """Remove sequences from the batch; ignore those not in it."""
         remaining = [sequence for sequence in self.batch if sequence not in sequences]
         if not remaining:
             self.merged = None
@@ -211,7 +212,7 @@ class Batch:
         return torch.cat(rows) if rows else torch.empty(0), errors
 
     def clear(self) -> None:
-        """Free all memory but that of prefixes; no sequence is left."""
+        """Free all memory except that of prefixes, once no sequence is left."""
         self._idle_sequences, self._idle_template = [], None
         self._replayers.clear()
         self._replay_buffers = ReplayBuffers()
@@ -293,7 +294,7 @@ def pad_batch_size(num_sequences: int) -> int:
 
 
 def max_idle(max_sequences: int) -> int:
-    """Return the most idle sequences that up to `max_sequences` need, plus their template."""
+    """Return the most idle sequences of any batch up to `max_sequences`, and 1: the template."""
     return 1 + max((pad_batch_size(n) - n for n in range(1, max_sequences + 1)), default=0)
 
 

@@ -78,10 +78,12 @@ class Engine:
         prefixes: Prefixes | None = None,
         store: str | Store | abc.Sequence[str | Store] | None = None,
     ) -> None:
-        """Limit all caches to `max_bytes` (or "2GiB"), and decodes to `max_sequences` at a time.
+        """Limit all caches to `max_bytes`, and decodes to `max_sequences` sequences at a time.
 
-        `overcommit` admits up to this multiple of the bytes; what does not fit is swapped to files.
-        A prefill delays each token of others by about `chunk_seconds`; several, by up to 4 times.
+        `max_bytes` is a number, or text like "2GiB". With `overcommit`, admitted requests may need
+        up to this multiple of it in the end; what does not fit is swapped to files. The prefill of
+        one prompt delays each token of other requests by about `chunk_seconds`. The prefills of
+        several prompts delay it by up to 4 times as much.
         `pack` packs 16-bit weights on a CPU until the engine is closed. `prefixes` count within
         `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
         """
@@ -115,10 +117,13 @@ class Engine:
             fixed_size=prefixes is not None and prefixes.exact,
         )
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
-        chunk, divisor = chunk_sizer.max_chunk, 0 if model.device.type == "cpu" else 8
+        max_chunk = chunk_sizer.max_chunk
+        spare_divisor = 0 if model.device.type == "cpu" else 8
         num_idle = max_idle(max_sequences) if decoder.captures_graphs else 0
         scheduler = Scheduler(
-            MemoryModel.from_plan(memory_plan, chunk, spare_divisor=divisor, num_idle=num_idle),
+            MemoryModel.from_plan(
+                memory_plan, max_chunk, spare_divisor=spare_divisor, num_idle=num_idle
+            ),
             chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
@@ -179,10 +184,10 @@ class Engine:
     ) -> Stream:
         """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        The options are those of `Sampling`, or `sampling`: an instance, whose fields they
-        replace. Each step has the log-probabilities of the `logprobs` likeliest tokens. Higher
-        `priority` first; among equals, the `tenant` with the fewest running sequences. Prefixes are
-        shared only among requests of the same `salt`.
+        The options are the fields of `Sampling`. `sampling` gives an instance of it, whose fields
+        the other options replace. Each step has the log-probabilities of the `logprobs` likeliest
+        tokens. Higher `priority` first; among equals, the `tenant` with the fewest running
+        sequences. Prefixes are shared only among requests of the same `salt`.
         `on_step` is called with each step in the engine's thread; an error in it fails the request.
         Invalid arguments raise here.
         """

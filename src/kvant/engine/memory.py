@@ -20,7 +20,7 @@ from kvant.pages.pool import Pools, bound_pages
 from kvant.planner import Plan
 
 MAX_IDLE_TOKENS = 64  # tokens of an idle sequence, which pads a batch
-STATE_COPIES = 4  # of a recurrent state: itself and its checkpoint, twice while they are copied
+STATE_COPIES = 4  # a recurrent state and its checkpoint, and a second copy of both during a copy
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,11 @@ class MemoryModel:
     def from_plan(
         cls, plan: Plan, max_chunk: int, *, spare_divisor: int = 0, num_idle: int = 0
     ) -> MemoryModel:
-        """Take slot sizes from `plan`, plus 1 / `spare_divisor`: on a GPU, pools grow ahead."""
+        """Take slot sizes from `plan`.
+
+        A `spare_divisor` adds 1 / `spare_divisor` to each page: on a GPU, a pool that grows
+        reserves that much more than it needs.
+        """
         sizes = [size for open_sealed in plan.page_nbytes.values() for size in open_sealed]
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
@@ -59,7 +63,7 @@ class MemoryModel:
         return np.array([*counts, length > 0])
 
     def count_shared_slots(self, length: int) -> Ints:
-        """Return the slots that forks made at `length` share for good, however long they grow."""
+        """Return the slots that forks made at `length` keep sharing, however long they grow."""
         counts = []
         for group in self.groups:
             is_permanent = group.window is None and group.pruning is None
@@ -86,8 +90,8 @@ class MemoryModel:
         """
         counts = []
         for group in self.groups:
-            num_leaving = 0 if group.window is None else self.max_chunk // group.page + 2
-            counts += [num_leaving + Pools.make(group).open.step - 1] * 2
+            num_outside = 0 if group.window is None else self.max_chunk // group.page + 2
+            counts += [num_outside + Pools.make(group).open.step - 1] * 2
         return np.array([*counts, 0]) + self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
@@ -118,7 +122,11 @@ class MemoryBudget:
     def __init__(
         self, memory_model: MemoryModel, max_bytes: int | None, overcommit: float = 1.0
     ) -> None:
-        """With `overcommit` above 1, requests may be swapped out; files share no pages."""
+        """Limit the bytes to `max_bytes`, if it is given.
+
+        With `overcommit` above 1, any request may be swapped out. The sequences of a request then
+        count in full, because swap files share no pages.
+        """
         self.memory_model = memory_model
         self.max_bytes = max_bytes
         self.overcommit = overcommit
@@ -137,7 +145,7 @@ class MemoryBudget:
         return int((slots + self.memory_model.pool_overhead) @ self.memory_model.slot_nbytes)
 
     def fits(self, slots: Ints, extra_slots: Ints = NO_SLOTS) -> bool:
-        """Return whether the limit has room for `slots` in the pools, and `extra_slots` outside."""
+        """Return whether `slots` in the pools, and `extra_slots` outside them, fit the limit."""
         if self.max_bytes is None:
             return True
         extra_nbytes = int((extra_slots * self.memory_model.slot_nbytes).sum())
@@ -150,7 +158,7 @@ class MemoryBudget:
         committed = self.count_committed([*running, request])
         if not self.overcommits:
             return self.fits(committed)
-        if request.is_swapped_out:  # a swap-in copies: its pages exist twice for a moment
+        if request.is_swapped_out:  # pages are read, then copied to the pools: twice for a moment
             second_copy = self.count_current(request) if self.peak_slots.any() else NO_SLOTS
             return self.fits(committed, extra_slots=second_copy)
         chunk_end = request.num_computed_tokens + self.memory_model.max_chunk

@@ -37,8 +37,9 @@ def generate_many(
 ) -> list[Result]:
     """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
-    The options are those of `Sampling`, or `sampling`: an instance, whose fields they replace. With
-    a seed, prompt i is sampled with seed + i. Unless `quiet`, a terminal shows a progress bar.
+    The options are the fields of `Sampling`. `sampling` gives an instance of it, whose fields the
+    other options replace. With a seed, prompt i is sampled with seed + i. Unless `quiet`, a
+    terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]
     >>> results = kvant.generate_many(model, tokenizer, prompts, max_new_tokens=4, quiet=True)

@@ -2,7 +2,7 @@
 
 Prefixes count towards the engine's `max_bytes`. When a request needs memory, they are evicted
 first. Store lookups and flushes run in threads of their own; everything else runs in the engine's
-thread. Of the engine, only this module calls `kvant.prefixes`.
+thread. No other module of the engine calls `kvant.prefixes`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrefixReuse:
         tokenizer: Any,
         inbox: Inbox,
     ) -> None:
-        """`requests` are the open ones."""
+        """Share these objects with the engine; `requests` maps open requests to their streams."""
         self.batch = batch
         self.scheduler = scheduler
         self.requests = requests
@@ -58,7 +58,7 @@ class PrefixReuse:
         # The requests of a salt own its namespace; it ends with the last one.
         self._salted_namespaces: WeakValueDictionary[str, PrefixNamespace] = WeakValueDictionary()
         self._is_flushing = False
-        self._flush_finished = False  # the last flush is over: evict without another one
+        self._flush_finished = False  # the next eviction may include unwritten prefixes
 
     def attach(self, prefixes: Prefixes) -> None:
         """Match prompts with `prefixes` and insert into them from now on."""
@@ -144,7 +144,9 @@ class PrefixReuse:
             self._namespace.pools.record_prefill_time(count, seconds)
 
     def evict_prefixes(self, action: Evict) -> None:
-        """Evict unused prefixes; if there is none and no request runs, those of waiting ones.
+        """Evict unused prefixes, or if need be those that waiting requests matched.
+
+        The latter are evicted if no prefix is unused and no request runs.
 
         Without `include_unwritten`, pending store writes are flushed first; the request that needs
         the memory waits for them, and others continue.
@@ -182,7 +184,7 @@ class PrefixReuse:
         """Tell the scheduler the slots of all prefixes, and which of them each request shares."""
         if self._namespace is None:
             return
-        model, usage = self.scheduler.memory_model, self._namespace.pools.measure()
+        memory_model, usage = self.scheduler.memory_model, self._namespace.pools.measure()
         for request in self.requests:
             if not request.sequences:  # its last one finished: the scheduler has removed it
                 continue
@@ -190,13 +192,13 @@ class PrefixReuse:
             length, pages = request.num_prompt_tokens, {}
             if cache is not None:
                 pages = usage.count_shared_pages(cache.states, index, length)
-            request.shared_slots = model.count_page_slots(pages)
+            request.shared_slots = memory_model.count_page_slots(pages)
             if request.holds_match and request in self.scheduler.queue.waiting:
-                needed = model.count_shared_slots(request.num_computed_tokens)
+                needed = memory_model.count_shared_slots(request.num_computed_tokens)
                 if (needed > request.shared_slots).any():  # the matched prefix was evicted
                     self.batch.caches.release(request.sequences)
                     request.set_match()
-        slots = model.count_page_slots(usage.num_pages, len(usage.unique_nbytes))
+        slots = memory_model.count_page_slots(usage.num_pages, len(usage.unique_nbytes))
         self.scheduler.set_prefix_slots(slots)
 
     def _flush_store(self) -> None:
@@ -208,7 +210,7 @@ class PrefixReuse:
     def _finish_flush(self) -> None:
         """Allow the next eviction to include unwritten prefixes."""
         self._is_flushing, self._flush_finished = False, True
-        self.update_prefix_slots()  # and another eviction is tried
+        self.update_prefix_slots()  # this also allows another eviction
 
 
 class StoreLookups:
@@ -262,7 +264,7 @@ class StoreLookups:
             try:
                 has_time = deadline.compute_seconds_left() > 0
                 if has_time and self._num_threads < MAX_LOOKUP_THREADS:
-                    start_daemon(self._prepare(request, deadline), "kvant-store-read")
+                    start_daemon(self._make_lookup(request, deadline), "kvant-store-read")
                     self._current = request, deadline
                     self._num_threads += 1
             except Exception as error:  # the prompt can still be prefilled
@@ -272,7 +274,7 @@ class StoreLookups:
             if self._current is None:
                 self._reuse.scheduler.finish_store_lookup(request, 0)
 
-    def _prepare(self, request: Request, deadline: LookupDeadline) -> Callable[[], None]:
+    def _make_lookup(self, request: Request, deadline: LookupDeadline) -> Callable[[], None]:
         """Return a function that looks up a prompt, to be called in another thread."""
         batch, sequence = self._reuse.batch, request.sequences[0]
         lookup = None if request.namespace is None else request.namespace.open_store_lookup()
@@ -282,7 +284,7 @@ class StoreLookups:
             batch.prefill(Sequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or batch.caches.empty_cache).fork()
         tokens, num_cached = list(sequence.tokens), base_cache.length
-        deadline.allocate(lambda: base_cache)
+        deadline.allocate(lambda: base_cache)  # a cancel frees it, too
 
         def look_up() -> None:
             restore = None
@@ -332,7 +334,7 @@ class StoreLookups:
         self._reuse.update_prefix_slots()
 
     def _import_restore(self, request: Request, restore: PendingRestore, *, insert: bool) -> int:
-        """Move restored tokens to the sequence of a prompt; return how many it has then.
+        """Move restored tokens to the sequence of a prompt; return how many tokens are cached then.
 
         With `insert`, other requests may use them, too.
         """
@@ -354,7 +356,7 @@ class StoreLookups:
             cache = cache.fork()
         cache.rewind(length)
         num_prefilled = restored.num_prefilled
-        if sequence.num_prefilled != num_before:  # some of those tokens were decoded
+        if sequence.num_prefilled != num_before:  # some cached tokens were decoded
             num_prefilled = min(num_prefilled, sequence.num_prefilled)
         sequence.cache, sequence.num_prefilled = cache, min(num_prefilled, length)
         return length
@@ -372,7 +374,7 @@ def make_own_prefixes(
 ) -> Prefixes | None:
     """Return prefixes for one engine alone if it has a store of its own.
 
-    If the engine has no `max_bytes`, their limit is 1 GiB; otherwise, only that of the engine.
+    Without `max_bytes`, their limit is 1 GiB. Otherwise, only the engine's limit applies to them.
     """
     if store is not None and prefixes is not None:
         raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")

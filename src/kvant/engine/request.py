@@ -51,7 +51,7 @@ class Request:
     arrival_ms: int = 0
 
     # ---- counts of the scheduler, which needs no more than these
-    num_computed_tokens: int = 0  # tokens of the prompt
+    num_computed_tokens: int = 0  # of the prompt only: prefilled, or taken from a prefix
     num_output_tokens: int = 0  # of each unfinished sequence
     matched_version: int | None = None  # version of the prefixes at the last match; None: unmatched
     prefill_started: bool = False
@@ -63,7 +63,7 @@ class Request:
     store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
 
     # ---- for the engine's thread
-    sequences: list[Sequence] = field(default_factory=list)  # unfinished; the first is prefilled
+    sequences: list[Sequence] = field(default_factory=list)  # unfinished; prefill uses the first
     samplers: list[Sampler] = field(default_factory=list)  # by choice
     outputs: list[Output] = field(default_factory=list)  # by choice
     logprobs: int = 0
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def holds_match(self) -> bool:
-        """Whether, while it waits, it holds pages of a matched prefix."""
+        """Whether a waiting request holds pages of a matched prefix."""
         return self.matched_version is not None and not self.is_swapped_out
 
     def compute_priority(self, now_ms: int) -> int:

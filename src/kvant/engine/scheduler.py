@@ -112,18 +112,22 @@ class RequestQueue:
         return self.num_sequences + request.num_sequences <= self.max_sequences
 
     def activate(self, now_ms: int) -> None:
-        """Activate running requests that have room now, and end waits for a store in time."""
+        """Activate running requests that have room now; end store waits whose deadline passed."""
         for request in self.running:
             request.is_active = request.is_active or self.has_capacity_for(request)
             if request.is_active and request.store_deadline_ms <= now_ms:
                 request.store_deadline_ms = 0
 
     def find_next(self, now_ms: int) -> Request:
-        """Return the next waiting request: swapped out, by priority, load of tenant, arrival."""
+        """Return the first waiting request.
+
+        Swapped-out ones come first, then high priority, low load of the tenant, early arrival.
+        """
 
         def rank(request: Request) -> tuple[bool, int, int, int]:
-            tenant = [other for other in self.running if other.tenant == request.tenant]
-            load, priority = sum(r.num_sequences for r in tenant), request.compute_priority(now_ms)
+            same_tenant = [other for other in self.running if other.tenant == request.tenant]
+            load = sum(other.num_sequences for other in same_tenant)
+            priority = request.compute_priority(now_ms)
             return not request.is_swapped_out, -priority, load, request.number
 
         return min(self.waiting, key=rank)
@@ -143,7 +147,7 @@ class RequestQueue:
 
 @dataclass
 class Scheduler:
-    """The next action by the queue of requests, and the memory promised to them."""
+    """Choose the next action from the queue of requests and the memory promised to them."""
 
     memory_model: MemoryModel
     chunk_sizer: ChunkSizer
@@ -353,9 +357,12 @@ class Scheduler:
 
 
 class ChunkSizer:
-    """Choose forwards, and chunks of prompts by predicted times, which are fitted to measured ones.
+    """Choose the next forward, and the size of each prefill chunk by its predicted time.
 
-    The fit is seconds = a + b * count + c * count * (num_computed + count / 2).
+    Predictions come from a least-squares fit to measured chunks. For `count` tokens after
+    `num_computed` ones, it is
+
+        seconds = a + b * count + c * count * (num_computed + count / 2)
     """
 
     def __init__(
@@ -368,7 +375,7 @@ class ChunkSizer:
         self.fixed_size = fixed_size
         self.max_chunk = max_chunk
         self.supports_chunks = supports_chunks
-        self._normal_matrix = np.zeros((3, 3))
+        self._normal_matrix = np.zeros((3, 3))  # of the normal equations of the fit
         self._normal_vector = np.zeros(3)
         self._last_was_oldest = False  # whether the last chunk was of the oldest prompt
         self._decode_delay_s = 0.0  # prefill time since the last decode
@@ -394,7 +401,7 @@ class ChunkSizer:
         return Decode(decoding) if decoding else None
 
     def count_forward(self, action: Prefill | Decode, running: list[Request]) -> None:
-        """Count the delay of decodes, before the counts of the action's requests change."""
+        """Update the delay of decodes; call this before the action's requests are updated."""
         if isinstance(action, Decode):
             self._decode_delay_s = 0.0
             return

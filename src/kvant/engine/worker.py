@@ -69,7 +69,7 @@ class EngineMetrics:
         self.restored_tokens += usage.restored_tokens
 
     def count_token(self, since: float, now: float, *, first: bool) -> None:
-        """Count a token at `now`; the token before it, or else the request, came at `since`."""
+        """Count a token that came at `now`; the previous one, or the request, came at `since`."""
         self.completion_tokens += 1
         (self.first_token_waits if first else self.between_token_waits).append(now - since)
 
@@ -117,7 +117,7 @@ class EngineWorker:
     def close(self) -> None:
         """End all requests and the thread, and wait for it."""
         self._inbox.put(self._stop)
-        if current_thread() is not self._thread:  # an on_step callback may close
+        if current_thread() is not self._thread:  # an on_step callback may call this
             self._thread.join()
 
     def submit(self, request: Request, stream: Stream) -> None:
@@ -194,7 +194,7 @@ class EngineWorker:
         failure = None if error is None else EngineError(f"the engine ended: {error!r}")
         for request, stream in self.requests.items():
             stream.finish(failure, request.flush_outputs())
-            request.sequences.clear()  # a logged error keeps the last action, and its requests
+            request.sequences.clear()  # a logged error may keep its requests alive
         self.requests.clear()
         self.batch.clear()
 
@@ -331,6 +331,6 @@ class EngineWorker:
             if error is None and self.is_open:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
-        request.namespace = None  # the last action may keep the request for a while
+        request.namespace = None  # the last action may keep the request alive
         stream.finish(error, request.flush_outputs())
         del self.requests[request]

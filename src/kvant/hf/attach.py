@@ -19,17 +19,17 @@ from transformers.cache_utils import EncoderDecoderCache
 from kvant.cache import files
 from kvant.errors import CacheError
 from kvant.hf.attention import (
+    disable_folding,
+    enable_folding,
     find_attention_implementations,
     restore_implementations,
     set_kvant_implementations,
 )
 from kvant.hf.cache import TransformersCache
 from kvant.hf.cache_context import CacheExplanation
-from kvant.hf.latents import disable_folding, enable_folding, supports_folding
 from kvant.hf.masks import find_left_padding
 from kvant.hf.model import (
     check_cross_attention,
-    find_latent_modules,
     get_cache_argument,
     get_model_layers,
     get_transformers_model,
@@ -46,20 +46,16 @@ log = logging.getLogger("kvant")
 
 @lru_cache(maxsize=1)
 def check_transformers_version() -> None:
-    """Warn once if transformers is outside the tested versions of pyproject.toml."""
-    tested, installed = get_tested_versions(), version("transformers")
+    """Warn once if transformers is outside the versions of kvant's optional dependency `known`."""
+    requirements = [Requirement(line) for line in requires("kvant") or ()]
+    tested = next((r for r in requirements if r.marker and "known" in str(r.marker)), None)
+    installed = version("transformers")
     if tested is not None and not tested.specifier.contains(installed, prereleases=True):
         log.warning(
             "transformers %s is outside %s, the versions that kvant is known to work with",
             installed,
             tested.specifier,
         )
-
-
-def get_tested_versions() -> Requirement | None:
-    """Return the transformers requirement in kvant's optional dependencies `known`."""
-    requirements = [Requirement(line) for line in requires("kvant") or ()]
-    return next((r for r in requirements if r.marker and "known" in str(r.marker)), None)
 
 
 class PairedCache(EncoderDecoderCache):
@@ -72,7 +68,7 @@ class PairedCache(EncoderDecoderCache):
     cross_attention_cache: TransformersCache
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Accept any method; the method of the base class accepts only a DynamicCache."""
+        """Allow every method; the base class allows some only for a DynamicCache."""
 
     def fork(self) -> PairedCache:
         """Return a copy that shares pages until either cache writes to them."""
@@ -134,10 +130,13 @@ def cache_for(
     layers = get_model_layers(hf_model)
     cache_spec = fit_smooth_frames(hf_model, make_cache_spec(layers, spec))
     attachable = bool(find_attention_implementations(hf_model))
-    # The mask of an encoder-decoder model is that of the encoder.
+    # In an encoder-decoder model, `attention_mask` belongs to the encoder, not to the cached text.
     mask = None if hf_model.config.is_encoder_decoder else attention_mask
-    padding = None if mask is None else _find_padding(mask)
-    columns = None if mask is None else mask.shape[1]
+    padding = columns = None
+    if mask is not None:
+        if mask.ndim != 2:
+            raise ValueError(f"attention_mask {list(mask.shape)}: [sequences, tokens] is needed")
+        padding, columns = find_left_padding(mask.bool()), mask.shape[1]
     cache = TransformersCache(
         layers, cache_spec, padding=padding, columns=columns, attachable=attachable
     )
@@ -168,13 +167,6 @@ def load_cache(
     return cache
 
 
-def _find_padding(mask: Tensor) -> list[int] | None:
-    """Return the left padding of each sequence, None for a mask with holes."""
-    if mask.ndim != 2:
-        raise ValueError(f"attention_mask {list(mask.shape)}: [sequences, tokens] is needed")
-    return find_left_padding(mask.bool())
-
-
 PREPARE_CACHE_METHOD = "_prepare_cache_for_generation"
 ATTACHMENT_ATTRIBUTE = "_kvant_attachment"
 
@@ -185,15 +177,16 @@ class Attachment:
 
     spec: AnySpec
     backend: str | None = None
-    implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)  # old names
+    # Configurations, each with the name of its attention before `attach`.
+    implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
     folded_modules: list[Any] = field(default_factory=list)  # with kvant's `expand_kv`
 
 
 def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
     """Make `model.generate(...)` use a cache with this spec and backend, until `detach`.
 
-    The model inside a wrapper is attached, and its parts that can generate. A copy of an attached
-    model, pickled or not, is attached independently.
+    If `model` is a wrapper, the model inside is attached. So are its parts that have a `generate`
+    of their own. A copy of an attached model, pickled or not, is attached independently.
     """
     model = get_transformers_model(model)
     parts = list_generating_parts(model)
@@ -206,12 +199,8 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
         part.__dict__[PREPARE_CACHE_METHOD] = partial(_prepare_cache, part)
     attachment: Attachment = model.__dict__[ATTACHMENT_ATTRIBUTE]
     if any(layer.attends for layer in get_model_layers(model)):
-        attachment.implementations = find_attention_implementations(model)
-    set_kvant_implementations(attachment.implementations)
-    for module in find_latent_modules(model):
-        if supports_folding(module):
-            enable_folding(module)
-            attachment.folded_modules.append(module)
+        attachment.implementations = set_kvant_implementations(model)
+    attachment.folded_modules = enable_folding(model)
 
 
 def detach(model: nn.Module) -> None:
@@ -227,8 +216,7 @@ def detach(model: nn.Module) -> None:
         raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")
     for part, attachment in attachments.items():
         del part.__dict__[ATTACHMENT_ATTRIBUTE], part.__dict__[PREPARE_CACHE_METHOD]
-        for module in attachment.folded_modules:
-            disable_folding(module)
+        disable_folding(attachment.folded_modules)
         restore_implementations(attachment.implementations)
 
 

@@ -1,8 +1,13 @@
 """Register kvant's attention and masks with transformers, as `kvant_sdpa` and `kvant_eager`.
 
-A handle stands for the keys or values in a cache (handles.py). Both names support what PyTorch's
-SDPA on handles does not: learned sinks, soft caps, chunks with padding, and calls without a mask.
-For ordinary tensors, each name runs the transformers implementation that it is named after.
+A handle stands for the keys or values in a cache (handles.py). PyTorch's SDPA accepts handles too,
+but only these two support learned sinks, soft caps, chunks with padding, and calls without a mask.
+For ordinary tensors, each runs the transformers implementation that it is named after.
+
+Multi-head latent attention runs on the stored latents, without expanding them. transformers expands
+all cached latents c into keys W c and values at every step (`expand_kv`). Since that is linear, W
+can be folded into the queries instead (weight absorption): q . (W c) = (W^T q) . c. A layer is
+folded only if a test call shows that its `expand_kv` computes this product.
 """
 
 from __future__ import annotations
@@ -10,6 +15,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,13 +26,24 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from kvant.hf.handles import AttentionCall, get_shared_source
+from kvant.hf.handles import (
+    AttentionCall,
+    KVHandle,
+    PendingAttention,
+    SideName,
+    get_shared_source,
+    make_handles,
+    read_dense_rows,
+)
 from kvant.hf.masks import LazyMask, make_lazy_mask_function, materialize_tensor
+from kvant.hf.model import find_latent_modules
 
 AttentionForward = Callable[..., tuple[Tensor, Tensor | None]]
+ExpandFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 EAGER_FUNCTION_NAME = "eager_attention_forward"
 SPARSE_ARGUMENTS = ("indices", "block_indices")  # sparse attention: ignoring them would be wrong
-UNSUPPORTED_ARGUMENTS = ("sinks",)  # sink logits per query; kvant adds only those per head, `s_aux`
+# Sink logits per query; kvant supports those per head, which are named `s_aux`.
+UNSUPPORTED_ARGUMENTS = ("sinks",)
 
 
 def call_eager_attention(
@@ -40,7 +59,7 @@ def call_eager_attention(
 
 
 def wrap_attention(fallback: AttentionForward) -> AttentionForward:
-    """Return attention that reads pages for handles, and calls `fallback` otherwise."""
+    """Return attention that reads the pages behind handles; for tensors it calls `fallback`."""
 
     def forward(
         module: nn.Module,
@@ -62,10 +81,11 @@ def wrap_attention(fallback: AttentionForward) -> AttentionForward:
         supported = not dropout and not kwargs.get("output_attentions")
         supported = supported and all(kwargs.get(name) is None for name in UNSUPPORTED_ARGUMENTS)
         if source is not None and supported:
+            causal = kwargs.get("is_causal")
             call = AttentionCall(
                 _add_bias(attention_mask, kwargs.get("position_bias")),
                 scaling,
-                causal=_resolve_causal(module, kwargs.get("is_causal")),
+                causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
                 softcap=kwargs.get("softcap"),
                 sink_logits=kwargs.get("s_aux"),
             )
@@ -78,10 +98,6 @@ def wrap_attention(fallback: AttentionForward) -> AttentionForward:
         return fallback(module, query, *rows, mask, dropout=dropout, scaling=scaling, **kwargs)
 
     return forward
-
-
-def _resolve_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    return bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -105,10 +121,12 @@ def find_attention_implementations(model: PreTrainedModel) -> list[tuple[PreTrai
     return list(implementations.values())
 
 
-def set_kvant_implementations(implementations: list[tuple[PreTrainedConfig, str]]) -> None:
-    """Switch configurations to kvant's attention."""
+def set_kvant_implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """Switch a model to kvant's attention; return the configurations and their old names."""
+    implementations = find_attention_implementations(model)
     for config, name in implementations:
         config._attn_implementation_internal = KVANT_IMPLEMENTATIONS[name]
+    return implementations
 
 
 def restore_implementations(implementations: list[tuple[PreTrainedConfig, str]]) -> None:
@@ -120,8 +138,7 @@ def restore_implementations(implementations: list[tuple[PreTrainedConfig, str]])
 @contextmanager
 def use_kvant_attention(model: PreTrainedModel) -> Iterator[None]:
     """Use kvant's attention within the context."""
-    implementations = find_attention_implementations(model)
-    set_kvant_implementations(implementations)
+    implementations = set_kvant_implementations(model)
     try:
         yield
     finally:
@@ -133,12 +150,149 @@ KVANT_IMPLEMENTATIONS = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}
 
 
 def get_transformers_implementation(name: str | None) -> str | None:
-    """Translate kvant's name of an attention to that of transformers; keep any other name."""
-    renamed = KVANT_IMPLEMENTATIONS.items()
-    return next((original for original, kvant_name in renamed if kvant_name == name), name)
+    """Return the transformers name for kvant's name of an attention; keep any other name."""
+    pairs = KVANT_IMPLEMENTATIONS.items()
+    return next((original for original, kvant_name in pairs if kvant_name == name), name)
 
 
 AttentionInterface.register(KVANT_IMPLEMENTATIONS["sdpa"], wrap_attention(sdpa_attention_forward))
 AttentionInterface.register(KVANT_IMPLEMENTATIONS["eager"], wrap_attention(call_eager_attention))
 AttentionMaskInterface.register(KVANT_IMPLEMENTATIONS["sdpa"], make_lazy_mask_function(sdpa_mask))
 AttentionMaskInterface.register(KVANT_IMPLEMENTATIONS["eager"], make_lazy_mask_function(eager_mask))
+
+
+class PendingLatentAttention(PendingAttention):
+    """The attention of a layer whose latents are not expanded yet.
+
+    One handle stands for the latents, in place of the keys. The other stands for the rotated
+    (RoPE) channels of the keys, in place of the values. The model passes both to `expand_kv`.
+    """
+
+    def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        view = self.view
+        heads, dim = view.keys.heads, view.keys.dim
+        leading, rank = (view.batch, heads, self.num_columns), view.value_dim
+        return (*leading, rank), (*leading, dim - rank)
+
+    def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
+        """Return None: latents are not keys and values yet."""
+        return None
+
+    def read_rows(self, side: SideName, reason: str) -> Tensor:
+        self.check_dense(reason)
+        rows = read_dense_rows(self.view, "keys", self.num_columns)
+        rank = self.view.value_dim
+        part = rows[..., :rank] if side == "keys" else rows[..., rank:]
+        return part.to(self.dtype).contiguous()
+
+
+@dataclass(eq=False)
+class ExpandedLatents:
+    """A KVSource of the keys and values that `expand_kv` would compute."""
+
+    pending: PendingLatentAttention
+    module: Any
+    expand: ExpandFunction
+    latents: KVHandle
+    rotated: KVHandle
+    expanded: tuple[Tensor, Tensor] | None = None
+
+    def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        module = self.module
+        batch, _, num_columns, _ = self.latents.shape
+        leading, nope_dim = (batch, _count_heads(module), num_columns), module.qk_nope_head_dim
+        return (*leading, nope_dim + self.rotated.shape[-1]), (*leading, module.v_head_dim)
+
+    def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
+        module, nope_dim = self.module, self.module.qk_nope_head_dim
+        to_keys, to_values = _split_weights(module)
+        folded = torch.cat([q[..., :nope_dim] @ to_keys, q[..., nope_dim:]], -1)
+        scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        out = PendingAttention.attend(self.pending, folded, call._replace(scale=scale))
+        return None if out is None else out @ to_values.transpose(-1, -2)
+
+    def read_rows(self, side: SideName, reason: str) -> Tensor:
+        if self.expanded is None:
+            self.expanded = self.expand(
+                self.latents.materialize(reason), self.rotated.materialize(reason)
+            )
+        return self.expanded[0 if side == "keys" else 1]
+
+
+def enable_folding(model: PreTrainedModel) -> list[Any]:
+    """Replace `expand_kv` by one that leaves handles unexpanded; return the changed modules."""
+    modules = [module for module in find_latent_modules(model) if _supports_folding(module)]
+    for module in modules:
+        module.__dict__["expand_kv"] = partial(_expand_kv, module)
+    return modules
+
+
+def disable_folding(modules: list[Any]) -> None:
+    """Undo `enable_folding`."""
+    for module in modules:
+        module.__dict__.pop("expand_kv", None)
+
+
+def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Return handles for a pair of handles, unexpanded; expand anything else as the module does.
+
+    Attention on the returned handles folds the weights into the queries.
+    """
+    expand = MethodType(type(module).expand_kv, module)
+    if (
+        type(latents) is not KVHandle
+        or type(rotated) is not KVHandle
+        or not _is_plain_projection(module)
+    ):
+        keys, values = expand(latents, rotated)
+        return keys, values
+    assert isinstance(latents.source, PendingLatentAttention)
+    source = ExpandedLatents(latents.source, module, expand, latents, rotated)
+    return make_handles(source, latents.dtype, latents.device)
+
+
+def _is_plain_projection(module: Any) -> bool:
+    """Return whether the projection is a bare weight, without bias, adapters or hooks."""
+    linear = module.kv_b_proj
+    hooked = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and linear.bias is None and not hooked
+
+
+@torch.no_grad()
+def _supports_folding(module: Any) -> bool:
+    """Return whether `expand_kv` computes the expected product, by a test on random rows."""
+    try:
+        if not _is_plain_projection(module):
+            return False
+        to_keys, to_values = _split_weights(module)
+        generator = torch.Generator().manual_seed(0)
+        latents = torch.randn(2, 1, 3, module.kv_lora_rank, generator=generator).to(to_keys)
+        rotated = torch.randn(2, 1, 3, module.qk_rope_head_dim, generator=generator).to(to_keys)
+        keys, values = module.expand_kv(latents, rotated)
+        expected = torch.cat(
+            [latents @ to_keys.transpose(-1, -2), rotated.expand(-1, keys.shape[1], -1, -1)], -1
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return _is_close(keys, expected) and _is_close(values, latents @ to_values.transpose(-1, -2))
+
+
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-4 if actual.dtype == torch.float32 else 0.05
+    return actual.shape == expected.shape and torch.allclose(
+        actual, expected, rtol=tolerance, atol=tolerance
+    )
+
+
+def _count_heads(module: Any) -> int:
+    rows = module.kv_b_proj.weight.shape[0]
+    return int(rows // (module.qk_nope_head_dim + module.v_head_dim))
+
+
+def _split_weights(module: Any) -> tuple[Tensor, Tensor]:
+    """Return the weights of keys [heads, nope, rank] and of values [heads, v, rank]."""
+    nope_dim = module.qk_nope_head_dim
+    weight: Tensor = module.kv_b_proj.weight.view(
+        _count_heads(module), nope_dim + module.v_head_dim, module.kv_lora_rank
+    )
+    return weight[:, :nope_dim], weight[:, nope_dim:]

@@ -19,7 +19,6 @@ from kvant.cache.transitions import end_padding
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError, RenamedAttribute
 from kvant.hf.cache_context import (
-    AttentionStats,
     CacheContext,
     CacheExplanation,
     StatesAttribute,
@@ -30,7 +29,7 @@ from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 
-INITIAL_DRAFT_TOKENS = 32  # drafts up to this length rewind exactly; longer drafts increase it
+INITIAL_DRAFT_TOKENS = 32  # the first slack of speculation; longer drafts increase the slack
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 
 
@@ -42,7 +41,8 @@ class TransformersCache(HFCache):
     left padding of each sequence, and `columns` the width of the attention mask it was read from.
     """
 
-    # As `kvant.Cache` has them.
+    # Attributes of `states`.
+    spec = StatesAttribute[CacheSpec]()
     state = StatesAttribute[CacheState]()
     backend = StatesAttribute[str | None]()
     lengths = StatesAttribute[list[int]]()
@@ -100,10 +100,6 @@ class TransformersCache(HFCache):
     @property
     def states(self) -> Cache:
         return self.context.states
-
-    @property
-    def spec(self) -> CacheSpec:
-        return self.context.states.spec
 
     @property
     def length(self) -> int:
@@ -180,8 +176,8 @@ class TransformersCache(HFCache):
         True after the first forward, and also after a reset.
         """
         state = self.states.state
-        rows = all(leaf.index in state.storages for leaf in state.layout.attention)
-        return rows and all(state.has_shapes for state in self._recurrent_progress.recurrences)
+        has_rows = all(leaf.index in state.storages for leaf in state.layout.attention)
+        return has_rows and all(state.has_shapes for state in self._recurrent_progress.recurrences)
 
     # ---- operations on all layers
 
@@ -240,7 +236,7 @@ class TransformersCache(HFCache):
             layer.batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
-        """Start speculation: rewinds are exact, and a draft reads what it would read alone."""
+        """Start speculation: rewinds are exact, and each draft token reads as if decoded alone."""
         super().activate_past_recording()
         self.context.record_past = True
         if self.states.length:
@@ -248,7 +244,7 @@ class TransformersCache(HFCache):
         self._ensure_draft_slack(INITIAL_DRAFT_TOKENS)
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Move a layer back to the device of its rows."""
+        """Move an offloaded layer back to its device."""
         if not (only_non_sliding and self.is_sliding[layer_idx]):
             self.layers[layer_idx].prefetch()
 
@@ -274,7 +270,10 @@ class TransformersCache(HFCache):
         return self.wrap_states(self.states.merge_with([cache.states for cache in others]))
 
     def import_sequence(self, other: TransformersCache) -> TransformersCache:
-        """Return a copy of `other` in the pools of this cache; `other` extends its tokens."""
+        """Return a copy of `other` in the pools of this cache.
+
+        The tokens of `other` start with those of this cache.
+        """
         self._check_same_model([other])
         return self.wrap_states(self.states.import_sequence(other.states))
 
@@ -388,14 +387,12 @@ class TransformersCache(HFCache):
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of the cache and of its attention calls."""
-        total = AttentionStats()
-        for layer_stats in self.context.attention_stats.values():
-            total.add(layer_stats)
+        layer_stats = self.context.attention_stats.values()
         return self.states.stats() | {
-            "fused": total.fused_calls,
-            "prompts": total.prompt_calls,
-            "materialized": sum(total.materialized.values()),
-            "masks": total.tensor_masks,
+            "fused": sum(stats.fused_calls for stats in layer_stats),
+            "prompts": sum(stats.prompt_calls for stats in layer_stats),
+            "materialized": sum(stats.materialized.total() for stats in layer_stats),
+            "masks": sum(stats.tensor_masks for stats in layer_stats),
             "replayed": self.context.replay_stats.num_tokens,
         }
 
@@ -411,17 +408,21 @@ class TransformersCache(HFCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        """Checkpoint the cached tokens when `generate` starts: it sets this on a user's cache."""
+        """Checkpoint the cached tokens when `generate` starts.
+
+        `generate` sets this attribute to True on a cache that the user passes.
+        """
         self._use_cache_check = UseCacheCheck() if value else None
         if value and self._recurrent_progress.recurrences and self.states.length:
             self.states.checkpoint()
 
     def _rewind_to(self, to: int) -> None:
-        """Rewind every layer of kvant to length `to`, or raise an error and change none."""
+        """Rewind all layers but opaque ones to length `to`, or raise an error and change none."""
         if to == 0 < self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
         self.states.rewind(to)
-        # With sinks, padding must be known before rows are appended. Without, masks define it.
+        # With sinks, padding must be known before rows are appended. Otherwise the next masks
+        # define it.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = end_padding(holder.state)
@@ -451,7 +452,7 @@ class TransformersCache(HFCache):
             )
 
     def _invalidate_pending(self) -> None:
-        """Invalidate the handles that the model still has: to use one raises an error."""
+        """Invalidate the handles that the model still has: using one raises an error."""
         for layer in self._list_attention_layers():
             layer.invalidate_pending()
 
@@ -478,7 +479,7 @@ class TransformersCache(HFCache):
 
 
 def _resolve_indices(indices: Any, batch: int) -> Tensor:
-    """Return the sequences that `rows[indices, ...]` selects, with the same errors."""
+    """Return the sequences that `rows[indices, ...]` selects; raise the errors that it raises."""
     indices = indices.cpu() if isinstance(indices, Tensor) else indices
     try:
         selected = torch.arange(batch)[indices, ...]

@@ -1,4 +1,4 @@
-"""The state that the layers of one TransformersCache share, and what `explain` tells about it."""
+"""Define the state that the layers of one TransformersCache share, and the text of `explain`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers import GenerationMixin
 
@@ -30,16 +31,10 @@ class AttentionStats:
     materialized: Counter[str] = field(default_factory=Counter)  # by the operation that needed it
     tensor_masks: int = 0  # masks that could not be replaced by a rule
 
-    def add(self, other: AttentionStats) -> None:
-        self.fused_calls += other.fused_calls
-        self.prompt_calls += other.prompt_calls
-        self.materialized += other.materialized
-        self.tensor_masks += other.tensor_masks
-
 
 @dataclass
 class ReplayStats:
-    """Tokens computed by a replayed forward, and why the last one was not."""
+    """The number of tokens that were replayed, and why the latest token was not."""
 
     num_tokens: int = 0
     refusal: str | None = None
@@ -52,23 +47,23 @@ class CacheContext:
     states: Cache
     padding: tuple[int, ...] | None = None  # columns of left padding, None if unknown
     mask_columns: int | None = None  # columns of the attention mask with that padding
-    is_cross: bool = False  # the rows of an encoder
+    is_cross: bool = False  # the rows come from an encoder
     attachable: bool = False  # `attach` can switch the model to kvant's attention
-    slack: int = 0  # the minimum that speculation set for all layers
+    slack: int = 0  # newest tokens that every layer can rewind exactly, set for speculation
     record_past: bool = False  # speculation: a chunk attends as single tokens would
     first_forward_done: bool = False  # a forward appended rows to every layer
-    layers_without_rows: list[int] | None = None  # those that an incomplete first forward left
+    layers_without_rows: list[int] | None = None  # still empty after an incomplete first forward
     attention_stats: dict[int, AttentionStats] = field(default_factory=dict)
     replay_stats: ReplayStats = field(default_factory=ReplayStats)
     num_moves: int = 0  # of single layers between devices, which `states` does not count
 
     @property
     def change_counts(self) -> tuple[int, int]:
-        """Counters that differ once the addresses of tensors may have changed."""
+        """Counters that grow whenever tensors may have moved to other addresses."""
         return self.states.holder.num_changes, self.num_moves
 
     def compute_start(self, batch: int) -> tuple[int, ...] | None:
-        """Return the padding of each row of a batch; beams repeat that of their sequence."""
+        """Return the padding of each sequence in a batch; beams of a prompt share its padding."""
         if self.padding is None:
             return None
         repeats, remainder = divmod(batch, len(self.padding))
@@ -101,8 +96,8 @@ class CacheContext:
     def check_first_forward(self, length: int, count: int) -> None:
         """Refuse a model that never appends to some layer: every forward would be rolled back.
 
-        `length` is that of a layer before it appends `count` rows. After a failed first forward,
-        one repetition of the same prompt is allowed.
+        `length` is the number of rows of one layer before it appends `count` more. After a failed
+        first forward, the same prompt may be repeated once.
         """
         if self.first_forward_done or not length:
             return
@@ -120,8 +115,10 @@ class CacheContext:
             )
 
 
-class StatesAttribute(Generic[T]):
-    """An attribute of `kvant.Cache` that is the same for the cache around it."""
+class DelegatedAttribute(Generic[T]):
+    """An attribute or a method of another object, which `get_target` finds from the instance."""
+
+    get_target: ClassVar[attrgetter[Any]]
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -129,11 +126,17 @@ class StatesAttribute(Generic[T]):
     def __get__(self, instance: Any, owner: type | None = None) -> T:
         if instance is None:
             return self  # type: ignore[return-value]
-        value: T = getattr(instance.context.states, self.name)
+        value: T = getattr(self.get_target(instance), self.name)
         return value
 
     def __set__(self, instance: Any, value: T) -> None:
-        setattr(instance.context.states, self.name, value)
+        setattr(self.get_target(instance), self.name, value)
+
+
+class StatesAttribute(DelegatedAttribute[T]):
+    """An attribute of TransformersCache that reads and sets that of its `kvant.Cache`."""
+
+    get_target = attrgetter("context.states")
 
 
 @dataclass(frozen=True)
@@ -154,19 +157,15 @@ class CacheExplanation:
             for index, (layer, recipe) in enumerate(zip(layers, recipes, strict=True))
         ]
         lines = [f"{layers}, {text}" for layers, text in merge_equal_layers(texts)]
-        return cls((*lines, *_describe_replays(context)))
+        replays = context.replay_stats
+        if replays.num_tokens:
+            lines.append(f"{replays.num_tokens} tokens were replayed")
+        if replays.refusal is not None:
+            lines.append(f"tokens are not replayed: {replays.refusal}")
+        return cls(tuple(lines))
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
-
-
-def _describe_replays(context: CacheContext) -> list[str]:
-    replays, lines = context.replay_stats, []
-    if replays.num_tokens:
-        lines.append(f"{replays.num_tokens} tokens were replayed")
-    if replays.refusal is not None:
-        lines.append(f"tokens are not replayed: {replays.refusal}")
-    return lines
 
 
 def _describe_storage(layer: ModelLayer, recipe: Recipe) -> str:
@@ -198,7 +197,7 @@ def _describe_reads(context: CacheContext, index: int) -> str:
         backends = ", ".join(sorted(context.states[index].stats.attend_calls))
         texts.append(f"read {stats.fused_calls} times from the stored pages by {backends}")
     if stats.materialized:
-        count = sum(stats.materialized.values())
+        count = stats.materialized.total()
         reasons = ", ".join(name for name, _ in stats.materialized.most_common(3))
         texts.append(f"made dense {count} times for {reasons}")
         if context.attachable and not stats.fused_calls:
@@ -210,10 +209,10 @@ def _describe_reads(context: CacheContext, index: int) -> str:
 
 @dataclass
 class UseCacheCheck:
-    """Refuse a `generate` with use_cache=False: each step repeats all tokens, plus one.
+    """Refuse a `generate` with use_cache=False, which passes the whole text at every step.
 
-    Its first two forwards tell. Outside `generate`, forwards of these sizes may append new tokens,
-    so they are allowed.
+    The sizes of its first two forwards show this: n tokens, then n + 1. Outside `generate`, such
+    forwards may append only new tokens, so they are allowed.
     """
 
     first_num_tokens: int = 0  # in the first forward

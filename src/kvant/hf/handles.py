@@ -1,7 +1,7 @@
 """Define handles: keys and values without storage, which a cache returns to the model.
 
 `scaled_dot_product_attention` on a pair of handles becomes attention on the pages. Any other
-operation materializes the dense rows once. So every model is correct, and most are fused.
+operation materializes the dense rows once. So every model works, and most read the pages directly.
 
 transformers repeats the heads of grouped queries in three steps, which a handle only records:
 
@@ -75,16 +75,16 @@ class PendingAttention:
 
     view: View
     num_new: int
-    num_columns: int  # the newest columns, as many as the masks of the model have
+    num_columns: int  # columns of the model's masks, which cover the newest ones
     dtype: torch.dtype
     attention_stats: AttentionStats
     is_window_narrowed: bool = False  # the view's window is not the model's
-    stored_prefill: bool = False  # the tokens of a chunk see different rows
+    stored_prefill: bool = False  # each token of a chunk reads as if decoded alone
     model_has_gqa: bool = True  # some layer of the model has grouped queries
     layer_has_gqa: bool = False  # an earlier call showed that this layer has them
     is_current: bool = True
     is_materialized: bool = False
-    takes_tensor_masks: bool = True  # some kernels accept only rules
+    takes_tensor_masks: bool = True  # some kernels accept only masks that are rules (masks.py)
 
     def get_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
@@ -97,10 +97,10 @@ class PendingAttention:
         mask, shape, view, packed = call.mask, q.shape, self.view, False
         self.layer_has_gqa |= shape[1] > view.heads
         if call.may_pack_heads and shape[1] == view.heads and shape[2] > 1:
-            is_packed = self.detect_packed_heads(q, mask)
-            if is_packed is None:
+            detected = self.detect_packed_heads(q, mask)
+            if detected is None:
                 return None
-            if packed := is_packed:
+            if packed := detected:
                 q, mask = pack_queries_as_heads(q, mask)
         batch, heads, count, dim = q.shape
         fits = batch == view.batch and heads % view.heads == 0 and dim == view.keys.dim
@@ -140,13 +140,14 @@ class PendingAttention:
         return rows.to(self.dtype).contiguous()
 
     def detect_packed_heads(self, q: Tensor, mask: Tensor | None) -> bool | None:
-        """Return whether `q`, of as many heads as the keys, packs groups as tokens.
+        """Return whether the token dimension of `q` holds the query heads of each group.
 
             as usual  [B, H * group, 1, D]
             packed    [B, H, group, D]
 
-        transformers packs for one token (`pack_gqa`), which may be the last of several. The shape
-        alone is ambiguous if a chunk has `group` tokens. None: unknown.
+        transformers packs the queries of one token (`pack_gqa`), which may be the last token of a
+        chunk. The packed shape is also that of `group` tokens without grouped queries. Return None
+        if it is unknown which of the two `q` is.
         """
         if mask is not None and q.shape[1] > 1 and mask.shape[1:3] == (1, q.shape[2]):
             return False  # a mask row per query: the queries are tokens
@@ -155,7 +156,7 @@ class PendingAttention:
         return None if self.model_has_gqa else False
 
     def check_current(self) -> None:
-        """Refuse a pending attention whose cache has changed since."""
+        """Refuse to read if the cache has changed since the forward of this attention."""
         if not self.is_current:
             raise CacheError(
                 "keys or values of an earlier forward: the cache has changed since; read "
@@ -163,7 +164,7 @@ class PendingAttention:
             )
 
     def check_dense(self, reason: str) -> None:
-        """Refuse dense rows that differ from what attention reads; count the others once."""
+        """Refuse dense rows that differ from what attention reads; count the first allowed read."""
         self.check_current()
         refusal = (
             NARROW_WINDOW_REFUSAL
@@ -182,7 +183,7 @@ class PendingAttention:
 
 
 def read_dense_rows(view: View, side: SideName, num_columns: int) -> Tensor:
-    """Return the newest columns as the newest query sees them, decoded and out of their frame."""
+    """Return the newest columns as the newest query sees them: decoded, with the frame undone."""
     tensors, length = view.keys if side == "keys" else view.values, view.page_table.num_columns
     return tensors.codec.frame.restore_outputs(
         read_columns(view, side, length - num_columns, length)
@@ -346,14 +347,11 @@ def _attend_handles(
 
 def _insert_axis(handle: KVHandle, index: Any) -> KVHandle | None:
     """Record `x[:, :, None, :, :]`; None for another index."""
-    if handle.ndim != 4 or index != (FULL_SLICE, FULL_SLICE, None, FULL_SLICE, FULL_SLICE):
+    inserted = (FULL_SLICE, FULL_SLICE, None, FULL_SLICE, FULL_SLICE)
+    if handle.ndim != 4 or handle.repeats != 1 or index != inserted:
         return None
     batch, heads, rows, dim = handle.shape
-    return (
-        handle.make_reshaped((batch, heads, 1, rows, dim), handle.repeats)
-        if handle.repeats == 1
-        else None
-    )
+    return handle.make_reshaped((batch, heads, 1, rows, dim), 1)
 
 
 def _expand_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
@@ -371,9 +369,8 @@ def _merge_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
     if handle.ndim != 5 or len(shape) != 4:
         return None
     batch, heads, times, rows, dim = handle.shape
-    return (
-        handle.make_reshaped(shape, times) if shape == (batch, heads * times, rows, dim) else None
-    )
+    fits = shape == (batch, heads * times, rows, dim)
+    return handle.make_reshaped(shape, times) if fits else None
 
 
 REPEAT_KV_FUNCTIONS: Mapping[Any, Callable[..., KVHandle | None]] = {

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,16 +27,14 @@ from kvant.attention import has_fast_prefill
 from kvant.cache import GroupLayer, PagedLayer
 from kvant.contracts import View
 from kvant.errors import CacheError
-from kvant.hf.cache_context import AttentionStats, CacheContext
+from kvant.hf.attention import PendingLatentAttention
+from kvant.hf.cache_context import AttentionStats, CacheContext, DelegatedAttribute
 from kvant.hf.handles import (
-    KVHandle,
-    KVSource,
     PendingAttention,
     PendingCrossAttention,
     PendingPromptAttention,
     make_handles,
 )
-from kvant.hf.latents import PendingLatentAttention
 from kvant.hf.model import ModelLayer
 from kvant.hf.recurrence import Recurrence
 from kvant.models.shapes import CROSS
@@ -43,6 +42,7 @@ from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
 
 log = logging.getLogger("kvant")
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -88,11 +88,7 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """The cached keys, which cross-attention reads at every step; None before any rows."""
-        return (
-            self._make_handles(self._get_or_make_pending())[0]
-            if self.paged_layer.length
-            else self._make_empty_rows()
-        )
+        return self._get_rows(0)
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -100,11 +96,7 @@ class AttentionLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        return (
-            self._make_handles(self._get_or_make_pending())[1]
-            if self.paged_layer.length
-            else self._make_empty_rows()
-        )
+        return self._get_rows(1)
 
     @values.setter
     def values(self, value: None) -> None: ...
@@ -158,9 +150,18 @@ class AttentionLayer(CacheLayerMixin):
                 or not has_fast_prefill(view)
             ):
                 return key_states, value_states
-            return make_handles(
-                self._make_pending_prompt(view, key_states, value_states), self.dtype, self.device
+            prompt = PendingPromptAttention(
+                view,
+                count,
+                count,
+                self.dtype,
+                AttentionStats(),
+                model_has_gqa=self.layer_info.model_has_gqa,
+                keys=key_states,
+                values=value_states,
             )
+            self._pending_ref = weakref.ref(prompt)
+            return make_handles(prompt, self.dtype, self.device)
         return make_handles(self._make_pending(view, count, reads_stored), self.dtype, self.device)
 
     def record_replay(self) -> None:
@@ -246,39 +247,32 @@ class AttentionLayer(CacheLayerMixin):
             self.attention_stats,
             self.is_window_narrowed,
             stored_prefill,
+            self.layer_info.model_has_gqa,
         )
-        pending.model_has_gqa = self.layer_info.model_has_gqa
         self._pending_ref = weakref.ref(pending)
         return pending
 
-    def _make_pending_prompt(self, view: View, keys: Tensor, values: Tensor) -> PendingAttention:
-        count = keys.shape[2]
-        pending = PendingPromptAttention(
-            view, count, count, self.dtype, AttentionStats(), keys=keys, values=values
-        )
-        pending.model_has_gqa = self.layer_info.model_has_gqa
-        self._pending_ref = weakref.ref(pending)
-        return pending
-
-    def _get_or_make_pending(self) -> PendingAttention:
-        """Return the pending attention; if there is none, one for a query at the newest token."""
+    def _get_rows(self, side: int) -> Tensor | None:
+        """Return the handle of the keys (0) or the values (1), for a query at the newest token."""
+        if not self.paged_layer.length:  # as transformers: None at first, no rows after a rewind
+            if not self.is_initialized:
+                return None
+            return torch.empty(0, dtype=self.dtype, device=self.device)
         pending = None if self._pending_ref is None else self._pending_ref()
         if pending is None:
-            self.invalidate_pending()
             pending = self._make_pending(self.paged_layer.view(), 1, stored_prefill=False)
-        return pending
-
-    def _make_empty_rows(self) -> Tensor | None:
-        """Return what an empty layer of transformers has: None at first, no rows after a rewind."""
-        return torch.empty(0, dtype=self.dtype, device=self.device) if self.is_initialized else None
-
-    def _make_handles(self, source: KVSource) -> tuple[KVHandle, KVHandle]:
-        return make_handles(source, self.dtype, self.device)
+        return make_handles(pending, self.dtype, self.device)[side]
 
 
 @lru_cache(maxsize=1)
 def _warn_about_gradients() -> None:
     log.warning("no gradients flow through a cache of kvant: use torch.no_grad() for inference")
+
+
+class LinearLayerAttribute(DelegatedAttribute[T]):
+    """An attribute or a method of the layer of transformers inside a HybridLayer."""
+
+    get_target = attrgetter("linear_layer")
 
 
 class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
@@ -292,34 +286,14 @@ class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
         recurrence: Recurrence = self.context.states[self.index]["recurrence"]
         return recurrence.layer
 
-    @property
-    def conv_states(self) -> Any:
-        return self.linear_layer.conv_states
-
-    @property
-    def recurrent_states(self) -> Any:
-        return self.linear_layer.recurrent_states
-
-    @property
-    def has_previous_state(self) -> Any:
-        return self.linear_layer.has_previous_state
-
-    @property
-    def record_past(self) -> Any:
-        return self.linear_layer.record_past
-
-    @property
-    def is_croppable(self) -> Any:  # type: ignore[override]
-        return self.linear_layer.is_croppable
-
-    def activate_past_recording(self) -> None:
-        self.linear_layer.activate_past_recording()
-
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.linear_layer.update_conv_state(*args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.linear_layer.update_recurrent_state(*args, **kwargs)
+    conv_states = LinearLayerAttribute[Any]()
+    recurrent_states = LinearLayerAttribute[Any]()
+    has_previous_state = LinearLayerAttribute[Any]()
+    record_past = LinearLayerAttribute[bool]()
+    is_croppable = LinearLayerAttribute[bool]()
+    activate_past_recording = LinearLayerAttribute[Callable[[], None]]()
+    update_conv_state = LinearLayerAttribute[Callable[..., Tensor]]()
+    update_recurrent_state = LinearLayerAttribute[Callable[..., Tensor]]()
 
 
 class CrossAttentionLayer(DynamicLayer):
@@ -388,17 +362,15 @@ def make_recurrences(layers: Sequence[ModelLayer], spec: CacheSpec) -> dict[str,
     recurrences = {}
     for index, (layer, recipe) in enumerate(zip(layers, spec.layers, strict=True)):
         if layer.recurs:
-            grouped = isinstance(recipe, GroupSpec)
-            spec_part = (
-                dict(recipe.parts)["recurrence"] if isinstance(recipe, GroupSpec) else recipe
-            )
-            assert isinstance(spec_part, RecurrentSpec)
+            name = str(index)
+            if isinstance(recipe, GroupSpec):
+                name, recipe = f"{index}/recurrence", dict(recipe.parts)["recurrence"]
+            assert isinstance(recipe, RecurrentSpec)
             layer_class = (
                 LinearAttentionLayer if layer.attends else DYNAMIC_LAYER_TYPE_MAPPING[layer.kind]
             )
             hf_layer = layer_class(number_of_states=layer.options.get("number_of_states", 1))
-            name = f"{index}/recurrence" if grouped else str(index)
-            recurrences[name] = Recurrence(spec_part, hf_layer)
+            recurrences[name] = Recurrence(recipe, hf_layer)
     return recurrences
 
 

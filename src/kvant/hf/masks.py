@@ -11,8 +11,8 @@ token of a sequence are padding:
     sequence 0  . . . a b c d e      padding 3, positions 0..4 in columns 3..7
     sequence 1  f g h i j k l m      padding 0
 
-Padding known before the first rows is not stored. Padding that only a mask reveals is stored like
-other rows, and hidden.
+Padding known before the first rows is not stored (`PageTable.has_padding`). Padding that only a
+mask reveals is stored like other rows, and hidden.
 """
 
 from __future__ import annotations
@@ -45,13 +45,6 @@ class LazyTensor(torch.Tensor):
     shape = property(attrgetter("_shape"))
 
     @classmethod
-    def make_empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        """Return an instance; the caller sets the attributes that `compute_dense` needs."""
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        tensor._dense, tensor._shape = None, torch.Size(shape)
-        return tensor
-
-    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
@@ -67,7 +60,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def is_materialized(self) -> bool:
-        """Whether the dense tensor exists; if so, read only it: callers may have written to it."""
+        """Whether the dense tensor exists; then only it counts, as callers may have changed it."""
         return self._dense is not None
 
     def materialize(self, reason: str) -> Tensor:
@@ -96,7 +89,7 @@ def find_left_padding(mask: Tensor) -> list[int] | None:
     return [int(start) for start in starts] if has_no_holes else None
 
 
-MaskFunction = Callable[..., Tensor | None]  # makes the mask of one transformers attention
+MaskFunction = Callable[..., Tensor | None]  # makes masks for one attention of transformers
 LOCAL_MASK_RULES: Mapping[str, Callable[[int], Mask]] = {  # overlays of transformers -> rules
     "sliding_window_overlay.<locals>.inner_mask": lambda size: Mask(window=size),
     "chunked_overlay.<locals>.inner_mask": lambda size: Mask(chunk=size),
@@ -115,7 +108,10 @@ class LazyMask(LazyTensor):
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         # Some models read the dtype of the mask and build tensors of the same dtype.
         dtype = torch.bool if mask_function is sdpa_mask else arguments.get("dtype", torch.float32)
-        mask: LazyMask = cls.make_empty(shape, dtype, torch.device(arguments.get("device", "cpu")))
+        mask: LazyMask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=torch.device(arguments.get("device", "cpu"))
+        )
+        mask._dense, mask._shape = None, torch.Size(shape)
         mask.mask_function, mask.arguments = mask_function, arguments
         return mask
 
@@ -132,9 +128,15 @@ class LazyMask(LazyTensor):
     @cached_property
     def rule(self) -> Mask | None:
         """The rule of the mask; None if it depends on more than positions."""
-        return parse_mask_function(
-            self.arguments["mask_function"], self.arguments.get("local_size")
-        )
+        function, local_size = self.arguments["mask_function"], self.arguments.get("local_size")
+        if function is causal_mask_function:
+            return Mask()
+        cells = getattr(function, "__closure__", None)
+        parts: Any = cells[0].cell_contents if cells else None
+        if not isinstance(parts, tuple) or parts[1:] != (causal_mask_function,):
+            return None
+        make_rule = LOCAL_MASK_RULES.get(parts[0].__qualname__)
+        return None if make_rule is None or local_size is None else make_rule(local_size)
 
     @cached_property
     def padding(self) -> list[int] | None:
@@ -146,23 +148,11 @@ class LazyMask(LazyTensor):
         return find_left_padding(mask) if mask.ndim == 2 and mask.shape[1] == columns else None
 
 
-def parse_mask_function(function: Callable[..., Any], local_size: int | None) -> Mask | None:
-    """Return the rule of a mask function of transformers, None if it is unknown."""
-    if function is causal_mask_function:
-        return Mask()
-    cells = getattr(function, "__closure__", None)
-    parts: Any = cells[0].cell_contents if cells else None
-    if not isinstance(parts, tuple) or parts[1:] != (causal_mask_function,):
-        return None
-    rule = LOCAL_MASK_RULES.get(parts[0].__qualname__)
-    return None if rule is None or local_size is None else rule(local_size)
-
-
 def make_lazy_mask_function(mask_function: MaskFunction) -> MaskFunction:
     """Wrap a mask function of transformers to return a LazyMask where a rule may suffice."""
 
     def make_mask(**arguments: Any) -> Tensor | None:
-        # transformers itself masks packed sequences, blocks of an image and encoders.
+        # Encoders, packed sequences and blocks of an image get the mask of transformers.
         if arguments.get("allow_is_bidirectional_skip"):
             return mask_function(**arguments)
         check_mask_width(arguments)
@@ -174,7 +164,7 @@ def make_lazy_mask_function(mask_function: MaskFunction) -> MaskFunction:
 
 
 def check_mask_width(arguments: Mapping[str, Any]) -> None:
-    """Refuse an attention mask with more columns than tokens: its padding is displaced."""
+    """Refuse an attention mask wider than the tokens: its padding would be in wrong columns."""
     mask: Tensor | None = arguments.get("attention_mask")
     columns = arguments["q_offset"] + arguments["q_length"]
     if mask is not None and mask.ndim == 2 and mask.shape[1] > columns:
@@ -218,9 +208,9 @@ def resolve_mask(
             return view, view.mask
         return (view, Mask(causal=False)) if view.mask == Mask() else None
     padding = (
-        _find_token_padding(view, mask)
+        _find_padding_for_query(view, mask)
         if num_queries == 1
-        else _find_chunk_padding(view, num_queries, mask, is_window_narrowed)
+        else _find_padding_for_queries(view, num_queries, mask, is_window_narrowed)
     )
     if padding is not None and _agrees_with_padding(view, padding):
         return hide_padding(view, padding), view.mask
@@ -233,7 +223,7 @@ def resolve_mask(
     return view, restrict_mask_to_window(view, num_queries, mask) if is_window_narrowed else mask
 
 
-def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
+def _find_padding_for_query(view: View, mask: Tensor) -> list[int] | None:
     """Return the padding of a mask for one query, None if it hides anything else."""
     _, heads, num_queries, columns = mask.shape
     is_chunked = view.mask.chunk is not None
@@ -245,7 +235,7 @@ def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
         padding = find_left_padding(mask[:, 0, 0]) or []
         setattr(mask, PADDING_ATTRIBUTE, (version, padding))
     if not padding or (
-        any(padding) and view.page_table.layer_group.sinks and not has_known_padding(view)
+        any(padding) and view.page_table.layer_group.sinks and not view.page_table.has_padding
     ):
         return None
     first_column = view.page_table.num_columns - columns
@@ -253,7 +243,7 @@ def _find_token_padding(view: View, mask: Tensor) -> list[int] | None:
     return [n and n + first_column for n in padding] * (view.batch // len(padding))
 
 
-def _find_chunk_padding(
+def _find_padding_for_queries(
     view: View, num_queries: int, mask: Tensor, is_window_narrowed: bool
 ) -> list[int] | None:
     """Return the padding of a mask for several queries, if the view's rule explains the rest."""
@@ -265,19 +255,21 @@ def _find_chunk_padding(
     key = (version, rule, view.page_table.num_columns, view.batch, tuple(_compute_padding(view)))
     cached: tuple[object, list[int] | None] = getattr(mask, CHUNK_PADDING_ATTRIBUTE, (None, None))
     if cached[0] != key:
-        cached = (key, _match_chunk_padding(view, num_queries, mask, rule))
+        cached = (key, _match_padding(view, num_queries, mask, rule))
         setattr(mask, CHUNK_PADDING_ATTRIBUTE, cached)
     return cached[1]
 
 
-def _match_chunk_padding(
-    view: View, num_queries: int, mask: Tensor, rule: Mask
-) -> list[int] | None:
+def _match_padding(view: View, num_queries: int, mask: Tensor, rule: Mask) -> list[int] | None:
     """Return a padding that makes `rule` equal to `mask`, None if there is none."""
     batch, columns = view.batch, view.page_table.num_columns
     first_column = columns - mask.shape[-1]
     candidates = [_compute_padding(view)]
-    if not has_known_padding(view) and first_column == 0 and not view.page_table.layer_group.sinks:
+    if (
+        not view.page_table.has_padding
+        and first_column == 0
+        and not view.page_table.layer_group.sinks
+    ):
         padding = find_left_padding(mask[:, 0, -1])
         candidates += [padding * (batch // len(padding))] if padding else []
     k = torch.arange(columns, device=mask.device)
@@ -297,16 +289,11 @@ def _compute_padding(view: View) -> list[int]:
     return starts
 
 
-def has_known_padding(view: View) -> bool:
-    """Return whether the padding was known before the first rows, and so is not stored."""
-    return view.page_table.has_padding
-
-
 def _agrees_with_padding(view: View, padding: list[int]) -> bool:
     """Return whether the padding of a mask agrees with that of the view."""
     if view.page_table.ragged and not any(padding):
         return True
-    if has_known_padding(view):
+    if view.page_table.has_padding:
         return _compute_padding(view) == padding
     # Attention chunks are counted from the first token: stored padding would shift them.
     return view.mask.chunk is None or not any(padding)
@@ -314,7 +301,7 @@ def _agrees_with_padding(view: View, padding: list[int]) -> bool:
 
 def hide_padding(view: View, padding: list[int]) -> View:
     """Return the view with stored padding hidden."""
-    if not any(padding) or has_known_padding(view):
+    if not any(padding) or view.page_table.has_padding:
         return view
     if view.page_table.layer_group.sinks or view.page_table.pruned_at.any():
         raise make_missing_padding_error()
@@ -322,9 +309,7 @@ def hide_padding(view: View, padding: list[int]) -> View:
 
 
 def check_padding_hidden(view: View, num_queries: int) -> None:
-    """Refuse a call without a mask that would read padding, which is not stored."""
-    if not has_known_padding(view):
-        return
+    """Refuse a call without a mask if it would read padding, which is not stored."""
     window, columns = view.mask.window, view.page_table.num_columns
     low = 0 if window is None else max(0, columns - num_queries - window + 1)
     if low < max(_compute_padding(view)):
@@ -352,8 +337,8 @@ def check_mask_hides_nothing(mask: Tensor) -> None:
 
 
 def check_mask_hides_padding(view: View, mask: Tensor) -> None:
-    """Refuse a mask that shows known padding, which is not stored."""
-    if not has_known_padding(view):
+    """Refuse a mask that makes known padding visible, since it is not stored."""
+    if not view.page_table.has_padding:
         return
     newest = mask[:, :, -1:]
     visible = newest if mask.dtype == torch.bool else newest > torch.finfo(mask.dtype).min / 2
@@ -390,8 +375,8 @@ def restrict_mask_to_window(view: View, num_queries: int, mask: Tensor) -> Tenso
             "kvant.attach the model, or leave the window out"
         )
     sinks, columns = view.page_table.layer_group.sinks, view.page_table.num_columns
-    checkable = not has_known_padding(view) and mask.shape[-1] == columns
-    if checkable and sinks and not bool(mask[:, :, -1, :sinks].all()):
+    may_hide_sinks = not view.page_table.has_padding and mask.shape[-1] == columns
+    if may_hide_sinks and sinks and not bool(mask[:, :, -1, :sinks].all()):
         raise make_missing_padding_error()
     k = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
     q = torch.arange(columns - num_queries, columns, device=mask.device)

@@ -49,7 +49,7 @@ def named_attributes(model: nn.Module) -> list[tuple[str, Any]]:
 
 @contextmanager
 def restore_modules(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of all modules after the context, also training mode.
+    """Restore the attributes and buffers of all modules after the context, including training mode.
 
     In-place changes to a tensor, a list or a dictionary are not undone.
     """
@@ -135,7 +135,7 @@ def list_generating_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 NAMED_PARAMETER_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# Since transformers 5.24; before it; before it in Mamba models.
+# The name since transformers 5.24, the older name, and the older name in Mamba models.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
@@ -155,17 +155,15 @@ def takes_cache(model: PreTrainedModel) -> bool:
 
     A forward with only `*args, **kwargs` passes its arguments on, and may take one.
     """
-    for part_class in {type(part) for part in list_generating_parts(model)}:
-        names = _collect_argument_names(*_list_forwards(part_class))
-        if not names or names & set(CACHE_ARGUMENTS):
-            return True
-    return False
+    part_classes = {type(part) for part in list_generating_parts(model)}
+    arguments = [_collect_argument_names(*_list_forwards(part)) for part in part_classes]
+    return any(not names or names & set(CACHE_ARGUMENTS) for names in arguments)
 
 
 def _collect_argument_names(*forwards: Callable[..., Any]) -> set[str]:
     """Return the names of the arguments that the first forward accepts.
 
-    A forward with `**kwargs` passes them on to the next, so that one's arguments count too.
+    A forward with `**kwargs` passes them on to the next forward, whose arguments count too.
     """
     names = set[str]()
     for forward in forwards:
@@ -228,16 +226,13 @@ def compute_model_fingerprint(model: PreTrainedModel) -> str:
 
     The device does not change the hash.
     """
-    sha = hashlib.sha256(json.dumps(_describe_rope(model.config), sort_keys=True).encode())
+    text_config = model.config.get_text_config(decoder=True)
+    rope = repr(getattr(text_config, "rope_parameters", None))
+    sha = hashlib.sha256(json.dumps(rope).encode())
     for name, weight in named_weights(model):
         sha.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
         sha.update(_sample_values(weight).numpy().tobytes())
     return sha.hexdigest()[:32]
-
-
-def _describe_rope(config: Any) -> Any:
-    text = config.get_text_config(decoder=True)
-    return repr(getattr(text, "rope_parameters", None))
 
 
 @torch.no_grad()
@@ -250,13 +245,14 @@ def _sample_values(weight: Tensor) -> Tensor:
     return weight.detach()[indices].cpu().double()
 
 
-# In these models a forward of several tokens ignores the cached state, whatever the cache (seen in
+# In these models a forward of several tokens ignores the cached state, with any cache (seen in
 # transformers 5.23). So after the first chunk they must read one token at a time.
 UNCHUNKED_MODEL_TYPES = ("mamba", "falcon_mamba", "jamba", "zamba")
 
+DECODER_LAYER_COUNTS = ("num_decoder_layers", "decoder_layers")  # names in configurations
 # Decoders with cross-attention that their configuration does not mention.
 CROSS_ATTENTION_MODEL_TYPES = ("blip_text_model", "whisper")
-# Decoders whose cross-attention takes decoder rows for encoder rows, whatever the cache.
+# Decoders whose cross-attention reads decoder rows in place of encoder rows, with any cache.
 BROKEN_CROSS_ATTENTION_MODEL_TYPES = ("big_bird",)
 
 # Decoders whose decoded tokens attend to padding despite the mask (transformers 5.24). So their
@@ -310,18 +306,11 @@ def get_model_layers(model: PreTrainedModel) -> tuple[ModelLayer, ...]:
         )
         for index, (kind, layer_options) in enumerate(zip(types, options, strict=False))
     ]
-    # If the decoder has another number of layers, cut the list or repeat its last layer.
-    count = _count_decoder_layers(model.config, len(layers))
+    # transformers may list the layers of the encoder. If the decoder has another number of layers,
+    # cut the list or repeat its last layer.
+    counts = (getattr(model.config, name, None) for name in DECODER_LAYER_COUNTS)
+    count = next((number for number in counts if number is not None), len(layers))
     return tuple(layers[:count] + layers[-1:] * (count - len(layers)))
-
-
-def _count_decoder_layers(config: Any, count: int) -> int:
-    """Return the number of decoder layers, `count` if the configuration does not tell it.
-
-    `count` is the number of layers that transformers lists, which may be those of the encoder.
-    """
-    counts = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
-    return next((number for number in counts if number is not None), count)
 
 
 def has_cross_attention(model: PreTrainedModel) -> bool:
@@ -349,19 +338,14 @@ def find_latent_modules(model: PreTrainedModel) -> Iterator[Any]:
 def make_cache_spec(layers: tuple[ModelLayer, ...], spec: AnySpec) -> CacheSpec:
     """Fit a spec to the layers of a model, as `kvant.plan` does."""
     cache_spec = fit_spec(layers, spec)
-    if isinstance(spec, str) and not any(layer.attends for layer in layers):
-        _check_format_applies(spec, layers)
-    return cache_spec
-
-
-def _check_format_applies(spec: str, layers: tuple[ModelLayer, ...]) -> None:
-    """Refuse a format for a model without keys and values."""
-    if parse(spec, 1) != parse("raw", 1):
+    has_rows = any(layer.attends for layer in layers)
+    if isinstance(spec, str) and not has_rows and parse(spec, 1) != parse("raw", 1):
         types = ", ".join(sorted({layer.kind for layer in layers}))
         raise SpecError(
             f"spec {short(spec)} formats keys and values, but no layer of this model has any "
             f"({types}): recurrent states are stored as they are; allowed: raw; nearest: raw"
         )
+    return cache_spec
 
 
 def check_cross_attention(model: PreTrainedModel, spec: CacheSpec) -> None:
@@ -381,7 +365,7 @@ def check_cross_attention(model: PreTrainedModel, spec: CacheSpec) -> None:
 
 
 class TokenForward:
-    """A model called by the argument names of its forward."""
+    """Call a model for logits, under the argument names of its own forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -93,7 +93,7 @@ class Recurrence(RecurrentBase):
 
     def reachable(self, to: int) -> int:
         """Return the longest length <= `to` that a crop or a checkpoint can restore."""
-        if not self._length_is_unknown and to >= self.length - self._count_recorded_tokens():
+        if self._can_crop(to):
             return min(to, self.length)
         lengths = (state.length for state in self.checkpoints)
         return max((length for length in lengths if length <= to), default=0)
@@ -105,7 +105,7 @@ class Recurrence(RecurrentBase):
                 f"length {to} cannot be reached: {self.reachable(to)} is the longest that can"
             )
         checkpoints = tuple(state for state in self.checkpoints if state.length <= to)
-        can_crop = not self._length_is_unknown and to >= self.length - self._count_recorded_tokens()
+        can_crop = self._can_crop(to)
         if to < self.length or not can_crop:
             self.is_lost = True
         return partial(self._crop if can_crop else self._restore_checkpoint, to, checkpoints)
@@ -123,15 +123,14 @@ class Recurrence(RecurrentBase):
 
     def checkpoint(self) -> None:
         """Save the current state, and drop the oldest checkpoint above `max_checkpoints`."""
-        self._check_between_forwards()
+        current = self.get_history().current
         if all(state.length != self.length for state in self.checkpoints):
-            checkpoints = (*self.checkpoints, self.history.current.copy())
+            checkpoints = (*self.checkpoints, current.copy())
             self.checkpoints = checkpoints[-self.spec.max_checkpoints :]
 
     def shared_snapshot(self) -> Snapshot:
         """Return a snapshot that shares memory with the layer."""
-        self._check_between_forwards()
-        return snapshot_history(self.history)
+        return snapshot_history(self.get_history())
 
     def parse_snapshot(self, snapshot: Snapshot) -> StateHistory:
         """Decode a snapshot, and check its dtypes and shapes against those of the model."""
@@ -161,27 +160,26 @@ class Recurrence(RecurrentBase):
 
     def fork(self) -> Recurrence:
         """Return a copy in memory of its own."""
-        self._check_between_forwards()
+        history = self.get_history()
         recurrence = Recurrence(self.spec, copy.deepcopy(self.layer))
-        recurrence.length = self.length
-        recurrence.checkpoints = tuple(state.copy() for state in self.checkpoints)
+        recurrence.length = history.current.length
+        recurrence.checkpoints = tuple(state.copy() for state in history.checkpoints)
         return recurrence
 
     def get_history(self) -> StateHistory:
         """Return `history`, or refuse a lost state; an unfinished forward counts as failed."""
-        self._check_between_forwards()
-        return self.history
-
-    @property
-    def _length_is_unknown(self) -> bool:
-        """Whether the state has no length: lost, or inside a forward."""
-        return self.is_lost or self.in_forward
-
-    def _check_between_forwards(self) -> None:
-        """Treat a forward that has not ended as failed, and refuse a lost state."""
         if self.in_forward:
             self.invalidate()
         self.check_valid()
+        return self.history
+
+    def _can_crop(self, to: int) -> bool:
+        """Return whether the crop of transformers can drop all tokens after `to`.
+
+        A state that is lost, or inside a forward, has no length to drop them from.
+        """
+        is_known = not (self.is_lost or self.in_forward)
+        return is_known and to >= self.length - self._count_recorded_tokens()
 
     def _collect_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the layer by their names in files."""

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from kvant.codecs import Raw
 from kvant.codecs.frames import Diagonal, Identity, fill_smoothing, needs_fitting
-from kvant.contracts import Codec, Frame
+from kvant.contracts import Frame
 from kvant.errors import SpecError
 from kvant.hf.attention import use_kvant_attention
 from kvant.hf.cache import TransformersCache
@@ -31,6 +31,7 @@ from kvant.hf.model import (
     get_text_model,
     has_cross_attention,
     make_cache_spec,
+    restore_modules,
 )
 from kvant.models import max_context
 from kvant.recipes import CacheSpec, LayerSpec, iterate_attention
@@ -40,8 +41,9 @@ MAX_FIT_TOKENS = 256
 MIN_RELATIVE_SCALE = 1e-3  # of the largest channel: a lower bound for the others
 SCALE_DIGITS = 4
 
+SideFrames = dict[str, Frame]  # the fitted frames of a layer: of its keys and of its values
 # Fitted once per model. If the weights change later, scores stay correct.
-_fitted_frames: WeakKeyDictionary[PreTrainedModel, list[SmoothFrames]] = WeakKeyDictionary()
+_fitted_frames: WeakKeyDictionary[PreTrainedModel, list[SideFrames]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -81,15 +83,10 @@ class ObservedFrame:
             raise SpecError(
                 "smooth: keys, values or queries of this model are NaN or infinite; leave it out"
             )
-        return Diagonal(tuple(tuple(_round_scale(v) for v in head) for head in normalized.tolist()))
-
-
-@dataclass(frozen=True)
-class SmoothFrames:
-    """The fitted frames of the keys and the values of one layer."""
-
-    keys: Frame
-    values: Frame
+        heads_of_scales = normalized.tolist()
+        return Diagonal(
+            tuple(tuple(float(f"{v:.{SCALE_DIGITS}g}") for v in head) for head in heads_of_scales)
+        )
 
 
 @dataclass(frozen=True)
@@ -110,22 +107,16 @@ def fit_smooth_frames(model: PreTrainedModel, spec: CacheSpec) -> CacheSpec:
     return spec.map_layers(lambda layer: _insert_frames(layer, next(frames)))
 
 
-def _insert_frames(layer: LayerSpec, frames: SmoothFrames) -> LayerSpec:
-    return replace(
-        layer,
-        keys=_insert_frame(layer.keys, frames.keys),
-        values=_insert_frame(layer.values, frames.values),
-    )
-
-
-def _insert_frame(codec: Any, frame: Frame) -> Codec:
-    if not needs_fitting(codec.frame):
-        return codec  # type: ignore[no-any-return]
-    return replace(codec, frame=fill_smoothing(codec.frame, frame))  # type: ignore[no-any-return]
+def _insert_frames(layer: LayerSpec, frames: SideFrames) -> LayerSpec:
+    codecs: dict[str, Any] = {"keys": layer.keys, "values": layer.values}
+    for side, codec in codecs.items():
+        if needs_fitting(codec.frame):
+            codecs[side] = replace(codec, frame=fill_smoothing(codec.frame, frames[side]))
+    return replace(layer, **codecs)
 
 
 @torch.no_grad()
-def _fit_frames(model: PreTrainedModel) -> list[SmoothFrames]:
+def _fit_frames(model: PreTrainedModel) -> list[SideFrames]:
     """Fit the frames of each attention layer by a forward over random tokens."""
     if has_cross_attention(model):
         raise SpecError("smooth can be fitted only to models that only decode; leave it out")
@@ -137,20 +128,19 @@ def _fit_frames(model: PreTrainedModel) -> list[SmoothFrames]:
     count = min(MAX_FIT_TOKENS, max_context(config) or MAX_FIT_TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
-    modes = {module: module.training for module in model.modules()}
     arguments = {get_cache_argument(model): cache}
-    try:
+    # kvant's attention passes queries through the frames.
+    with restore_modules(model), use_kvant_attention(model):
         model.eval()  # no dropout
         ids = ids.to(model.device)
-        with use_kvant_attention(model):  # passes queries through the frames
-            model(ids[:, :1], **arguments)
-            for keys, _ in observed:
-                keys.query_squares = None  # the first token attends to itself only
-            model(ids[:, 1:], **arguments)  # a later chunk attends to the cache
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    return [SmoothFrames(keys.compute_frame(), values.compute_frame()) for keys, values in observed]
+        model(ids[:, :1], **arguments)
+        for keys, _ in observed:
+            keys.query_squares = None  # the first token attends to itself only
+        model(ids[:, 1:], **arguments)  # a later chunk attends to the cache
+    return [
+        {"keys": keys.compute_frame(), "values": values.compute_frame()}
+        for keys, values in observed
+    ]
 
 
 def _add_squares(total: Tensor | None, x: Tensor) -> Tensor:
@@ -163,7 +153,3 @@ def _clamp_squares(squares: Tensor) -> Tensor:
     return (
         squares.clamp(min=MIN_RELATIVE_SCALE**2 * maximum) if maximum else torch.ones_like(squares)
     )
-
-
-def _round_scale(x: float) -> float:
-    return float(f"{x:.{SCALE_DIGITS}g}")

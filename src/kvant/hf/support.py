@@ -1,12 +1,14 @@
 """Find out what kvant can do with a model, by a few short forwards of the model itself.
 
+Forwards 1 and 2 give reference logits. Forwards 3 and 4 are compared with them:
+
     1. prompt A, then a token      the reference for A
     2. prompt B, then a token      the reference for B
     3. the token after A, again    other logits than in 1: the modules keep state
     4. both tokens in one forward  other logits than in 1 and 2: sequences must decode in turns
 
 A verdict from finite logits, or from the arguments of the forward, holds for all models of the same
-class and configuration, and is cached. Any other verdict, as for NaN weights, is not.
+class and configuration, and is cached. Any other verdict, as for NaN weights, is not cached.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from enum import IntEnum
 from textwrap import shorten
 from threading import RLock
@@ -75,13 +77,6 @@ class Support(NamedTuple):
             raise CacheError(self.reason)
 
 
-class SupportVerdict(NamedTuple):
-    """The support of a model, and whether it holds for all models of its class."""
-
-    support: Support
-    holds_for_class: bool  # for the same configuration
-
-
 _lock = RLock()
 _known_support: dict[tuple[object, ...], Support] = {}
 
@@ -118,15 +113,18 @@ def find_model_device(model: PreTrainedModel) -> torch.device | None:
 
 
 @torch.no_grad()
-def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict:
-    """Run the check on a model, and restore its modules."""
+def _check_model(model: PreTrainedModel, device: torch.device) -> tuple[Support, bool]:
+    """Check a model, and restore its modules.
+
+    Return its support, and whether that holds for all models of its class and configuration.
+    """
     empty_cache, name = cache_for(model), type(model).__name__
     if not isinstance(empty_cache, TransformersCache):
         reason = (
             f"{name} reads an encoder, but kvant's loop only continues text: use its own generate "
             "with kvant.cache_for"
         )
-        return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=True)
+        return Support(SupportLevel.GENERATE, reason), True
     devices = [device] if device.type == "cuda" else []
     with restore_modules(model), torch.random.fork_rng(devices):
         model.eval()
@@ -135,12 +133,12 @@ def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict
             support = check.find_refusal()
         except CacheError as error:
             reason = f"{name} cannot use a kvant cache: {error}"
-            return SupportVerdict(Support(SupportLevel.NOTHING, reason), holds_for_class=True)
+            return Support(SupportLevel.NOTHING, reason), True
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # it may be temporary
             reason = f"{name} {NO_CONTINUATION} ({_shorten_error(error)}): {USE_GENERATE}"
-            return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=False)
+            return Support(SupportLevel.GENERATE, reason), False
         if support is None:
             reason_for_turns = check.find_reason_for_turns()
             support = (
@@ -148,7 +146,7 @@ def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict
                 if reason_for_turns is None
                 else Support(SupportLevel.ONE_SEQUENCE, reason_for_turns)
             )
-    return SupportVerdict(support, check.holds_for_class)
+    return support, check.holds_for_class
 
 
 def _shorten_error(error: Exception) -> str:
@@ -178,13 +176,15 @@ class _ModelCheck:
         for prompt in self.prompts:
             cache = self.empty_cache.fork()
             self._compute_logits([prompt], [0], cache)
-            fact = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
+            lengths = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
             if cache.length < len(prompt):
-                reason = f"{name} keeps no cache: {fact}; leave kvant out and call {GENERATE_CALL}"
+                reason = (
+                    f"{name} keeps no cache: {lengths}; leave kvant out and call {GENERATE_CALL}"
+                )
                 return Support(SupportLevel.NOTHING, reason)
             if cache.length > len(prompt):
                 return Support(
-                    SupportLevel.GENERATE, f"{name} {NO_CONTINUATION} ({fact}): {USE_GENERATE}"
+                    SupportLevel.GENERATE, f"{name} {NO_CONTINUATION} ({lengths}): {USE_GENERATE}"
                 )
             self.caches.append(cache)
             self.single_logits.append(self._decode_token(cache.fork(), len(prompt)))
@@ -202,7 +202,7 @@ class _ModelCheck:
         )
 
     def find_reason_for_turns(self) -> str | None:
-        """Return the reason why sequences cannot share a forward, None if they can."""
+        """Return why sequences must decode in turns; None if they can share a forward."""
         if not self.forward.takes_positions and any(
             layer.attends for layer in self.empty_cache.layer_info
         ):
@@ -210,14 +210,17 @@ class _ModelCheck:
         if not self.holds_for_class:
             return "its logits are NaN or all equal, so those of two sequences cannot be compared"
         try:
-            with _attach_temporarily(self.model):
+            with ExitStack() as stack:
+                if not get_attachments(self.model):  # as an engine attaches it
+                    attach(self.model)
+                    stack.callback(detach, self.model)
                 merged = merge(self.caches)
                 logits = self._compute_logits([[self.token]] * 2, list(PROMPT_LENGTHS), merged)
         except torch.OutOfMemoryError:
             raise
         except CacheError as error:  # caused by the forward, not by the weights
             return _shorten_error(error)
-        except Exception as error:  # it may be temporary: a CPU out of memory is a RuntimeError
+        except Exception as error:  # may be temporary: CPU out of memory is a RuntimeError
             self.holds_for_class = False
             return _shorten_error(error)
         self.holds_for_class = not bool(logits.isnan().any())
@@ -237,19 +240,6 @@ class _ModelCheck:
         start = torch.tensor(starts, device=ids.device)[:, None]
         positions = start + torch.arange(ids.shape[1], device=ids.device)
         return self.forward(ids, positions, cache)[:, -1]
-
-
-@contextmanager
-def _attach_temporarily(model: PreTrainedModel) -> Iterator[None]:
-    """Attach the model within the context, as an engine does, unless it is attached."""
-    if get_attachments(model):
-        yield
-        return
-    attach(model)
-    try:
-        yield
-    finally:
-        detach(model)
 
 
 def _are_comparable(logits: Tensor) -> bool:

@@ -41,8 +41,8 @@ from kvant.weights.packing import PackedWeight, is_packed, named_weights
 
 PAGE_TOKENS = 64  # tokens that one page key covers
 KEY_VERSION = b"kvant prefix 2"
-# Part of the root key if a layer selects pages. The first version of selection did not always read
-# the first page of a sequence, so its stored rows differ under the same spec.
+# Part of the root key if a layer reads only selected pages. The first version of page selection did
+# not always read the first page, so the rows that it stored differ under the same spec.
 SELECTION_VERSION = b"kvant selection 2"
 NUM_PROBED_VALUES = 16  # values of a weight that are compared to notice a write
 
@@ -56,7 +56,7 @@ class NamespaceKeys(NamedTuple):
 
 
 class ModelKeys:
-    """Make the keys of one model, spec and salts; again when the weights have to be checked."""
+    """Make the keys of one model, spec and salts; remake them when a weights check is due."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ModelKeys:
         elif not supports_chunked_prefill(model):
             self.no_prefixes_reason = "it does not support chunked prefill"
         self._is_unsupported = self.no_prefixes_reason is not None
-        self.model = ref(model)  # called, returns None once the model is freed
+        self.model = ref(model)  # weak: a call returns None once the model is freed
         self._backend = str(cache.backend)
         self._salts = salts
         self._exact = exact
@@ -86,7 +86,7 @@ class ModelKeys:
         self._checked: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
     def fork(self, salt: str | None = None) -> ModelKeys:
-        """Return a copy; with a `salt`, of its keys."""
+        """Return a copy; a `salt` becomes its second salt, and an empty one removes that."""
         fork = copy.copy(self)
         if salt is not None:
             fork._salts = self._salts[:1] + ((salt,) if salt else ())
@@ -206,7 +206,8 @@ def _hash_tensors(tensors: Sequence[Tensor]) -> Iterable[bytes]:
 def _describe_tensor_state(tensor: Tensor) -> object:
     """Return a value that changes when the tensor is written.
 
-    Inference tensors have no version: their value equals no other, so they are always hashed.
+    Inference tensors have no version: they get a value that equals no other, so they are always
+    hashed.
     """
     if isinstance(tensor, PackedWeight):  # a write packs it again, into another matrix
         return id(tensor.matrix)
@@ -223,12 +224,12 @@ def _hash_tensor(tensor: Tensor) -> bytes:
     return blake2b(flat.numpy().data, digest_size=32).digest()
 
 
-# Parts of the keys of a configuration that do not affect the rows.
+# A setting does not affect the rows if its name contains one of these.
 IGNORED_KEYS = "attn_implementation", "transformers_version", "name_or_path", "architectures"
 
 
 def _to_json_value(value: Any) -> Any:
-    """Return a configuration as a JSON value, without keys that do not affect the rows."""
+    """Return a configuration as a JSON value, without settings that do not affect the rows."""
     if isinstance(value, Mapping):
         names = sorted(map(str, value))
         used = (name for name in names if not any(part in name for part in IGNORED_KEYS))

@@ -1,4 +1,4 @@
-"""Hold the cached prefixes of all models in memory, and evict them within one limit of bytes.
+"""Hold the cached prefixes of all models in memory; evict some to stay within a byte limit.
 
 PrefixMemory              the limit, the lock, counts
   PrefixPools             one model and spec: pools of pages, prefill times
@@ -34,7 +34,7 @@ class EvictionCandidate(NamedTuple):
     is_used: bool  # a request uses its pages
     value: float  # per byte
     unique_nbytes: int  # of pages that no other entry holds
-    shares_pages: bool  # its eviction changes the bytes that other entries hold alone
+    shares_pages: bool  # another entry holds some of its pages too
 
 
 class EvictionRules(NamedTuple):
@@ -109,7 +109,7 @@ class PrefixPools:
             return PrefixMatch() if tree is None else tree.match_prefix(tokens)
 
     def list_candidates(self, usage: CacheUsage) -> list[EvictionCandidate]:
-        """Return all entries with their values; `usage` is of `measure`."""
+        """Return all entries with their values; `usage` is the result of `measure`."""
         now = time.monotonic()
         candidates = []
         for entry, unique, proportional, is_used in zip(
@@ -125,7 +125,7 @@ class PrefixPools:
         return candidates
 
     def drop_empty_trees(self) -> None:
-        """Drop trees without entries, and the pools without trees."""
+        """Drop trees without entries; if none is left, also drop the cache over the pools."""
         self.trees = {key: tree for key, tree in self.trees.items() if any(True for _ in tree)}
         if not self.trees:
             self.cache = None
@@ -140,7 +140,7 @@ class PrefixMemory:
         prefix_store: PrefixStore | None = None,
         alignment: int | None = None,
     ) -> None:
-        """With an `alignment`, only its multiples of prefilled tokens are reused."""
+        """With an `alignment`, reused lengths are multiples of it and hold no decoded tokens."""
         self.max_bytes = max_bytes
         self.prefix_store = prefix_store
         self.alignment = alignment
@@ -190,8 +190,9 @@ class PrefixMemory:
         """Insert a prefix, unless it does not fit or the lock is not free in time.
 
         Closing a generator inserts its reply, and a garbage collection may close one at any time.
-        If this thread is changing the trees then, `_is_changing` skips the insert. If it holds the
-        lock of the pools, the timeout prevents a deadlock.
+        If this thread is changing the trees then, `_is_changing` skips the insert. This thread may
+        hold the lock of the page pools, for which the thread with `_lock` waits. The timeout then
+        prevents a deadlock.
         """
         if self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             try:
@@ -220,10 +221,10 @@ class PrefixMemory:
     ) -> Evicted:
         """Evict prefixes until `nbytes` are freed or none is left; with `pools`, only theirs."""
         with self._lock_for_change():
-            groups = list(self) if pools is None else [pools]
-            before = sum(group.measure().nbytes for group in groups)
-            count = self._shrink(groups, before - nbytes, rules)
-            return Evicted(count, before - sum(group.measure().nbytes for group in groups))
+            all_pools = list(self) if pools is None else [pools]
+            before = sum(pools.measure().nbytes for pools in all_pools)
+            count = self._shrink(all_pools, before - nbytes, rules)
+            return Evicted(count, before - sum(pools.measure().nbytes for pools in all_pools))
 
     def clear(self) -> None:
         """Free all prefixes; stores stay as they are."""
@@ -259,8 +260,8 @@ class PrefixMemory:
         tree = pools.trees.setdefault(keys.tree_key, PrefixTree(keys.tree_key, self.alignment))
         entry = tree.insert(prefix)
         if entry is not None and self.prefix_store is not None:
-            aligned = self.alignment and prefix.num_prefilled // self.alignment * self.alignment
-            write = self.prefix_store.write(keys.tree_key, prefix, keys.metadata, aligned)
+            max_length = self.alignment and prefix.num_prefilled // self.alignment * self.alignment
+            write = self.prefix_store.write(keys.tree_key, prefix, keys.metadata, max_length)
             entry.writes += [write] if write.page_set is not None else []
         self._nbytes_bound += nbytes
         if self.max_bytes is not None and self._nbytes_bound > self.max_bytes:
@@ -270,30 +271,30 @@ class PrefixMemory:
                 self._shrink(list(self), target, EvictionRules(protected=entry))
                 self._nbytes_bound = self.nbytes
 
-    def _shrink(self, groups: Sequence[PrefixPools], nbytes: int, rules: EvictionRules) -> int:
-        """Evict entries of `groups` until they have `nbytes`; return how many were evicted."""
+    def _shrink(self, all_pools: Sequence[PrefixPools], nbytes: int, rules: EvictionRules) -> int:
+        """Evict entries of `all_pools` until `nbytes` remain; return how many were evicted."""
         total = 0
-        while count := self._evict_least_valuable(groups, nbytes, rules):
-            total += count  # each call frees the evicted pages on return, with its locals
-        for pools in groups:
+        while count := self._evict_least_valuable(all_pools, nbytes, rules):
+            total += count  # the evicted pages are freed when the call returns, as its locals go
+        for pools in all_pools:
             pools.drop_empty_trees()
         return total
 
     def _evict_least_valuable(
-        self, groups: Sequence[PrefixPools], nbytes: int, rules: EvictionRules
+        self, all_pools: Sequence[PrefixPools], nbytes: int, rules: EvictionRules
     ) -> int:
         """Evict entries that no request uses, then others; among equals, least value first.
 
         Stop after an entry with shared pages: its eviction changes the values of the others, so
         they must be measured again. Return how many were evicted.
         """
-        usages = [pools.measure() for pools in groups]
+        usages = [pools.measure() for pools in all_pools]
         excess, count = sum(usage.nbytes for usage in usages) - nbytes, 0
         if excess <= 0:
             return 0
         candidates = [
             candidate
-            for pools, usage in zip(groups, usages, strict=True)
+            for pools, usage in zip(all_pools, usages, strict=True)
             for candidate in pools.list_candidates(usage)
             if rules.allow(candidate)
         ]

@@ -1,4 +1,4 @@
-"""Give one reader, a session or an engine, the prefixes of one model, spec and salt.
+"""Give one reader (a session or an engine) the prefixes of one model, spec and salt.
 
 A namespace identifies the model by a hash of its weights. It matches prompts, plans the lengths at
 which to insert them, and restores them from a store.
@@ -33,7 +33,7 @@ log = logging.getLogger("kvant")
 MAX_RESTORE_TRIES = 4  # stored prefixes that are tried for a prompt, the longest first
 CHECKPOINT_INTERVAL = 2048  # tokens between checkpoints of a long prompt
 MIN_LONG_PROMPT = 4096  # a prompt with more tokens to prefill is long
-MAX_INTERVAL_CHECKPOINTS = 4  # of a long prompt: the last ones
+MAX_INTERVAL_CHECKPOINTS = 4  # checkpoints at this interval in a long prompt: the last ones
 
 
 class PendingRestore(NamedTuple):
@@ -104,7 +104,7 @@ class PrefixNamespace:
     ) -> None:
         """The weights are checked again after `weights_check_interval` seconds."""
         self.memory = memory
-        # The number of tokens at whose multiples prompt chunks must end; None: anywhere.
+        # Prompt chunks must end at multiples of this number of tokens; None: anywhere.
         self.chunk_alignment = memory.alignment
         exact = memory.alignment is not None
         self._model_keys = ModelKeys(model, cache, (salt,), weights_check_interval, exact=exact)
@@ -115,7 +115,7 @@ class PrefixNamespace:
 
     @property
     def _keys(self) -> NamespaceKeys:
-        """Keys of the last match, even if the model changed since; before it, the current keys."""
+        """Keys of the last match, even if the model changed since; before any, the current keys."""
         if self._matched_keys is None:
             self._matched_keys = self._model_keys.refresh() or NamespaceKeys()
         return self._matched_keys
@@ -211,8 +211,9 @@ class PrefixNamespace:
     ) -> tuple[TransformersCache, int]:
         """Return the cache to prefill these tokens with, and how many of its tokens were prefilled.
 
-        It is `base_cache`, of which `num_prefilled` tokens were prefilled, or a fork of a prefix
-        with more tokens.
+        The cache is a fork of a cached prefix if that has more of the tokens than `base_cache`.
+        Otherwise it is `base_cache`, or an empty cache if no tokens can be reused. The argument
+        `num_prefilled` counts the prefilled tokens of `base_cache`.
         """
         last_keys = self._matched_keys
         self._mismatch, self._branch_point = None, 0
@@ -247,9 +248,9 @@ class PrefixNamespace:
         """Return the lengths at which to insert a prompt while it is prefilled, in order.
 
         `branch_points` are lengths at which other prompts may diverge. If pages suffice, a prompt
-        can be resumed at every page. With a store, the end of the prompt is added if its partial
-        last page is a large part of it. The tail is then stored without the reply, and another
-        process can restore it for the same prompt.
+        can be resumed at every page, so none of these is needed. With a store, the end of the
+        prompt is added if the partial last page has a large part of the prompt. That page is then
+        stored without the reply, and another process can restore it for the same prompt.
         """
         if self._model_keys.no_prefixes_reason is not None:
             return []
@@ -281,11 +282,11 @@ class PrefixNamespace:
 
         An error is logged, not raised: the request has its reply already.
         """
-        source = self._model_keys
-        if source.no_prefixes_reason is not None or not tokens or cache.length != len(tokens):
+        model_keys = self._model_keys
+        if model_keys.no_prefixes_reason is not None or not tokens or cache.length != len(tokens):
             return
         try:
-            if cache.spec == source.spec and source.refresh() == self._keys:
+            if cache.spec == model_keys.spec and model_keys.refresh() == self._keys:
                 self.memory.insert(self._keys, CachedPrefix(tuple(tokens), cache, num_prefilled))
         except (CacheError, MemoryError, RuntimeError, ValueError) as error:
             text = repr(error)  # a log handler may keep the error, whose traceback holds the cache

@@ -1,7 +1,8 @@
 """Write prefixes to stores in the background, find them there, and restore them.
 
-A prefix is stored as blobs. A blob is found by the name of a token page (64 tokens) and a part
-name. A KV page of a layer group has one or more token pages, and is filed under the last of them:
+A prefix is stored as blobs. A blob is found by the name of a token page (64 tokens, with a key of
+`keys.py`) and a part name. A KV page of a layer group has one or more token pages, and is filed
+under the last of them:
 
     page name   <16 hex digits of the root key>/<page key>
     k0-3        KV page 3 of layer group 0
@@ -53,7 +54,7 @@ log = logging.getLogger("kvant")
 CANCEL_TIMEOUT_S = 1.0  # seconds that cancelling a write waits for a copy in progress
 MAX_COPY_BYTES = 8 << 20  # of pages that are copied at a time for a write
 MIN_TAIL_DIVISOR = 20  # a tail is written if it has more than 1 / 20 of the prefix's tokens
-MAX_KNOWN_PAGES = 1 << 14  # page names that are remembered per purpose: about 400 bytes each
+MAX_KNOWN_PAGES = 1 << 14  # page names in each of three collections: about 400 bytes each
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CachedPrefix:
 
     tokens: tuple[int, ...]
     cache: TransformersCache
-    num_prefilled: int  # first tokens that were prefilled, not decoded
+    num_prefilled: int  # leading tokens that were prefilled; the others were decoded
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class StoreHit:
 
     tokens: tuple[int, ...]
     page_names: list[str]  # of the root, then of each whole token page
-    tail_state_part: str | None  # part of the last page name; None: pages suffice
+    tail_state_part: str | None  # filed under the last page name; None: pages are enough
 
     @property
     def length(self) -> int:
@@ -161,7 +162,7 @@ class PrefixStore:
         self._shares_tiers = shared
         self._known_parts: dict[str, set[str]] = {}  # recently written or read, by page name
         self._suspect_pages: set[str] = set()  # of prefixes with a missing or corrupt blob
-        self._rejected_pages: set[str] = set()  # on which a model failed
+        self._rejected_pages: set[str] = set()  # of restored prefixes on which the model failed
         self._counts: Counter[str] = Counter()
         self.restore_times = RestoreTimes()
 
@@ -176,20 +177,22 @@ class PrefixStore:
     ) -> PrefixWrite:
         """Queue a write of the blobs that the store lacks; the cache must not change.
 
-        `max_length` limits the tokens. If pages suffice, a short tail is not written.
+        With `max_length`, blobs that end after it are not written. If pages suffice, a short tail
+        is not written.
         """
         tokens, num_prefilled = prefix.tokens, prefix.num_prefilled
-        page_set, names = PageSet(prefix.cache.states), _name_pages(root, tokens)
+        page_set, names = PageSet(prefix.cache.states), _name_token_pages(root, tokens)
         pending: list[PendingBlob] = []
         for group, numbers in enumerate(page_set.page_ranges):
             size, nbytes = page_set.layer_groups[group].page, page_set.nbytes((group, 0))
             for number in numbers:
                 begin, end = number * size, (number + 1) * size
                 if max_length is None or end <= max_length:
-                    name, part = names[end // PAGE_TOKENS], _name_page(group, number)
+                    name, part = names[end // PAGE_TOKENS], _name_kv_page(group, number)
                     blob = PendingBlob((group, number), name, part, range(begin, end), nbytes)
                     pending.append(blob)
         is_whole = max_length is None or max_length == len(tokens)
+        # Tokens after the last full page of the largest size.
         tail_length = len(tokens) % max(list_page_sizes(page_set.cache))
         has_long_tail = tail_length * MIN_TAIL_DIVISOR > len(tokens)
         if is_whole and (has_long_tail or not pages_suffice(prefix.cache.spec)):
@@ -230,7 +233,7 @@ class PrefixStore:
 
     def reject(self, root: bytes, tokens: Sequence[int]) -> None:
         """Ignore stored blobs of these tokens until this process has written them again."""
-        names = _name_pages(root, tokens)
+        names = _name_token_pages(root, tokens)
         if len(self._rejected_pages) >= MAX_KNOWN_PAGES:
             self._rejected_pages.clear()
         self._mark_suspect(names)
@@ -246,28 +249,30 @@ class PrefixStore:
 
         `cache` has the spec of the model; it may be empty.
         """
-        names, sizes = _name_pages(root, tokens), list_page_sizes(cache.states)
+        names, sizes = _name_token_pages(root, tokens), list_page_sizes(cache.states)
         suffice = pages_suffice(cache.spec)
         parts_by_page = []
         for name, parts in zip(names, self.tiers.has(names), strict=True):
             known = self._known_parts.get(name, set())
             known &= parts  # a store may have dropped some
             parts_by_page.append(parts & known if name in self._rejected_pages else parts)
-        for count in range(len(names) - 1, num_cached // PAGE_TOKENS - 1, -1):
-            parts, length = parts_by_page[count], count * PAGE_TOKENS
+        for num_pages in range(len(names) - 1, num_cached // PAGE_TOKENS - 1, -1):
+            parts, length = parts_by_page[num_pages], num_pages * PAGE_TOKENS
             max_end = min(len(tokens), length + PAGE_TOKENS - 1)
             for end in sorted({_parse_tail_length(part) for part in parts}, reverse=True):
                 if length <= end <= max_end and end > num_cached:
                     tail_part = _name_tail_state(tokens[:end])
                     if tail_part in parts:
-                        yield StoreHit(tuple(tokens[:end]), names[: count + 1], tail_part)
+                        yield StoreHit(tuple(tokens[:end]), names[: num_pages + 1], tail_part)
             if (
                 suffice
                 and num_cached < length < len(tokens)  # one token is left to prefill
                 and not any(length % size for size in sizes)
-                and all(_name_page(g, length // size - 1) in parts for g, size in enumerate(sizes))
+                and all(
+                    _name_kv_page(g, length // size - 1) in parts for g, size in enumerate(sizes)
+                )
             ):
-                yield StoreHit(tuple(tokens[:length]), names[: count + 1], None)
+                yield StoreHit(tuple(tokens[:length]), names[: num_pages + 1], None)
 
     def restore(
         self,
@@ -278,10 +283,10 @@ class PrefixStore:
     ) -> CachedPrefix | None:
         """Restore a hit into the pools of `base_cache`; None if it fails or is late.
 
-        `base_cache` is of the same model and spec, and empty or with the first tokens. The shapes
-        in a blob are compared with those of `base_cache` before any tensor is used.
+        `base_cache` is of the same model and spec; it is empty or holds the first tokens of the
+        hit. The shapes in a blob are compared with its shapes before any tensor is used.
         """
-        begin, seconds = time.perf_counter(), deadline.compute_seconds_left()
+        begin, seconds_left = time.perf_counter(), deadline.compute_seconds_left()
         try:
             restored = self._restore(hit, base_cache, device, deadline)
         except Exception as error:
@@ -294,7 +299,7 @@ class PrefixStore:
                     self.tiers.drop(hit.page_names[-1], hit.tail_state_part)
             return None
         elapsed = max(time.perf_counter() - begin, 1e-6)
-        if restored is None and elapsed >= seconds:
+        if restored is None and elapsed >= seconds_left:
             self.restore_times.record_timeout(hit.length, elapsed)
         if restored is not None:
             self._counts["restored"] += 1
@@ -312,7 +317,7 @@ class PrefixStore:
         return self.tiers.flush(seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait `seconds` at most for queued writes; a store that does not answer ends the wait."""
+        """Wait `seconds` at most for queued writes; stop early if a store does not answer."""
         if self._shares_tiers:
             self.tiers.flush(seconds)
         else:
@@ -350,7 +355,7 @@ class PrefixStore:
             group, number = page
             token_range = range(number * sizes[group], (number + 1) * sizes[group])
             check = partial(_check_page, layouts[group])
-            return self._get_blob(hit, token_range, _name_page(group, number), check)
+            return self._get_blob(hit, token_range, _name_kv_page(group, number), check)
 
         buffer = deadline.allocate(lambda: RestoreBuffer(template, hit.length, tail_state))
         if buffer is None:
@@ -403,8 +408,8 @@ class PrefixStore:
 def pages_suffice(spec: CacheSpec) -> bool:
     """Return whether full pages are enough to resume a prefix.
 
-    They are not if a layer has a window, a recurrent state, dense rows after the sealed ones, or
-    sinks in open pages.
+    They are not if a layer has a window, a recurrent state, rows kept dense after the
+    sealed pages, or sinks in open pages.
     """
     return all(
         isinstance(recipe, LayerSpec)
@@ -435,15 +440,15 @@ def _check_same(blob: Blob, stored: Blob) -> None:
         raise BlobError("its tokens or its length differ from those that were written")
 
 
-def _name_pages(root: bytes, tokens: Sequence[int]) -> list[str]:
-    """Return the names of the root and of all whole pages in a store."""
+def _name_token_pages(root: bytes, tokens: Sequence[int]) -> list[str]:
+    """Return the store names of the root and of each whole token page of `tokens`."""
     keys = [root]
     for begin in range(0, len(tokens) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
         keys.append(make_page_key(keys[-1], tokens[begin : begin + PAGE_TOKENS]))
     return [f"{root.hex()[:16]}/{key.hex()}" for key in keys]
 
 
-def _name_page(group: int, number: int) -> str:
+def _name_kv_page(group: int, number: int) -> str:
     """Return the part name of a KV page of a layer group."""
     return f"k{group}-{number}"
 
@@ -457,5 +462,5 @@ def _name_tail_state(tokens: Sequence[int]) -> str:
 
 def _parse_tail_length(part: str) -> int:
     """Return the length in the name of a tail state; -1 for other parts."""
-    prefix, _, length = part.rpartition("-")
-    return int(length) if prefix.startswith("a-") and length.isdecimal() else -1
+    start, _, length = part.rpartition("-")
+    return int(length) if start.startswith("a-") and length.isdecimal() else -1

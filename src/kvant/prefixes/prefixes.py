@@ -2,7 +2,7 @@
 
 `Prefixes` is what users hold. Its `PrefixMemory` has the cached sequences of all models, and its
 `PrefixStore` writes and reads them. A `PrefixNamespace` is the view of one reader on both, with one
-model, spec and salt. It does not know `Prefixes`. A prefix moves between requests, memory and
+model, spec and salt. It has no reference to `Prefixes`. A prefix moves between requests, memory and
 stores:
 
          cache of a request, at a checkpoint or its end      cache of a new request
@@ -67,7 +67,7 @@ class Prefixes:
         Prefixes are also written to a `store` and restored from it: a folder, a URL, or a list of
         these, nearest first. Prefixes of another `salt` are not shared. With `exact`, a hit gives
         the same bits as a full prefill: it needs `prefill=stored` unless the format is raw, and
-        only multiples of 512 prefilled tokens are reused.
+        reused lengths are multiples of 512 tokens, all of them prefilled.
         """
         limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and limit < 0:
@@ -79,7 +79,8 @@ class Prefixes:
             tiers = store if isinstance(store, Tiers) else open_tiers(store)
             self.prefix_store = PrefixStore(tiers, shared=tiers is store)
         self.memory = PrefixMemory(limit, self.prefix_store, EXACT_CHUNK if exact else None)
-        if self.prefix_store is not None:  # namespaces hold the memory
+        if self.prefix_store is not None:
+            # Not with `self`: a namespace may still use the memory.
             finalize(self.memory, self.prefix_store.close)
 
     @property
@@ -117,7 +118,7 @@ class Prefixes:
     def close(self) -> None:
         """Finish pending store writes and free all prefixes; nothing is written afterwards.
 
-        A store that does not answer ends the wait.
+        Stop waiting for the writes if a store does not answer.
         """
         if self.prefix_store is not None:
             self.prefix_store.close()
@@ -132,8 +133,8 @@ class Prefixes:
     def flush(self, seconds: float | None = None) -> bool:
         """Wait `seconds` at most for pending writes; return whether all are done.
 
-        A failed write is done: `stats()` counts it. A store that does not answer for ten seconds
-        ends the wait.
+        A failed write counts as done, and `stats()` reports it. Stop waiting if a store does not
+        answer for ten seconds.
         """
         return self.prefix_store is None or self.prefix_store.flush(seconds)
 

@@ -42,7 +42,7 @@ TIME_SMOOTHING = 0.5  # weight of the newest time in the mean
 RETRY_SPEEDUP = 1.5  # each skipped restore divides the estimated times by this
 MAX_RESTORE_THREADS = 4  # for one prefix
 JOIN_TIMEOUT_S = 0.5  # seconds that exit waits for all threads
-MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, which is copied to the device at once
+MAX_RUN_PAGES, MAX_RUN_BYTES = 8, 32 << 20  # of a run, which is copied to the device in one call
 
 T = TypeVar("T")
 GetPage = Callable[[PageId], "Blob | None"]  # a checked page from a store
@@ -59,8 +59,8 @@ class RestoreTimes:
     """Lower bounds on restore times by length; for any number of threads.
 
     A short restore may only measure the latency of the store, and a long one only its bandwidth.
-    So no measured length predicts the others, but each gives a lower bound on their times. The
-    largest of these bounds is the estimate.
+    So the time of one length does not predict the times of others, but it bounds them from below.
+    The largest of these bounds is the estimate.
     """
 
     def __init__(self) -> None:
@@ -166,13 +166,13 @@ class RestoreProgress(NamedTuple):
     """How many tokens of a prefix were read."""
 
     length: int  # no page before this length is missing
-    num_prefilled: int  # first tokens that were prefilled, as far as the read pages tell
+    num_prefilled: int  # leading tokens that were prefilled, according to the pages read
     is_late: bool = False  # the deadline passed
 
 
 @dataclass(frozen=True)
 class PageReader:
-    """A reader of the missing pages of a prefix of `length` tokens into a buffer."""
+    """Read the pages that a buffer for a prefix of `length` tokens still lacks."""
 
     buffer: RestoreBuffer
     length: int
@@ -276,7 +276,7 @@ def start_daemon(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def _complete(future: Future[T], call: Callable[[], T]) -> None:
-    """Set the result of a call, or its error."""
+    """Run a call, and set its result or its error on the future."""
     try:
         future.set_result(call())
     except BaseException as error:

@@ -77,7 +77,8 @@ class PrefixEntry:
     def compute_value(self, now: float) -> float:
         """Return the tokens that an eviction would lose, weighted by uses and age.
 
-        Tokens up to the nearest entry above in the tree would stay cached.
+        Tokens up to the nearest entry above in the tree would stay cached. Pages that entries beside
+        it share are accounted for in bytes: the memory divides this value by proportional bytes.
         """
         node = self.node
         while node.parent is not None and not (node.entries and node is not self.node):
@@ -119,7 +120,7 @@ class PrefixTree:
     """The entries under one root key."""
 
     def __init__(self, root_key: bytes, alignment: int | None) -> None:
-        """With an `alignment`, only its multiples of prefilled tokens are served."""
+        """With an `alignment`, served lengths are multiples of it and hold no decoded tokens."""
         self.root = TreeNode(root_key, (), 0, None)
         self._alignment = alignment
 
@@ -127,15 +128,15 @@ class PrefixTree:
         return self.root.iterate_entries()
 
     def match_prefix(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Find the entry that serves the most of `tokens`, without the last one."""
+        """Find the entry that serves the most of all but the last of `tokens`."""
         path, max_length = self._find_path(tokens), len(tokens) - 1
         best, length = None, 0
         for node in reversed(path):
             if length >= min(node.length + PAGE_TOKENS, max_length):
                 break
             page = tokens[node.length : node.length + PAGE_TOKENS]
-            for entry, branch in _list_branches(node, page, is_last=node is path[-1]):
-                common = min(node.length + count_shared_prefix(branch, page), max_length)
+            for entry, next_tokens in _iterate_candidates(node, page, is_last=node is path[-1]):
+                common = min(node.length + count_shared_prefix(next_tokens, page), max_length)
                 served = find_resumable_length(entry, common, self._alignment)
                 if served > length:
                     best, length = entry, served
@@ -197,7 +198,7 @@ def find_resumable_length(
     return aligned if prefix.cache.find_exact_rewind(aligned) == aligned else 0
 
 
-def _list_branches(
+def _iterate_candidates(
     node: TreeNode, page: Sequence[int], *, is_last: bool
 ) -> Iterator[tuple[PrefixEntry, tuple[int, ...]]]:
     """Yield the entries at a node, each with its tokens after the node.
@@ -217,14 +218,17 @@ def _list_branches(
 
 def _replaces(new: PrefixEntry, old: PrefixEntry, tokens: Sequence[int]) -> bool:
     """Return whether the new entry of `tokens` serves all that an older entry does."""
-    end, count = old.length, len(tokens)
+    old_length, new_length = old.length, len(tokens)
     return (
-        old.tail_tokens == tuple(tokens[old.node.length : end])
-        and end <= count
+        old.tail_tokens == tuple(tokens[old.node.length : old_length])
+        and old_length <= new_length
         and new.num_prefilled >= old.num_prefilled
         and (
-            end == count
-            or (pages_suffice(new.cache.spec) and new.cache.find_exact_rewind(end) == end)
+            old_length == new_length
+            or (
+                pages_suffice(new.cache.spec)
+                and new.cache.find_exact_rewind(old_length) == old_length
+            )
         )
     )
 
@@ -232,8 +236,8 @@ def _replaces(new: PrefixEntry, old: PrefixEntry, tokens: Sequence[int]) -> bool
 def _find_mismatch(node: TreeNode, tokens: Sequence[int]) -> PrefixMismatch | None:
     """Return the first difference from the most similar branch after a node.
 
-    Return None without a branch, or if a branch equals the next tokens up to the end of the
-    shorter.
+    Return None if there is no branch, or if a branch and the next tokens agree up to the end of
+    the shorter of the two.
     """
     page = tuple(tokens[node.length : node.length + PAGE_TOKENS])
     branches = [entry.tail_tokens for entry in node.entries]

@@ -77,8 +77,8 @@ class PrefixEntry:
     def compute_value(self, now: float) -> float:
         """Return the tokens that an eviction would lose, weighted by uses and age.
 
-        Tokens up to the nearest entry above in the tree would stay cached. Pages that entries beside
-        it share are accounted for in bytes: the memory divides this value by proportional bytes.
+        Tokens up to the nearest entry above in the tree would stay cached. Pages that entries
+        beside it share count in bytes: the memory divides this value by proportional bytes.
         """
         node = self.node
         while node.parent is not None and not (node.entries and node is not self.node):

@@ -48,19 +48,11 @@ struct Weights {
     }
 };
 
-// The largest magnitude of BLOCK numbers; NaN if one is not finite.
-inline float largest_of(const F *x) {
-    F top = zero(), rest = zero();
-    for (int t = 0; t < BLOCK / 16; t++) top = max(top, abs(x[t])), rest = fma(x[t], zero(), rest);
-    return sum(rest) == 0.0f ? largest(top) : __builtin_nanf("");
-}
-
 // Scales and biases of one group of channels, for the rows of a block. With `even`, biases are in
 // units of the scale and use the same rounded weights as the codes. Otherwise an outlier, which
 // makes the scale large, would make the rounding visible in its whole group.
 struct Params {
     F scale[BLOCK / 16], bias[BLOCK / 16];
-    float top;  // the largest scale; NaN if one is not finite
     bool even;
     Params(const SealedBlock &block, int u, float middle, bool even) : even(even) {
         for (int t = 0; t < BLOCK / 16; t++) {
@@ -73,7 +65,6 @@ struct Params {
             bias[t] = fma(scale[t], set1(middle), load(block.bias + at));
             if (even) bias[t] = divide(bias[t], scale[t]);
         }
-        top = largest_of(scale);
     }
 };
 
@@ -100,8 +91,16 @@ inline void store_fine(const F *w, Fine *fine) {
     for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
 }
 
-// Store weights, of which none is above `top`, at `fours` as multiples of a step; return the step.
-inline float store_fours(const F *w, float top, uint32_t *fours) {
+// The largest magnitude of BLOCK numbers; NaN if one is not finite.
+inline float largest_of(const F *x) {
+    F top = zero(), rest = zero();
+    for (int t = 0; t < BLOCK / 16; t++) top = max(top, abs(x[t])), rest = fma(x[t], zero(), rest);
+    return sum(rest) == 0.0f ? largest(top) : __builtin_nanf("");
+}
+
+// Store weights at `fours` as multiples of a step; return the step, NaN if one is not finite.
+inline float store_fours(const F *w, uint32_t *fours) {
+    const float top = largest_of(w);
     const float step = top < 1e-30f ? 1e-30f / FIXED : top / FIXED;  // NaN stays NaN
     const F by = set1(1.0f / step);
     for (int t = 0; t < BLOCK / 16; t++) store_fixed(fours + 8 * t, to_int(mul(w[t], by)));
@@ -110,12 +109,6 @@ inline float store_fours(const F *w, float top, uint32_t *fours) {
 
 inline void make_weights(const SealedBlock &block, const SideTables &side, const float *p,
                          int group, bool hidden, Weights &weights, Sums &sums) {
-    float top[MAX_GROUP];  // the largest weight of a query
-    for (int g = 0; side.quads && g < group; g++) {
-        F most = zero();
-        for (int t = 0; t < BLOCK / 16; t++) most = max(most, load(p + g * PITCH + 16 * t));
-        top[g] = largest(most);
-    }
     for (int u = 0; u < block.groups; u++) {
         const bool even = !side.quads && block.bias && (side.bits == 5 || side.bits == 6);
         const Params params(block, u, side.quads ? 0.0f : side.list.middle, even);
@@ -123,9 +116,7 @@ inline void make_weights(const SealedBlock &block, const SideTables &side, const
             F w[BLOCK / 16];
             weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);
             if (side.quads)
-                weights.step[u][g] = store_fours(
-                    w, params.top == params.top ? params.top * top[g] : largest_of(w),
-                    weights.fours[u][g]);
+                weights.step[u][g] = store_fours(w, weights.fours[u][g]);
             else if (side.bits == 8)
                 store_fine(w, weights.fine[g]);
             else

@@ -26,7 +26,7 @@ from kvant.eval.result import (
     plot_results,
     summarize_quality,
 )
-from kvant.generation.decoder import count_shared_prefix
+from kvant.prefixes.tree import count_shared_prefix
 from kvant.probing.divergence import Divergence, make_stored_prefill_spec
 
 FEW = EvaluationSettings(tokens=700, context=350, prompts=1, continued=8)

@@ -19,7 +19,7 @@ import kvant
 from generation.speakers import DEMO, model_of, tokenizer_of
 from kvant import demo
 from kvant.generation import Session, generate
-from kvant.generation.decoder import count_shared_prefix
+from kvant.prefixes.tree import count_shared_prefix
 from thin import thin_rows
 
 FAMILIES = [DEMO, "llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next"]

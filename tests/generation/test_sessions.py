@@ -19,7 +19,7 @@ from generation.speakers import DEMO, Numbers, model_of, prompt_of, tokenizer_of
 from hf.zoo import valid_spec
 from kvant import demo
 from kvant.generation import Session
-from kvant.generation.decoder import count_shared_prefix
+from kvant.prefixes.tree import count_shared_prefix
 
 TURN = {"message": "", "reply": "", "shared": 0, "tokens": [5] * 9, "begin": 3}
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""What can be told about caches: the backend that reads each layer, and the bytes of pages.
+"""Reports about caches: the backend that reads each layer, and the bytes of pages.
 
 The bytes of several caches over the same pools are in total, per cache, and freeable.
 """

@@ -29,9 +29,9 @@ from kvant.eval.result import (
     summarize_nbytes,
     summarize_quality,
 )
-from kvant.generation.decoder import count_shared_prefix
 from kvant.hf import compute_model_fingerprint
 from kvant.models import max_context
+from kvant.prefixes.tree import count_shared_prefix
 from kvant.probing.divergence import make_empty_cache, measure_divergence, read_prompt
 from kvant.probing.recall import RecallExam, RecallShares, make_exams, measure_recall
 from kvant.probing.verdicts import ProbeProgress, ignore_progress

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from kvant.errors import ContextError, PromptError
-from kvant.generation.decoder import count_shared_prefix
+from kvant.prefixes.tree import count_shared_prefix
 
 Message = Mapping[str, Any]  # role, content, and further fields of a template
 Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring

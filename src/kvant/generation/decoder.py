@@ -41,6 +41,7 @@ from kvant.hf import (
 )
 from kvant.native import get_library
 from kvant.prefixes import PrefixNamespace
+from kvant.prefixes.tree import count_shared_prefix
 from kvant.probing import make_trial, resolve_auto
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.replay import (
@@ -448,11 +449,3 @@ class Prefiller:
         if self.adaptive is not None and begin == 0:  # the first forward tells the size of rows
             self.adaptive.make_room(self.cache, 0)
         return logits
-
-
-def count_shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    count = min(len(left), len(right))
-    if list(left[:count]) == list(right[:count]):
-        return count
-    return next(i for i in range(count) if left[i] != right[i])

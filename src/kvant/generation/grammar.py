@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import GrammarError
-from kvant.generation.decoder import count_shared_prefix
+from kvant.prefixes.tree import count_shared_prefix
 
 # Whitespace between the parts of JSON: a newline and at most 16 spaces. An uncertain model could
 # otherwise emit whitespace until its token limit.

@@ -33,13 +33,13 @@ from kvant.generation.conversation import Messages, encode_messages, find_branch
 from kvant.generation.decoder import (
     LogitsFunction,
     PrefillProgress,
-    count_shared_prefix,
     make_decoder,
 )
 from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Step
 from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.generation.strategy import SequenceCache
 from kvant.platform.sizes import format_count, format_size
+from kvant.prefixes.tree import count_shared_prefix
 from kvant.recipes import AnySpec
 from kvant.spec import describe_spec
 

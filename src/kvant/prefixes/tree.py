@@ -252,5 +252,7 @@ def _find_mismatch(node: TreeNode, tokens: Sequence[int]) -> PrefixMismatch | No
 
 def count_shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    count = min(len(left), len(right))
+    if list(left[:count]) == list(right[:count]):
+        return count
+    return next(i for i in range(count) if left[i] != right[i])

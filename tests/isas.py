@@ -15,7 +15,7 @@ import pytest
 
 from kvant.native import NativeLibrary, get_library, load_library
 
-ISAS = ("amx", "avx512", "avx2", "plain")
+ISAS = ("amx", "avx512", "avxvnni", "avx2", "plain")
 
 
 def load_or_skip(isa: str, folder: Path) -> NativeLibrary:

@@ -4,15 +4,9 @@
 #include <memory>
 #include <vector>
 
-#include "choose.hpp"
 #include "decode.hpp"
 #include "kernels.hpp"
 #include "many.hpp"
-#include "map.hpp"
-#include "multiply.hpp"
-#include "norm.hpp"
-#include "rotate.hpp"
-#include "seal.hpp"
 #include "team.hpp"
 
 namespace kvant::KVANT_TARGET {
@@ -136,6 +130,8 @@ private:
 // always do, this many at a time, since they read different pages.
 constexpr int64_t MAX_SEPARATE_QUERIES = 16;
 
+}  // namespace
+
 void attend(const kvant_request &request) {
     if (request.queries <= MAX_SEPARATE_QUERIES || request.chosen) {
         for (int64_t first = 0; first < request.queries; first += MAX_SEPARATE_QUERIES)
@@ -147,10 +143,5 @@ void attend(const kvant_request &request) {
 #endif
     AttendMany<float>(request).run();
 }
-
-}  // namespace
-
-extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate, norm, choose, multiply, map};
 
 }  // namespace kvant::KVANT_TARGET

@@ -4,7 +4,7 @@
 // The bounds of every page must be read, so they are read in memory order: page by page, and head by
 // head. The sum of score bounds over query heads is one product per page: upper bounds times the
 // sums of positive query channels, plus lower bounds times the sums of negative ones.
-#include "choose.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -205,18 +205,18 @@ private:
     void open(Span span, const Span &next) {
         span.first = 0;
         if (span.part == Part::sealed) span.stop = BLOCK;
-        open_side<true>({*r.keys, r.own_keys}, span, next, keys, key_tile);
-        open_side<false>({*r.values, r.own_values}, span, next, values, value_tile);
+        open_side<true>({*r.keys, keys, r.own_keys}, span, next, key_tile);
+        open_side<false>({*r.values, values, r.own_values}, span, next, value_tile);
     }
 
     template <bool KEYS>
-    void open_side(const Source &from, const Span &span, const Span &next, const SideTables &tables,
+    void open_side(const Source &from, const Span &span, const Span &next,
                    const Tile<Number> &tile) const {
         const Ahead ahead = kvant::KVANT_TARGET::ahead(from, next, sequence, head);
         if (is_coded(from.side, span)) {
-            SealedBlock block = sealed_block(from.side, span, head);
+            SealedBlock block = sealed_block(from, span, head);
             block.ahead = ahead;
-            open_sealed<KEYS>(block, tables, tile);
+            open_sealed<KEYS>(block, from.tables, tile);
         } else {
             RowBlock block = row_block(from, span, sequence, head);
             block.ahead = ahead;

@@ -80,8 +80,8 @@ private:
         head.sums.clear((int)r.group, *r.values);
     }
 
-    Source key_rows() const { return {*r.keys, r.own_keys}; }
-    Source value_rows() const { return {*r.values, r.own_values}; }
+    Source key_rows() const { return {*r.keys, keys, r.own_keys}; }
+    Source value_rows() const { return {*r.values, values, r.own_values}; }
 
     Ahead ahead(const Source &from, const HeadBlock &next) const {
         return kvant::KVANT_TARGET::ahead(from, next.span, sequence, next.head);
@@ -95,10 +95,10 @@ private:
     }
 
     SealedBlock coded(const Source &from, const HeadBlock &now, const HeadBlock *next) const {
-        SealedBlock block = sealed_block(from.side, now.span, now.head);
+        SealedBlock block = sealed_block(from, now.span, now.head);
         if (next) block.ahead = ahead(from, *next);
         if (next && is_coded(from.side, next->span))
-            block.to_next_scale = (const char *)sealed_block(from.side, next->span, next->head).scale -
+            block.to_next_scale = (const char *)sealed_block(from, next->span, next->head).scale -
                                   (const char *)block.scale;
         return block;
     }

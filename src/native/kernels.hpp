@@ -1,4 +1,4 @@
-// The kernels of one instruction set; they take checked requests.
+// The kernels of each instruction set; they take checked requests.
 #pragma once
 
 #include "kvant.h"
@@ -25,17 +25,30 @@ struct Kernels {
     void (*map)(const kvant_map_request &);
 };
 
+// Kernels are compiled once for each instruction set, in a namespace of its name (CMakeLists.txt).
+#define KVANT_DECLARE_KERNELS(isa)                              \
+    namespace isa {                                             \
+    void attend(const kvant_request &request);                  \
+    void seal_page(const kvant_side &side, const PageSeal &page); \
+    void rotate(const kvant_rotate_request &request);           \
+    void norm(const kvant_norm_request &request);               \
+    void choose(const kvant_choose_request &request);           \
+    void multiply(const kvant_multiply_request &request);       \
+    void map(const kvant_map_request &request);                 \
+    }
+
+KVANT_DECLARE_KERNELS(plain)
+KVANT_DECLARE_KERNELS(avx2)
+KVANT_DECLARE_KERNELS(avx512)
+
+// Instruction sets with an `attend` of their own; their other kernels are those of another.
+namespace avxvnni {
+void attend(const kvant_request &request);
+}
 namespace amx {
-void attend(const kvant_request &);  // all other kernels are those of avx512
+void attend(const kvant_request &request);
 }
-namespace avx512 {
-extern const Kernels KERNELS;
-}
-namespace avx2 {
-extern const Kernels KERNELS;
-}
-namespace plain {
-extern const Kernels KERNELS;
-}
+
+void store(const kvant_store_request &request, const Kernels &kernels);
 
 }  // namespace kvant

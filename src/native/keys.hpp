@@ -25,12 +25,15 @@ struct Tables {
         : two(levels), three(levels), four(levels), five(levels), six(levels), eight(levels) {}
 };
 
+constexpr float HALF_UNIT = 256.0f;  // HalfWords gives 2^-8 of a value
+
 // The levels of a codebook as integers, in steps of `unit`.
 struct FixedLevels {
-    float unit = 1.0f;
+    float unit;
     int16_t values[64];
     explicit FixedLevels(const kvant_side &side) {
         const int count = side.format == KVANT_CODEBOOK ? 1 << side.bits : 0;
+        unit = side.format == KVANT_FP8 ? HALF_UNIT : 1.0f;
         float top = 1e-30f;
         for (int i = 0; i < count; i++) top = std::fmax(top, std::fabs(side.levels[i]));
         if (count) unit = top / MAX_LEVEL;
@@ -56,19 +59,23 @@ struct SideTables {
     LevelList list;
     Tables tables;
     FixedLevels fixed;
-    int bits, span;  // span: interleaved channels, 16 or 32
+    int bits, span;     // span: interleaved channels, 16 or 32
+    int width, groups;  // bytes of codes and scales of a row
     bool bytes, quads, codebook;
     explicit SideTables(const kvant_side &side)
         : list(side), tables(list.values), fixed(side), bits((int)side.bits),
-          span(side.dim % 32 ? 16 : 32), bytes(has_bytes(side)), quads(in_quads(side)),
+          span(side.dim % 32 ? 16 : 32), width((int)(side.dim * side.bits / 8)),
+          groups(side.format == KVANT_RAW ? 0 : (int)((side.dim + side.group - 1) / side.group)),
+          bytes(has_bytes(side)), quads(in_quads(side)),
           codebook(side.format == KVANT_CODEBOOK) {}
 };
 
-// Call f(Int<bits>, Int<span>, words) for the integer codes of a side.
+// Call f(Int<bits>, Int<span>, words) for a side with codes in fours.
 template <class Fn> inline void with_words(const SideTables &side, Fn f) {
     const int16_t *levels = side.fixed.values;
     if (side.bytes) return f(Int<8>(), Int<16>(), CodeWords<8>(levels));
 #if KVANT_INTEGER_CODES
+    if (side.bits == 8) return f(Int<8>(), Int<16>(), HalfWords());
     const auto spans = [&](auto bits, const auto &words) {
         if (side.span == 32) return f(bits, Int<32>(), words);
         if constexpr (bits.value != 3 && bits.value != 5) f(bits, Int<16>(), words);
@@ -136,18 +143,17 @@ inline void sealed_scores(const SealedBlock &block, const SideTables &side, cons
                           float *s) {
     if (side.quads)
         return with_words(side, [&](auto bits, auto span, const auto &words) {
+            using Number = typename std::decay_t<decltype(words)>::Number;
             by_four(q.group, [&](auto n, int g) {
-                const FixedQueries fixed{q.fours[g], q.step + g, q.sums[g]};
+                const FixedQueries<Number> fixed{q.fours_of(g, Number()), q.step + g, q.sums[g]};
                 quad_scores<bits.value, span.value, n.value>(block, words, side.fixed.unit, fixed,
                                                              s + g * PITCH);
             });
         });
+#if !KVANT_INTEGER_CODES
     by_four(q.group, [&](auto n, int g) {
         constexpr int GN = decltype(n)::value;
         float *at = s + g * PITCH;
-#if KVANT_INTEGER_CODES
-        float_scores<GN>(block, q.fine[g], at);
-#else
         const Tables &t = side.tables;
         switch (side.bits) {
         case 8: return float_scores<GN>(block, t.eight, q, g, at);
@@ -157,8 +163,8 @@ inline void sealed_scores(const SealedBlock &block, const SideTables &side, cons
         case 3: return coded_scores<3, GN>(block, side, t.three, q, g, at);
         case 2: return coded_scores<2, GN>(block, side, t.two, q, g, at);
         }
-#endif
     });
+#endif
 }
 
 }  // namespace kvant::KVANT_TARGET

@@ -283,13 +283,17 @@ typedef struct {
 
 KVANT_EXPORT int kvant_abi(void);
 
-/* Return "amx", "avx512", "avx2" or "plain": the best of this processor, or the one that KVANT_ISA
- * names (null if this processor does not have it). */
+/* Return "amx", "avx512", "avxvnni", "avx2" or "plain": the best of this processor, or the one that
+ * KVANT_ISA names (null if this processor does not have it). */
 KVANT_EXPORT const char *kvant_isa(void);
 
 /* Run parallel work on the OpenMP threads of the process, given its GOMP_parallel, so that two teams
  * never compete for the cores. Null: on threads of the library. */
 KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
+
+/* Run for about so many cycles: additions that each wait for the previous one. The time that it takes
+ * tells the clock of the processor. */
+KVANT_EXPORT void kvant_spin(int64_t cycles);
 
 KVANT_EXPORT const char *kvant_attend(const kvant_request *request);
 KVANT_EXPORT const char *kvant_store(const kvant_store_request *request);

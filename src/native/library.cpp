@@ -1,20 +1,31 @@
 // The entry points, which check their requests, and the choice of the instruction set.
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
-#if KVANT_HAS_amx
+#if KVANT_HAS_avx2
 #include <cpuid.h>
+#endif
+#if KVANT_HAS_amx
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 #include "checks.hpp"
 #include "kernels.hpp"
-#include "store.hpp"
 
 namespace {
 
 using kvant::Kernels;
+
+#if KVANT_HAS_avxvnni
+// Whether the processor multiplies and adds integers in one instruction of 256 bits.
+bool has_vnni() {
+    constexpr unsigned AVX_VNNI = 1u << 4;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
+}
+#endif
 
 #if KVANT_HAS_amx
 // Whether the processor has tiles of 16-bit floats, and the system permits this process to use them.
@@ -27,30 +38,43 @@ bool has_tiles() {
 }
 #endif
 
-const Kernels *best() {
-    const char *forced = std::getenv("KVANT_ISA");
-    const auto fits = [&](const char *name) {
-        return !forced || !*forced || !std::strcmp(forced, name);
-    };
+// The kernels of `isa`, with attention of `attending`.
+#define KVANT_KERNELS(name, attending, isa)                                                        \
+    {name, kvant::attending::attend, kvant::isa::seal_page, kvant::isa::rotate, kvant::isa::norm, \
+     kvant::isa::choose, kvant::isa::multiply, kvant::isa::map}
+
+// The kernels that the processor has instructions for, the fastest first.
+std::vector<Kernels> list_kernels() {
+    std::vector<Kernels> list;
 #if KVANT_HAS_avx512
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 #if KVANT_HAS_amx
-    static const Kernels tiles = {"amx", kvant::amx::attend, kvant::avx512::KERNELS.seal_page,
-                                  kvant::avx512::KERNELS.rotate, kvant::avx512::KERNELS.norm,
-                                  kvant::avx512::KERNELS.choose, kvant::avx512::KERNELS.multiply,
-                                  kvant::avx512::KERNELS.map};
-    if (wide && fits("amx") && has_tiles()) return &tiles;
+    if (wide && has_tiles()) list.push_back(KVANT_KERNELS("amx", amx, avx512));
 #endif
-    if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
+    if (wide) list.push_back(KVANT_KERNELS("avx512", avx512, avx512));
 #endif
 #if KVANT_HAS_avx2
     // Every processor with AVX2 and FMA also converts 16-bit floats (F16C).
     const bool middle = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (middle && fits("avx2")) return &kvant::avx2::KERNELS;
+#if KVANT_HAS_avxvnni
+    if (middle && has_vnni()) list.push_back(KVANT_KERNELS("avxvnni", avxvnni, avx2));
 #endif
-    return fits("plain") ? &kvant::plain::KERNELS : nullptr;
+    if (middle) list.push_back(KVANT_KERNELS("avx2", avx2, avx2));
+#endif
+    list.push_back(KVANT_KERNELS("plain", plain, plain));
+    return list;
+}
+
+// The fastest kernels, or those that KVANT_ISA names; null if the processor does not have them.
+const Kernels *best() {
+    static const std::vector<Kernels> list = list_kernels();
+    const char *forced = std::getenv("KVANT_ISA");
+    if (!forced || !*forced) return &list.front();
+    for (const Kernels &kernels : list)
+        if (!std::strcmp(forced, kernels.name)) return &kernels;
+    return nullptr;
 }
 
 const Kernels *kernels() {
@@ -61,6 +85,17 @@ const Kernels *kernels() {
 }  // namespace
 
 extern "C" int kvant_abi(void) { return KVANT_ABI; }
+
+extern "C" void kvant_spin(int64_t cycles) {
+    uint64_t x = 1;
+    for (; cycles > 0; cycles -= 16) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            x += x;
+            asm volatile("" : "+r"(x));  // keep each addition
+        }
+    }
+}
 
 extern "C" const char *kvant_isa(void) { return kernels() ? kernels()->name : nullptr; }
 

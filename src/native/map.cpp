@@ -1,6 +1,6 @@
 // Elementwise operations on one or two tensors, with the bits of PyTorch's operators: computed in
 // single precision and rounded once. Compiled without fused operations.
-#include "map.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -4,7 +4,7 @@
 //
 // A piece is a part of the columns. Products are summed within a part in order, then part by part,
 // as oneDNN does, so outputs can be equal to the bit.
-#include "multiply.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

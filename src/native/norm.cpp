@@ -1,7 +1,7 @@
 // RMSNorm of rows, with the bits of PyTorch's operators. Squares are added in the order of PyTorch's
 // sums: 32 partial sums, of every 32nd value, each as a tree with 16 values per branch. Compiled
 // without fused operations.
-#include "norm.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -23,11 +23,10 @@ struct SealedBlock {
     int64_t to_next_scale;  // bytes from these scales to the next block's
 };
 
-// Combine the bits of the low plane with those of the high one, in each byte; bits above are
-// undefined.
+// Combine the bits of the low plane with those of the high one, in each byte.
 template <int BITS> inline I joined(I low, I high) {
-    constexpr int mask = (1 << Planes<BITS>::LOW) - 1;
-    return choose(set1i(mask * 0x01010101), low, high);
+    constexpr int mask = (1 << Planes<BITS>::LOW) - 1, rest = ((1 << BITS) - 1) & ~mask;
+    return join(set1i(mask * 0x01010101), set1i(rest * 0x01010101), low, high);
 }
 
 template <int N> inline I shifted(I x) {

@@ -30,19 +30,24 @@ struct Query {
             if (keys.dtype == KVANT_BF16 || keys.format == KVANT_FP8) halve(g);
 #endif
             if (keys.format == KVANT_RAW) continue;
-            if (in_quads(keys))
-                make_fours(g, (int)keys.group,
-                           keys.format == KVANT_CODEBOOK ? FIXED_TABLE_QUERY : FIXED);
-            else if (!KVANT_INTEGER_CODES)
+            if (keys.format == KVANT_FP8 && KVANT_INTEGER_CODES)
+                make_fine(g);
+            else if (in_quads(keys))
+                keys.format == KVANT_CODEBOOK ? make_fours<true>(g, (int)keys.group)
+                                              : make_fours<false>(g, (int)keys.group);
+            else
                 make_pairs(g, (int)keys.group);
         }
-        const bool fine = KVANT_INTEGER_CODES || !exact;
-        for (int g = 0; g < group && keys.format == KVANT_FP8 && fine; g++) make_fine(g);
+        if (keys.format == KVANT_FP8 && !KVANT_INTEGER_CODES && !exact)
+            for (int g = 0; g < group; g++) make_fine(g);
         if (keys.dtype == KVANT_BF16)
             for (int g = 0; g < group; g++)
                 for (int d = 0; d < dim; d += 16)
                     store(rows[g] + d, split<Bfloat>(load(rows[g] + d)));
     }
+
+    const uint32_t *fours_of(int g, uint32_t) const { return fours[g]; }
+    const Fine *fours_of(int g, Fine) const { return fine[g]; }
 
 private:
     // Store a query as a 16-bit float and its rounding error.
@@ -77,23 +82,22 @@ private:
     }
 
     void make_fine(int g) {
+        step[g] = 1.0f;
         for (int d = 0; d < dim; d += 16) store_fine(fine[g] + d / 2, swapped(load(rows[g] + d)));
     }
 
-    void make_fours(int g, int width, float limit) {
-        F top = zero(), odd = zero();
-        for (int d = 0; d < dim; d += 16) {
-            const F x = load(rows[g] + d);
-            top = max(top, abs(x));
-            odd = fma(x, zero(), odd);
-        }
+    template <bool TABLE> void make_fours(int g, int width) {
+        constexpr float limit = TABLE ? FIXED_TABLE_QUERY : FIXED;
+        I top = zeros();
+        for (int d = 0; d < dim; d += 16) top = max(top, magnitudes(load(rows[g] + d)));
         // Integers cannot represent NaN or infinity: a NaN step marks the whole query.
-        step[g] = sum(odd) == 0.0f ? std::fmax(largest(top) / limit, 1e-30f) : __builtin_nanf("");
+        const float size = finite_magnitude(top);
+        step[g] = (size < 1e-25f ? 1e-25f : size) * (1.0f / limit);
         by_group(width, [&](int u, int first, int stop) {
             F total = zero();  // of integers that are exact in a float
             for (int d = first; d < stop; d += 16) {
                 const I n = to_int(mul(load(rows[g] + d), set1(1.0f / step[g])));
-                store_fixed(fours[g] + d / 2, n);
+                store_fixed<TABLE>(fours[g] + d / 2, n);
                 total = add(total, to_float(n));
             }
             sums[g][u] = sum(total) * step[g];

@@ -1,7 +1,7 @@
 // The signed Hadamard transform of codecs/frames/hadamard.py, to the bit. The stages there pair
 // neighbours and put all sums before all differences. The in-place stages here, at distances 1, 2,
 // 4, ..., give the same order in the end. Compiled without fused operations.
-#include "rotate.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

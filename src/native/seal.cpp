@@ -1,6 +1,6 @@
 // Seal pages like codecs/affine.py, codebook.py and fp8.py, to the bit, in the arrangement that the
 // kernels read. Compiled without fused operations, which would round differently from the codecs.
-#include "seal.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // Apply an append plan to a layer: copy open pages, then write new rows, then seal pages. A unit of
 // work is one head of one side of a copy, a write or a seal.
-#include "store.hpp"
+#include "kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -12,7 +12,7 @@ constexpr int64_t MAX_SEPARATE_QUERIES = 9;
 void attend(const kvant_request &request) {
     if (request.queries > MAX_SEPARATE_QUERIES && !request.chosen && in_pairs(request))
         return AttendMany<uint32_t>(request).run();
-    avx512::KERNELS.attend(request);
+    avx512::attend(request);
 }
 
 }  // namespace kvant::KVANT_TARGET

@@ -43,6 +43,9 @@ struct Weights {
     alignas(64) Fine fine[MAX_GROUP][BLOCK / 2];
     float step[MAX_GROUPS][MAX_GROUP];
 
+    const uint32_t *fours_of(int u, int g, uint32_t) const { return fours[u][g]; }
+    const Fine *fours_of(int, int g, Fine) const { return fine[g]; }
+
     Weights() {
         for (auto &row : rows) std::memset(row + BLOCK, 0, (PITCH - BLOCK) * sizeof *row);
     }
@@ -91,19 +94,14 @@ inline void store_fine(const F *w, Fine *fine) {
     for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
 }
 
-// The largest magnitude of BLOCK numbers; NaN if one is not finite.
-inline float largest_of(const F *x) {
-    F top = zero(), rest = zero();
-    for (int t = 0; t < BLOCK / 16; t++) top = max(top, abs(x[t])), rest = fma(x[t], zero(), rest);
-    return sum(rest) == 0.0f ? largest(top) : __builtin_nanf("");
-}
-
 // Store weights at `fours` as multiples of a step; return the step, NaN if one is not finite.
-inline float store_fours(const F *w, uint32_t *fours) {
-    const float top = largest_of(w);
-    const float step = top < 1e-30f ? 1e-30f / FIXED : top / FIXED;  // NaN stays NaN
+template <bool TABLE> inline float store_fours(const F *w, uint32_t *fours) {
+    I largest_bits = zeros();
+    for (int t = 0; t < BLOCK / 16; t++) largest_bits = max(largest_bits, magnitudes(w[t]));
+    const float top = finite_magnitude(largest_bits);
+    const float step = (top < 1e-30f ? 1e-30f : top) * (1.0f / FIXED);  // NaN stays NaN
     const F by = set1(1.0f / step);
-    for (int t = 0; t < BLOCK / 16; t++) store_fixed(fours + 8 * t, to_int(mul(w[t], by)));
+    for (int t = 0; t < BLOCK / 16; t++) store_fixed<TABLE>(fours + 8 * t, to_int(mul(w[t], by)));
     return step;
 }
 
@@ -115,10 +113,13 @@ inline void make_weights(const SealedBlock &block, const SideTables &side, const
         for (int g = 0; g < group; g++) {
             F w[BLOCK / 16];
             weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);
-            if (side.quads)
-                weights.step[u][g] = store_fours(w, weights.fours[u][g]);
+            float &step = weights.step[u][g];
+            if (side.codebook && side.quads)
+                step = store_fours<true>(w, weights.fours[u][g]);
+            else if (side.bytes || (side.quads && side.bits < 8))
+                step = store_fours<false>(w, weights.fours[u][g]);
             else if (side.bits == 8)
-                store_fine(w, weights.fine[g]);
+                step = 1.0f, store_fine(w, weights.fine[g]);
             else
                 store_pairs(w, weights.pairs[u][g]);
         }
@@ -164,20 +165,19 @@ inline void sealed_values(const SealedBlock &block, const SideTables &side, int 
         const int stop = first + block.group < block.dim ? first + block.group : block.dim;
         if (side.quads) {
             with_words(side, [&](auto bits, auto span, const auto &words) {
+                using Number = typename std::decay_t<decltype(words)>::Number;
                 by_four(group, [&](auto n, int g) {
-                    const FixedWeights fixed{weights.fours[u][g], weights.step[u] + g};
+                    const FixedWeights<Number> fixed{weights.fours_of(u, g, Number()), weights.step[u] + g};
                     quad_values<bits.value, span.value, n.value>(
                         block, words, side.fixed.unit, first, stop, fixed, sums.acc[g], Sums::WIDTH);
                 });
             });
             continue;
         }
+#if !KVANT_INTEGER_CODES
         by_four(group, [&](auto n, int g) {
             constexpr int GN = decltype(n)::value;
             float *acc = sums.acc[g];
-#if KVANT_INTEGER_CODES
-            float_values<GN>(block, weights.fine[g], acc, Sums::WIDTH);
-#else
             const uint32_t *w = weights.pairs[u][g];
             const Tables &t = side.tables;
             switch (side.bits) {
@@ -190,8 +190,8 @@ inline void sealed_values(const SealedBlock &block, const SideTables &side, int 
             case 3: return coded_values<3, GN>(block, side, t.three, first, stop, w, acc);
             case 2: return coded_values<2, GN>(block, side, t.two, first, stop, w, acc);
             }
-#endif
         });
+#endif
     }
 }
 

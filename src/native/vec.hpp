@@ -15,6 +15,11 @@
 // Whether codes of fewer than 8 bits are multiplied as integers, not as 16-bit floats.
 #define KVANT_INTEGER_CODES !KVANT_BFLOAT_DOT
 
+// Whether integers are multiplied and added in one instruction (AVX-VNNI).
+#ifndef KVANT_VNNI
+#define KVANT_VNNI 0
+#endif
+
 // Whether matrices of 16-bit floats are multiplied on the processor's tiles (AMX).
 #ifndef KVANT_TILES
 #define KVANT_TILES 0

@@ -1,5 +1,5 @@
-// Sixteen lanes in two registers: AVX2 with FMA and F16C. Products of 16-bit floats are computed in
-// single precision, those of codes as 16-bit integers.
+// Sixteen lanes in two registers: AVX2 with FMA and F16C, and AVX-VNNI if KVANT_VNNI. Products of
+// 16-bit floats are computed in single precision, those of codes as 16-bit integers.
 #pragma once
 
 #include <immintrin.h>
@@ -16,9 +16,6 @@ struct F {
 struct I {
     __m256i a, b;
 };
-
-// Sums in registers: GCC would reorder integer sums and spill the products.
-inline void keep(__m256i &x) { asm("" : "+x"(x)); }
 
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -51,11 +48,10 @@ inline float sum(F x) {
     return total;
 }
 inline float largest(F x) {
-    float lanes[8];
-    _mm256_storeu_ps(lanes, _mm256_max_ps(x.a, x.b));
-    float top = lanes[0];
-    for (float lane : lanes) top = lane <= top ? top : lane;
-    return top;
+    const __m256 all = _mm256_max_ps(x.a, x.b);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    const __m128 two = _mm_max_ps(four, _mm_permute_ps(four, 0x4E));
+    return _mm_cvtss_f32(_mm_max_ps(two, _mm_permute_ps(two, 0xB1)));
 }
 inline __m256 where_zero(__m256 a, __m256 b, __m256 rest) {
     return _mm256_blendv_ps(rest, b, _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_EQ_OQ));
@@ -86,12 +82,22 @@ inline I rightv(I x, I by) {
 inline I leftv(I x, I by) {
     return {_mm256_sllv_epi32(x.a, by.a), _mm256_sllv_epi32(x.b, by.b)};
 }
-inline __m256i choose(__m256i mask, __m256i a, __m256i b) {
-    return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+// Bits of `x` in `low` and of `y` in `high`; the others are zero.
+inline __m256i join(__m256i low, __m256i high, __m256i x, __m256i y) {
+    return _mm256_or_si256(_mm256_and_si256(low, x), _mm256_and_si256(high, y));
 }
-inline I choose(I mask, I x, I y) {
-    return {choose(mask.a, x.a, y.a), choose(mask.b, x.b, y.b)};
+inline I join(I low, I high, I x, I y) {
+    return {join(low.a, high.a, x.a, y.a), join(low.b, high.b, x.b, y.b)};
 }
+
+inline I max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline int32_t largest(I x) {
+    const __m256i all = _mm256_max_epi32(x.a, x.b);
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
+}
+inline I magnitudes(F x) { return {_mm256_castps_si256(abs(x).a), _mm256_castps_si256(abs(x).b)}; }
 
 template <int N> inline I repeated(const void *p) {
     if constexpr (N == 16) return loadi(p);
@@ -263,12 +269,45 @@ template <> struct Levels<8> {
     }
 };
 
-// The levels of four codes a lane, as 16-bit integers: of bytes 0 and 2, and of bytes 1 and 3.
+// Add the products of words to sums of 32 bits. With intrinsics, GCC makes all products first, and
+// spills them or the sums.
+inline void add_products(__m256i &sum, __m256i x, __m256i y) {
+#if KVANT_VNNI
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+#else
+    __m256i products;
+    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+        : "+x"(sum), "=&x"(products)
+        : "x"(x), "x"(y));
+#endif
+}
+
+// The four codes of a lane as 16-bit integers: of bytes 0 and 2, and of bytes 1 and 3.
 struct Words {
     I even, odd;
 };
+
+// Sums of products with four 16-bit numbers, in the order 0 2 1 3.
+struct Quads {
+    I all;
+    struct Four {
+        __m256i even, odd;
+        explicit Four(const uint32_t *p)
+            : even(_mm256_set1_epi32((int32_t)p[0])), odd(_mm256_set1_epi32((int32_t)p[1])) {}
+    };
+    void clear() { all = zeros(); }
+    void add(const Words &x, const Four &four) {
+        add_products(all.a, x.even.a, four.even), add_products(all.b, x.even.b, four.even);
+        add_products(all.a, x.odd.a, four.odd), add_products(all.b, x.odd.b, four.odd);
+    }
+    void put(F &sums) const { sums = to_float(all); }
+};
+
 // Codes that are their own levels.
 template <int BITS> struct CodeWords {
+    using Number = uint32_t;  // a pair of the fours that the sums are made of
+    static constexpr int PARTS = 1;
+    template <int> using Sums = Quads;
     explicit CodeWords(const int16_t *) {}
     static Words at(I x) { return {{even(x.a), even(x.b)}, {odd(x.a), odd(x.b)}}; }
 
@@ -276,13 +315,39 @@ private:
     static __m256i even(__m256i x) {
         return _mm256_and_si256(x, _mm256_set1_epi16((1 << BITS) - 1));
     }
-    static __m256i odd(__m256i x) {
+    static __m256i odd(__m256i x) {  // the bits above a code are zero where planes were joined
         const __m256i high = _mm256_srli_epi16(x, 8);
-        return BITS == 8 ? high : even(high);
+        return BITS == 8 || Planes<BITS>::HIGH ? high : even(high);
     }
 };
+
+// The four levels of a lane as 16-bit integers, in order: of lanes 0 1 4 5, and of lanes 2 3 6 7.
+struct LaneWords {
+    I low, high;
+};
+
+// Sums of products with four 16-bit numbers in order, for 8 of the 16 lanes.
+template <int PART> struct LaneQuads {
+    __m256i low, high;  // a lane has two sums, of its words 0 1 and 2 3
+    struct Four {
+        __m256i all;
+        explicit Four(const uint32_t *p) : all(_mm256_castpd_si256(_mm256_broadcast_sd((const double *)p))) {}
+    };
+    void clear() { low = high = _mm256_setzero_si256(); }
+    void add(const LaneWords &x, const Four &four) {
+        add_products(low, PART ? x.low.b : x.low.a, four.all);
+        add_products(high, PART ? x.high.b : x.high.a, four.all);
+    }
+    void put(F &sums) const {
+        (PART ? sums.b : sums.a) = _mm256_cvtepi32_ps(_mm256_hadd_epi32(low, high));
+    }
+};
+
 // A table of up to 16 levels, looked up in two halves of 8 bits.
 template <int BITS> struct TableWords {
+    using Number = uint32_t;
+    static constexpr int PARTS = 2;
+    template <int PART> using Sums = LaneQuads<PART>;
     __m256i low, high;
     explicit TableWords(const int16_t *levels) {
         alignas(16) uint8_t bytes[2][16];
@@ -293,24 +358,52 @@ template <int BITS> struct TableWords {
         low = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)bytes[0]));
         high = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)bytes[1]));
     }
-    Words at(I x) const {
-        Words out;
-        half(x.a, out.even.a, out.odd.a), half(x.b, out.even.b, out.odd.b);
+    LaneWords at(I x) const {
+        LaneWords out;
+        look_up(x.a, out.low.a, out.high.a), look_up(x.b, out.low.b, out.high.b);
         return out;
     }
 
 private:
-    void half(__m256i x, __m256i &even, __m256i &odd) const {
-        const __m256i code = _mm256_and_si256(x, _mm256_set1_epi8((1 << BITS) - 1));
+    void look_up(__m256i code, __m256i &first, __m256i &second) const {
+        if (!Planes<BITS>::HIGH) code = _mm256_and_si256(code, _mm256_set1_epi8((1 << BITS) - 1));
         const __m256i a = _mm256_shuffle_epi8(low, code), b = _mm256_shuffle_epi8(high, code);
-        const __m256i upper = _mm256_set1_epi16((int16_t)0xff00);
-        even = _mm256_blendv_epi8(a, _mm256_slli_epi16(b, 8), upper);
-        odd = _mm256_blendv_epi8(_mm256_srli_epi16(a, 8), b, upper);
+        first = _mm256_unpacklo_epi8(a, b), second = _mm256_unpackhi_epi8(a, b);
+    }
+};
+
+// Sums of products of 16-bit floats with four floats, for 8 of the 16 lanes: the words of a lane
+// have neighbouring sums.
+template <int PART> struct HalfQuads {
+    __m256 low, high;
+    struct Four {
+        __m256 even, odd;
+        explicit Four(const Fine *p)
+            : even(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)p))),
+              odd(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)(p + 1)))) {}
+    };
+    void clear() { low = high = _mm256_setzero_ps(); }
+    void add(const Words &x, const Four &four) {
+        add(PART ? x.even.b : x.even.a, four.even);
+        add(PART ? x.odd.b : x.odd.a, four.odd);
+    }
+    void put(F &sums) const {
+        const __m256d x = _mm256_castps_pd(_mm256_hadd_ps(low, high));
+        (PART ? sums.b : sums.a) = _mm256_castpd_ps(_mm256_permute4x64_pd(x, 0xD8));
+    }
+
+private:
+    void add(__m256i halves, __m256 y) {
+        low = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), y, low);
+        high = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), y, high);
     }
 };
 
 // Floats of 8 bits as 16-bit floats, 2^-8 of their value.
 struct HalfWords {
+    using Number = Fine;
+    static constexpr int PARTS = 2;
+    template <int PART> using Sums = HalfQuads<PART>;
     static Words at(I x) {
         const I up = {_mm256_slli_epi16(x.a, 8), _mm256_slli_epi16(x.b, 8)};
         return {{half(up.a), half(up.b)}, {half(x.a), half(x.b)}};
@@ -323,59 +416,13 @@ private:
     }
 };
 
-// Sums of products of 16-bit floats with four floats, for 8 of the 16 lanes: the words of a lane
-// have neighbouring sums.
-template <int PART> struct HalfQuads {
-    __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
-    struct Four {
-        __m256 even, odd;
-        explicit Four(const Fine *p)
-            : even(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)p))),
-              odd(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)(p + 1)))) {}
-    };
-    void add(const Words &x, const Four &four) {
-        add(PART ? x.even.b : x.even.a, four.even);
-        add(PART ? x.odd.b : x.odd.a, four.odd);
-    }
-    // Store the sums of the 8 lanes at their places of 16.
-    void store_total(float *p) const {
-        const __m256d x = _mm256_castps_pd(_mm256_hadd_ps(low, high));
-        _mm256_storeu_ps(p + 8 * PART, _mm256_castpd_ps(_mm256_permute4x64_pd(x, 0xD8)));
-    }
-
-private:
-    void add(__m256i halves, __m256 y) {
-        low = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), y, low);
-        high = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), y, high);
-    }
-};
-
-// Sums of products with four 16-bit numbers: 0 2 for even words, 1 3 for odd ones.
-struct Quads {
-    I all = zeros();
-    struct Four {
-        __m256i even, odd;
-        explicit Four(const uint32_t *p)
-            : even(_mm256_set1_epi32((int32_t)p[0])), odd(_mm256_set1_epi32((int32_t)p[1])) {}
-    };
-    void add(const Words &x, const Four &four) {
-        add(all.a, x.even.a, four.even), add(all.b, x.even.b, four.even);
-        add(all.a, x.odd.a, four.odd), add(all.b, x.odd.b, four.odd);
-    }
-    F total() const { return to_float(all); }
-
-private:
-    static void add(__m256i &sum, __m256i x, __m256i y) {
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
-        keep(sum);
-    }
-};
-// Store 16 numbers as the fours that Quads::Four reads.
-inline void store_fixed(uint32_t *p, I x) {
+// Store 16 integers as the fours that the sums of codes read, or of levels from a table.
+template <bool TABLE> inline void store_fixed(uint32_t *p, I x) {
+    const __m256i words = _mm256_packs_epi32(x.a, x.b);
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
-    const __m256i words = _mm256_shuffle_epi8(_mm256_packs_epi32(x.a, x.b), order);
-    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(words, 0xD8));
+    const __m256i fours = TABLE ? words : _mm256_shuffle_epi8(words, order);
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(fours, 0xD8));
 }
 
 }  // namespace kvant::KVANT_TARGET

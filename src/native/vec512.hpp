@@ -43,8 +43,12 @@ template <int N> inline I right(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
 template <int N> inline I left(I x) { return N ? _mm512_slli_epi32(x, N) : x; }
 inline I rightv(I x, I by) { return _mm512_srlv_epi32(x, by); }
 inline I leftv(I x, I by) { return _mm512_sllv_epi32(x, by); }
-// Bits of a where mask is set, else of b.
-inline I choose(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xCA); }
+// Bits of a in `low`; elsewhere those of b, though only bits in `high` are needed.
+inline I join(I low, I, I a, I b) { return _mm512_ternarylogic_epi32(low, a, b, 0xCA); }
+inline I max(I a, I b) { return _mm512_max_epi32(a, b); }
+inline int32_t largest(I x) { return _mm512_reduce_max_epi32(x); }
+// The bits of absolute values: they are ordered like the values, with NaN above infinity.
+inline I magnitudes(F x) { return _mm512_castps_si512(abs(x)); }
 
 // Repeat N dwords to fill 16 lanes.
 template <int N> inline I repeated(const void *p) {
@@ -208,15 +212,9 @@ constexpr int QUAD_TILES = 2, QUAD_CHUNKS = 2;  // of 16 rows, or channels, whos
 template <int GN> constexpr int ROW_CHUNKS = 4;
 constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 4;
 
-// Codes of 8 bits are multiplied as they are.
-template <int BITS> struct CodeWords {
-    explicit CodeWords(const int16_t *) {}
-    static I at(I x) { return x; }
-};
-
 // Sums of 8-bit codes times 15-bit numbers, four per lane; a number is 128 high + low.
 struct Quads {
-    I high = zeros(), low = zeros();
+    I high, low;
     struct Four {
         I high, low;
         explicit Four(const uint32_t *p) : high(set1i((int32_t)p[0])), low(set1i((int32_t)p[1])) {}
@@ -226,14 +224,23 @@ struct Quads {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
         return sum;
     }
+    void clear() { high = low = zeros(); }
     void add(I codes, const Four &four) {
         high = plus(high, codes, four.high);
         low = plus(low, codes, four.low);
     }
-    F total() const { return to_float(_mm512_add_epi32(left<7>(high), low)); }
+    void put(F &sums) const { sums = to_float(_mm512_add_epi32(left<7>(high), low)); }
+};
+// Codes of 8 bits are multiplied as they are.
+template <int BITS> struct CodeWords {
+    using Number = uint32_t;
+    static constexpr int PARTS = 1;
+    template <int> using Sums = Quads;
+    explicit CodeWords(const int16_t *) {}
+    static I at(I x) { return x; }
 };
 // Store 16 numbers as the pairs of dwords that Quads::Four reads.
-inline void store_fixed(uint32_t *p, I x) {
+template <bool> inline void store_fixed(uint32_t *p, I x) {
     const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(x, 7));
     const __m128i low = _mm512_cvtepi32_epi8(_mm512_and_si512(x, set1i(127)));
     _mm_storeu_si128((__m128i *)p, _mm_unpacklo_epi32(high, low));

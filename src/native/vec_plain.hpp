@@ -102,9 +102,20 @@ template <int N> inline I right(I x) { return eachi([&](int i) { return x.at[i] 
 template <int N> inline I left(I x) { return eachi([&](int i) { return x.at[i] << N; }); }
 inline I rightv(I x, I by) { return eachi([&](int i) { return x.at[i] >> by.at[i]; }); }
 inline I leftv(I x, I by) { return eachi([&](int i) { return x.at[i] << by.at[i]; }); }
-inline I choose(I mask, I x, I y) {
-    return eachi([&](int i) { return (x.at[i] & mask.at[i]) | (y.at[i] & ~mask.at[i]); });
+// Bits of `x` in `low` and of `y` in `high`; the others are zero.
+inline I join(I low, I high, I x, I y) {
+    return eachi([&](int i) { return (x.at[i] & low.at[i]) | (y.at[i] & high.at[i]); });
 }
+inline I max(I x, I y) {
+    return eachi([&](int i) { return (int32_t)x.at[i] < (int32_t)y.at[i] ? y.at[i] : x.at[i]; });
+}
+inline int32_t largest(I x) {
+    int32_t top = (int32_t)x.at[0];
+    for (uint32_t lane : x.at) top = (int32_t)lane < top ? top : (int32_t)lane;
+    return top;
+}
+// The bits of absolute values: they are ordered like the values, with NaN above infinity.
+inline I magnitudes(F x) { return eachi([&](int i) { return bits_of(std::fabs(x.at[i])); }); }
 template <int N> inline I repeated(const void *p) {
     I x;
     for (int i = 0; i < 16; i++) std::memcpy(x.at + i, (const char *)p + i % N * 4, 4);
@@ -169,37 +180,65 @@ template <class Fn> inline Words each_word(I x, Fn level) {
     };
     return {eachi([&](int i) { return two(x.at[i]); }), eachi([&](int i) { return two(x.at[i] >> 8); })};
 }
+// Sums of products with four 16-bit numbers: 0 2 for even words, 1 3 for odd ones.
+struct Quads {
+    I all;
+    struct Four {
+        uint32_t even, odd;
+        explicit Four(const uint32_t *p) : even(p[0]), odd(p[1]) {}
+    };
+    void clear() { all = zeros(); }
+    void add(const Words &x, const Four &four) {
+        all = eachi([&](int i) {
+            return all.at[i] + two(x.even.at[i], four.even) + two(x.odd.at[i], four.odd);
+        });
+    }
+    void put(F &sums) const { sums = to_float(all); }
+
+private:
+    static uint32_t two(uint32_t x, uint32_t y) {
+        return (int16_t)x * (int16_t)y + (int16_t)(x >> 16) * (int16_t)(y >> 16);
+    }
+};
+
 // Codes that are their own levels.
 template <int BITS> struct CodeWords {
+    using Number = uint32_t;  // a pair of the fours that the sums are made of
+    static constexpr int PARTS = 1;
+    template <int> using Sums = Quads;
     explicit CodeWords(const int16_t *) {}
     static Words at(I x) {
         return each_word(x, [](uint32_t code) { return code & ((1 << BITS) - 1); });
     }
 };
 template <int BITS> struct TableWords {
+    using Number = uint32_t;
+    static constexpr int PARTS = 1;
+    template <int> using Sums = Quads;
     int16_t levels[1 << BITS];
     explicit TableWords(const int16_t *from) { std::memcpy(levels, from, sizeof levels); }
     Words at(I x) const {
         return each_word(x, [&](uint32_t code) { return levels[code & ((1 << BITS) - 1)]; });
     }
 };
-
-// Floats of 8 bits as 16-bit floats, 2^-8 of their value.
-struct HalfWords {
-    static Words at(I x) {
-        return each_word(x, [](uint32_t code) { return (code & 128) << 8 | (code & 127) << 7; });
+template <bool> inline void store_fixed(uint32_t *p, I x) {
+    for (int i = 0; i < 16; i += 4) {
+        p[i / 2] = (x.at[i] & 0xffff) | x.at[i + 2] << 16;
+        p[i / 2 + 1] = (x.at[i + 1] & 0xffff) | x.at[i + 3] << 16;
     }
-};
+}
 
-// Sums of products of 16-bit floats with four floats, for 8 of the 16 lanes.
-template <int PART> struct HalfQuads {
-    float all[8] = {};
+// Sums of products of 16-bit floats with four floats.
+struct HalfQuads {
+    F all;
     using Four = const Fine *;
+    void clear() { all = zero(); }
     void add(const Words &x, const Fine *four) {
-        for (int i = 0; i < 8; i++)
-            all[i] += two(x.even.at[8 * PART + i], four[0]) + two(x.odd.at[8 * PART + i], four[1]);
+        all = each([&](int i) {
+            return all.at[i] + two(x.even.at[i], four[0]) + two(x.odd.at[i], four[1]);
+        });
     }
-    void store_total(float *p) const { std::memcpy(p + 8 * PART, all, sizeof all); }
+    void put(F &sums) const { sums = all; }
 
 private:
     static float two(uint32_t x, Fine y) {
@@ -207,31 +246,15 @@ private:
     }
 };
 
-// Sums of products with four 16-bit numbers: 0 2 for even words, 1 3 for odd ones.
-struct Quads {
-    I all = zeros();
-    struct Four {
-        uint32_t even, odd;
-        explicit Four(const uint32_t *p) : even(p[0]), odd(p[1]) {}
-    };
-    void add(const Words &x, const Four &four) {
-        all = eachi([&](int i) {
-            return all.at[i] + two(x.even.at[i], four.even) + two(x.odd.at[i], four.odd);
-        });
-    }
-    F total() const { return to_float(all); }
-
-private:
-    static uint32_t two(uint32_t x, uint32_t y) {
-        return (int16_t)x * (int16_t)y + (int16_t)(x >> 16) * (int16_t)(y >> 16);
+// Floats of 8 bits as 16-bit floats, 2^-8 of their value.
+struct HalfWords {
+    using Number = Fine;
+    static constexpr int PARTS = 1;
+    template <int> using Sums = HalfQuads;
+    static Words at(I x) {
+        return each_word(x, [](uint32_t code) { return (code & 128) << 8 | (code & 127) << 7; });
     }
 };
-inline void store_fixed(uint32_t *p, I x) {
-    for (int i = 0; i < 16; i += 4) {
-        p[i / 2] = (x.at[i] & 0xffff) | x.at[i + 2] << 16;
-        p[i / 2 + 1] = (x.at[i + 1] & 0xffff) | x.at[i + 3] << 16;
-    }
-}
 
 // Channels of a row are loaded in their order.
 template <class T> inline F load_split(const T *p) { return load(p); }

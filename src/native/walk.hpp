@@ -103,6 +103,7 @@ private:
 // A side of the storage, and the request's own rows of it.
 struct Source {
     const kvant_side &side;
+    const SideTables &tables;
     const kvant_rows &own;
 };
 
@@ -125,9 +126,9 @@ inline RowBlock row_block(const Source &from, const Span &span, int64_t sequence
     return {data + (span.row + span.first) * open.row, open.row, count, {}};
 }
 
-inline SealedBlock sealed_block(const kvant_side &side, const Span &span, int64_t head) {
-    const int width = (int)(side.dim * side.bits / 8);
-    const int groups = (int)((side.dim + side.group - 1) / side.group);
+inline SealedBlock sealed_block(const Source &from, const Span &span, int64_t head) {
+    const kvant_side &side = from.side;
+    const int width = from.tables.width, groups = from.tables.groups;
     const auto place = [&](const kvant_pages &pages, int64_t row) {
         if (!pages.data) return (const char *)nullptr;
         return (const char *)pages.data + span.slot * pages.slot + head * pages.head + span.row * row;
@@ -145,7 +146,7 @@ inline bool is_coded(const kvant_side &side, const Span &span) {
 // The bytes of the next block to prefetch, without its scales.
 inline Ahead ahead(const Source &from, const Span &next, int64_t sequence, int64_t head) {
     if (is_coded(from.side, next)) {
-        const SealedBlock block = sealed_block(from.side, next, head);
+        const SealedBlock block = sealed_block(from, next, head);
         return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
     }
     const RowBlock block = row_block(from, next, sequence, head);

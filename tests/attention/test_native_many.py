@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvant.native
 from isas import ISAS, load_or_skip
 from kvant import Cache, attend, explain
 from kvant.attention import native
@@ -39,7 +40,8 @@ def library(
 
 @pytest.fixture
 def every_isa(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "get_library", lambda: library)
+    for module in (native, kvant.native):
+        monkeypatch.setattr(module, "get_library", lambda: library)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -107,3 +109,15 @@ def test_draft_over_16_bit_rows_equals_token_by_token(text: str) -> None:
         single = slice(200 + i, 201 + i)
         view = by_one[0].append(keys[:, :, single], values[:, :, single])
         assert torch.equal(attend(q[:, :, single], view), batched[:, :, i : i + 1])
+
+
+@pytest.mark.parametrize("text", ["affine8", "affine6", "affine4", "fp8", "turbo4v4", "turbo3v3"])
+def test_one_token_matches_the_reference(text: str, library: NativeLibrary) -> None:
+    """AVX-512 and AMX multiply queries and weights of 16 bits, other sets integers of 15 bits."""
+    bound = 1e-2 if library.isa in ("avx512", "amx") else 3e-3
+    for heads, group, dim, value_dim in SHAPES:
+        keys = torch.randn(1, heads, 201, dim).bfloat16()
+        values = torch.randn(1, heads, 201, value_dim).bfloat16()
+        view = Cache(1, f"{text},tail=0,prefill=stored")[0].append(keys, values)
+        q = torch.randn(1, heads * group, 1, dim)
+        assert relative_error(*attend_with_both(q, view)) < bound, (heads, group, dim)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.bench import attend
+from kvant.bench import attend, cycles
 from kvant.bench.attend import AttendTask
 from kvant.bench.harness import CPU, Lap, Laps
+from kvant.native import get_library
 
 TASK = AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=5, backend=None)
 WAYS = ["torch gqa", "torch folded", "torch by hand"]
@@ -82,3 +83,18 @@ def test_unavailable_backend_is_reported(
 def test_invalid_arguments_are_refused(given_: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         attend.main(**given_)
+
+
+def test_cycles_are_those_of_the_rows_by_which_the_lengths_differ() -> None:
+    calls, rows = cycles.CALLS, cycles.ROWS[1] - cycles.ROWS[0]
+    seconds = {cycles.CLOCK: 1e-3, ("x", cycles.ROWS[0]): 5.0, ("x", cycles.ROWS[1]): 5.0 + 1e-3}
+    expected = cycles.CLOCK_CYCLES / calls / rows
+    assert cycles.count_row_cycles(seconds, "x") == pytest.approx(expected)
+
+
+@pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
+def test_cycles_are_reported_for_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    attend.main(cycles=True, formats="affine8,turbo3v3", repeats=1, json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert [row["way"] for row in report["rows"]] == ["raw", "affine8", "turbo3v3"]
+    assert all(row["ghz"] > 0 for row in report["rows"]) and report["isa"] == get_library().isa

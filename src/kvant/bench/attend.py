@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvant.attention import attend, explain
 from kvant.bench import harness
+from kvant.bench.cycles import count_cycles
 from kvant.bench.harness import (
     BenchDevice,
     CudaDevice,
@@ -201,11 +202,19 @@ def main(
         str | None, typer.Option(help="Backends to measure; default: the preferred one")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per figure")] = 25,
+    cycles: Annotated[
+        bool, typer.Option("--cycles", help="Count cycles a row and key head, in the cache")
+    ] = False,
     device: harness.Device = None,
     plot: harness.Plot = None,
     json: harness.Json = False,
 ) -> None:
     """Time attention of the newest tokens: one layer, bf16."""
+    if cycles:
+        counts = count_cycles(["raw", *split_specs(formats)], group=group, dim=dim, repeats=repeats)
+        facts = {"group": group, "dim": dim, "repeats": repeats, "isa": get_library().isa}
+        harness.print_report("attend --cycles", counts, facts, quiet=json)
+        return
     bench_device = choose_device(device)
     harness.check_plot(plot)
     row_counts = harness.parse_numbers("lengths", lengths)

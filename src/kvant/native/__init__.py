@@ -2,7 +2,7 @@
 
 The package build compiles it if there is a C++ compiler, and installs it on this package's path
 (for an editable install, in the build folder). Loading it selects an instruction set of the
-processor; KVANT_ISA (amx, avx512, avx2, plain) forces one.
+processor; KVANT_ISA (amx, avx512, avxvnni, avx2, plain) forces one.
 """
 
 from __future__ import annotations

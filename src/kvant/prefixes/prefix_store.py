@@ -193,7 +193,7 @@ class PrefixStore:
                     pending.append(blob)
         is_whole = max_length is None or max_length == len(tokens)
         # Tokens after the last full page of the largest size.
-        tail_length = len(tokens) % max(list_page_sizes(page_set.cache))
+        tail_length = len(tokens) % max(list_page_sizes(page_set.cache), default=1)
         has_long_tail = tail_length * MIN_TAIL_DIVISOR > len(tokens)
         if is_whole and (has_long_tail or not pages_suffice(prefix.cache.spec)):
             part, nbytes = _name_tail_state(tokens), page_set.nbytes(None)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -43,15 +43,15 @@ class FamilyReport:
 
     name: str
     error: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # cells by (stock or attached, fused or materialized or nothing)
-    reading_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # (stock or attached, fused or materialized or nothing)
+    readings: set[tuple[str, str]] = field(default_factory=set)
     reasons: set[str] = field(default_factory=set)
     graph_result: str = ""
     refusals: dict[str, str] = field(default_factory=dict)  # by mode: the error of transformers
     problems: list[str] = field(default_factory=list)
 
     def describe_reading(self, way: str) -> str:
-        return ", ".join(sorted(result for key, result in self.reading_counts if key == way))
+        return ", ".join(sorted(result for key, result in self.readings if key == way))
 
 
 def examine_family(name: str) -> FamilyReport:
@@ -76,7 +76,7 @@ def _compare(row: FamilyReport, cell: Cell) -> None:
         return
     kind = "raw" if cell.raw else "compressed"
     row.error[kind] = max(row.error[kind], result.error)
-    row.reading_counts[cell.way, expect_reading(cell)] += 1
+    row.readings.add((cell.way, expect_reading(cell)))
     row.reasons |= result.reasons
     row.problems += [f"{cell}: {problem}" for problem in list_problems(cell, result)]
     if not result.error < TOLERANCE:
@@ -145,11 +145,6 @@ def make_tables(rows: list[FamilyReport]) -> dict[str, str]:
 
 def _format_counts(rows: list[FamilyReport]) -> Iterator[str]:
     yield format_versions()
-    cells = sum((row.reading_counts for row in rows), Counter())
-    for way in ("stock", "attached"):
-        counts = {result: count for (key, result), count in sorted(cells.items()) if key == way}
-        text = ", ".join(f"{count} {result}" for result, count in counts.items())
-        yield f"cells of {way} models: {text}"
     yield f"modes: {', '.join(MODES)}"
     refusals = ((row.name, Cell(row.name, "raw", 2, "chunked", "stock").refusal()) for row in rows)
     missing = [{"families": name, "why": why} for name, why in refusals if why is not None]

@@ -261,8 +261,8 @@ def make_tables(families: list[FamilyResults]) -> dict[str, str]:
     built = [family for family in families if family.not_built is None]
     counts = Counter(result for family in built for result in family.results.values())
     totals = ", ".join(f"{counts[word]} {word}" for word in (SAME, REFUSED, STOCK_FAILS, WRONG))
-    decodes = [{"engine": f.decode, "model types": f.name} for f in built if f.decode]
-    decodes.sort(key=lambda line: line["engine"], reverse=True)  # together, in turns
+    in_turns = [family.name for family in built if family.decode == "in turns"]
+    together = sum(family.decode == "together" for family in built)
     refused = [
         {"model types": f.name, "modes": mode, "the error": _shorten_reason(reason, CAUSAL[f.name])}
         for f in built
@@ -284,7 +284,7 @@ def make_tables(families: list[FamilyResults]) -> dict[str, str]:
     return {
         "classes": f"* {format_versions()}\n"
         f"* {len(built)} of {len(families)} classes are built. Results: {totals}.",
-        "engine": format_table(merge_lines(decodes, "engine")),
+        "engine": f"* {together} types together\n* {len(in_turns)} in turns: {', '.join(in_turns)}",
         "refused": format_table(refused),
         "stock fails": format_table(merge_lines(failures, "modes")),
         "not built": format_table(merge_lines(not_built, "the error")),

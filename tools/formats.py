@@ -1,9 +1,9 @@
-"""Compare the formats on the built-in model, and write docs/benchmarks/formats.md and .json.
+"""Compare the formats on the built-in model, and write docs/benchmarks/formats.json.
 
-`python tools/formats.py` takes a few minutes. The quality of a format is the divergence of its
-next-token distribution from that of a raw cache, in float32, at every position of files that the
-model was not trained on; every token sees what decoding would see. Speed is that of whole
-generations in bfloat16, a token of each format in turn.
+`python tools/formats.py` takes a few minutes and prints the table of README.md. The quality of a
+format is the divergence of its next-token distribution from that of a raw cache, in float32, at
+every position of files that the model was not trained on; every token sees what decoding would
+see. Speed is that of whole generations in bfloat16, a token of each format in turn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvant.bench.harness import describe_machine
 from kvant.checkpoints import load
 from kvant.demo import load_held_out_texts
 from kvant.probing import measure_divergence
-from pages import DOCS, format_table, write_tables
+from pages import DOCS, format_table
 
-DOC_PAGE = DOCS / "benchmarks" / "formats.md"
+RESULTS = DOCS / "benchmarks" / "formats.json"
 FORMATS = (
     *("raw", "affine8", "fp8", "affine6", "affine8v4", "affine4"),
     *("turbo4v4", "turbo4v2", "turbo3"),
@@ -70,11 +70,9 @@ def main() -> None:
         "positions": divergence.num_positions,
         "texts": len(ids),
     }
-    tables = {"machine": f"* {facts['machine']}", "formats": format_table(rows)}
-    write_tables(DOC_PAGE, tables)
     line = json.dumps({"bench": "formats", "machine": machine, **facts, "rows": rows})
-    DOC_PAGE.with_suffix(".json").write_text(line + "\n", encoding="utf-8")
-    print(tables["formats"])
+    RESULTS.write_text(line + "\n", encoding="utf-8")
+    print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 import kvant
-from kvant.bench import attend, decode
+from kvant.bench import attend
 from kvant.bench.harness import LEGEND_OPTIONS, draw_curves, format_figure
 from pages import DOCS
 
@@ -61,12 +61,6 @@ def draw_attention(file: Path) -> None:
     results = load_results("attend.json")
     title = f"attention of {results['queries']} over N rows"
     draw_curves(attend.make_attention_curves(results["rows"]), title, file, "milliseconds (median)")
-
-
-def draw_latency(file: Path) -> None:
-    results = load_results("model-inside.json")
-    title = f"one more token: {results['model']}, {results['dtype']}"
-    draw_curves(decode.make_latency_curves(results["latency"]), title, file, decode.LATENCY_LABEL)
 
 
 def draw_first_token(file: Path) -> None:
@@ -133,7 +127,6 @@ def draw_terminal(file: Path) -> None:
 PICTURES: Mapping[str, Callable[[Path], None]] = {
     "memory.png": draw_memory,
     "benchmarks/attend.png": draw_attention,
-    "benchmarks/model-inside.png": draw_latency,
     "benchmarks/prefixes.png": draw_first_token,
     "benchmarks/serve.png": partial(draw_clients, "serve.json", "way"),
     "benchmarks/servers.png": partial(draw_clients, "servers.json", "server"),

@@ -14,11 +14,10 @@ from kvant.eval.result import FormatPoint, find_pareto_front, plot_results
 from pages import DOCS, format_table, write_tables
 
 UNIFORM_PATTERN = r"affine\d,tail=0|affine2,tail=0,group=64"  # the baseline of recipes
-OPTIONS = ("tail=0", "sinks=4", "smooth")
+OPTIONS = ("tail=0", "smooth")
 COLUMNS = {  # of the page: a field of a result, and its format
     "a row": ("of_raw", ".3f"),
     "at 2k": ("of_raw_2k", ".3f"),
-    "at 32k": ("of_raw_32k", ".3f"),
     "perplexity": ("perplexity_change", "+.2%"),
     "mean KL": ("mean_kl", ".2g"),
     "p99.9": ("p999_kl", ".2g"),
@@ -76,7 +75,7 @@ def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
         ],
         "scales": [_format_scales(row) for row in select_rows(rows, "scales", "plain").values()],
         "values": [
-            _format_name(row) | _format_columns(row, "a row") | _format_quality(row)
+            _format_name(row) | _format_columns(row, "a row", "perplexity", "mean KL", "top-1")
             for row in select_rows(rows, "values", "values 30x").values()
         ],
         "sinks": [
@@ -90,7 +89,7 @@ def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
         ],
         "auto": [
             {"model": row["model"], "chosen": f"`{row['chosen']}`"}
-            | _format_columns(row, "mean KL", "p99.9", "top-1")
+            | _format_columns(row, "mean KL", "top-1")
             for row in rows
             if row["table"] == "auto"
         ],
@@ -110,23 +109,16 @@ def _format_columns(row: ResultRow, *names: str, prefix: str = "") -> dict[str, 
     return {f"{prefix}{name}": format(value, form) for name, (value, form) in cells.items()}
 
 
-def _format_quality(row: ResultRow) -> dict[str, str]:
-    low, high = row["perplexity_change_interval"]
-    return {
-        **_format_columns(row, "perplexity"),
-        "95%": f"{low:+.2%}..{high:+.2%}",
-        **_format_columns(row, "mean KL", "p99.9", "top-1"),
-    }
-
-
 def _format_option(row: ResultRow | None, option: str, prefix: str = "") -> dict[str, str]:
     """Return the mean KL of a format with an option."""
     return {f"{prefix}KL, `{option}`": "" if row is None else f"{row['mean_kl']:.2g}"}
 
 
 def _format_plain(row: ResultRow, rows: Mapping[str, ResultRow]) -> dict[str, str]:
-    line = _format_name(row) | _format_columns(row, "a row", "at 2k", "at 32k")
-    line |= _format_quality(row)
+    low, high = row["perplexity_change_interval"]
+    line = _format_name(row) | _format_columns(row, "a row", "at 2k", "perplexity")
+    line |= {"95%": f"{low:+.2%}..{high:+.2%}"}
+    line |= _format_columns(row, "mean KL", "p99.9", "top-1")
     for option in OPTIONS:
         line |= _format_option(rows.get(f"{row['format']},{option}"), option)
     return line
@@ -135,8 +127,7 @@ def _format_plain(row: ResultRow, rows: Mapping[str, ResultRow]) -> dict[str, st
 def _format_outliers(name: str, models: Mapping[str, Mapping[str, ResultRow]]) -> dict[str, str]:
     line = {"format": f"`{name}`"}
     for model, rows in models.items():
-        columns = ("perplexity", "mean KL", "top-1")
-        line |= _format_columns(rows[name], *columns, prefix=f"{model}: ")
+        line |= _format_columns(rows[name], "mean KL", "top-1", prefix=f"{model}: ")
         line |= _format_option(rows[f"{name},smooth"], "smooth", f"{model}: ")
     return line
 
@@ -147,7 +138,7 @@ def _format_recipe(row: ResultRow, ladder: Sequence[FormatPoint]) -> dict[str, s
     low, high = next((pair for pair in pairs if share <= pair[1].relative_nbytes), pairs[-1])
     part = (share - low.relative_nbytes) / (high.relative_nbytes - low.relative_nbytes)
     uniform_kl = math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
-    line = _format_name(row) | _format_columns(row, "at 2k", "perplexity", "mean KL")
+    line = _format_name(row) | _format_columns(row, "at 2k", "mean KL")
     return line | {"of equal bytes": f"{row['mean_kl'] / uniform_kl:.2f}"}
 
 
@@ -164,14 +155,12 @@ def _format_scales(row: ResultRow) -> dict[str, str]:
 def _format_peer(
     row: ResultRow, hard: ResultRow, step: ResultRow, stock: ResultRow
 ) -> dict[str, str]:
-    columns = ("perplexity", "mean KL", "top-1")
     return {
         "cache": row["format"] if " " in row["format"] else f"`{row['format']}`",
         "bytes": f"{step['nbytes'] / stock['nbytes']:.3f}",
-        "one more token": f"{step['median_ms']:.1f} ms",
         "speed": f"{stock['median_ms'] / step['median_ms']:.2f}",
-        **_format_columns(row, *columns),
-        **_format_columns(hard, *columns, prefix="30x: "),
+        **_format_columns(row, "perplexity", "mean KL", "top-1"),
+        **_format_columns(hard, "mean KL", "top-1", prefix="30x: "),
     }
 
 

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 
-.PHONY: sanitize fuzz demo site env check test test-avx2 laws format clean
+.PHONY: sanitize fuzz arm demo gpu site env check test test-avx2 laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -31,6 +31,11 @@ $(RUNS): $(BUILT_FROM)
 demo: $(RUNS)
 	$(BIN)/kvant run --file $(PROMPT) --kv-cache affine4 --temperature 0.7 --top-p 0.9 \
 	  --repetition-penalty 1.1 --seed 7 --max-new-tokens 128 --stats
+
+# Right results on a GPU, and the speeds that it must reach: make gpu MINUTES=5.
+MINUTES ?= 10
+gpu: $(RUNS)
+	$(BIN)/python -m kvant.bench.gpu --minutes $(MINUTES) --output docs/benchmarks/gpu.json
 
 # The documentation as a site.
 site: env
@@ -91,6 +96,59 @@ sanitize: $(SANITIZED)
 fuzz: $(SANITIZED)
 	$(call each,$(FUZZ) --seconds $(SECONDS) --seed $(SEED))
 	$(BIN)/python tests/forged.py --seconds $(SECONDS) --seed $(SEED)
+
+# Tests whose requests are recorded, to replay them where Python has no torch.
+RECORDED := $(addprefix tests/attention/,test_native.py test_native_many.py test_native_pages.py \
+    test_page_selection.py) tests/frames/test_native.py tests/replay/test_capture.py \
+  tests/test_norms.py tests/test_packed_matrix.py
+RECORDING := build/replay/requests
+
+$(RECORDING): $(RECORDED) $(addprefix tests/native/,interface.py recorder.py recording.py) \
+    src/native/kvant.h | $(STAMP)
+	PYTHONPATH=tests $(PYTEST) -q -p no:cacheprovider -p native.recorder --record $@ $(RECORDED)
+
+ARM := aarch64-linux-gnu
+ARM_BUILD := build/arm
+ARM_ROOT := $(ARM_BUILD)/root
+ARM_PACKAGES := libc6 libgcc-s1 libstdc++6 zlib1g libexpat1 libffi8 libpython3.11-minimal \
+  libpython3.11-stdlib python3.11-minimal
+ARM_APT = apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures::=arm64 \
+  -o Dir::State::Lists=$(CURDIR)/$(ARM_BUILD)/lists -o Dir::State::status=/dev/null
+
+# Python for ARM, which has ctypes and no torch, from the packages of Debian 12.
+$(ARM_ROOT):
+	@mkdir -p $(ARM_BUILD)/lists/partial $(ARM_BUILD)/packages
+	$(ARM_APT) update
+	cd $(ARM_BUILD)/packages && $(ARM_APT) download $(ARM_PACKAGES)
+	for package in $(ARM_BUILD)/packages/*.deb; do dpkg -x $$package $@.part || exit 1; done
+	mv $@.part $@
+
+.PHONY: $(ARM_BUILD)/libkvant.so
+$(ARM_BUILD)/libkvant.so:
+	@for tool in $(ARM)-g++ qemu-aarch64; do \
+	  command -v $$tool > /dev/null || { echo "$$tool is missing: it compiles or runs the kernels" \
+	    "for ARM: apt-get install g++-$(ARM) qemu-user"; exit 1; }; \
+	done
+	@cmake -S . -B $(ARM_BUILD) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=$(ARM)-g++ > /dev/null
+	@cmake --build $(ARM_BUILD)
+	@$(ARM)-g++ -std=c++17 -O2 tests/native/replay.cpp -o $(ARM_BUILD)/replay -ldl
+
+# The recorded requests on each instruction set of ARM, emulated; and wrong sizes, if Python for ARM
+# is there: make build/arm/root.
+arm: $(ARM_BUILD)/libkvant.so $(RECORDING)
+	@isas="$$(PYTHONPATH=tests $(BIN)/python -c 'import isas; print(*isas.ARM_ISAS, "plain")')" || exit 1; \
+	failed=0; \
+	for isa in $$isas; do \
+	  export KVANT_ISA=$$isa; \
+	  qemu-aarch64 -L /usr/$(ARM) $(ARM_BUILD)/replay $< $(RECORDING); status=$$?; \
+	  test $$status -ne 3 || continue; \
+	  test $$status -eq 0 || failed=1; \
+	  test ! -d $(ARM_ROOT) || PYTHONPATH=tests qemu-aarch64 -L $(ARM_ROOT) \
+	    $(ARM_ROOT)/usr/bin/python3.11 -m native.fuzz $< --iterations 2000 || failed=1; \
+	done; \
+	test -d $(ARM_ROOT) || echo "wrong sizes were not tried: make $(ARM_ROOT)"; \
+	exit $$failed
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

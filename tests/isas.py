@@ -9,13 +9,16 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from platform import machine
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from kvant.native import NativeLibrary, get_library, load_library
 
-ISAS = ("amx", "avx512", "avxvnni", "avx2", "plain")
+X86_ISAS = ("amx", "avx512", "avxvnni", "avx2")
+ARM_ISAS = ("neon+dotprod+i8mm", "neon+dotprod", "neon")
+ISAS = (*(ARM_ISAS if machine() in ("aarch64", "arm64") else X86_ISAS), "plain")
 
 
 def load_or_skip(isa: str, folder: Path) -> NativeLibrary:

@@ -6,7 +6,7 @@
 
 #include "decode.hpp"
 #include "kernels.hpp"
-#include "many.hpp"
+#include "prompt.hpp"
 #include "team.hpp"
 
 namespace kvant::KVANT_TARGET {

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "limits.hpp"
-#include "reach.hpp"
-#include "reads.hpp"
+#include "bounds.hpp"
+#include "read_ranges.hpp"
 
 namespace kvant {
 namespace {

@@ -8,11 +8,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <vector>
 
-#include "doors.hpp"
+#include "block.hpp"
+#include "convert.hpp"
 #include "team.hpp"
 
 namespace kvant::KVANT_TARGET {
@@ -37,59 +37,68 @@ public:
         for (int64_t i = 0; i < r.extent->batch * r.queries; i++)
             max_candidates = std::max(max_candidates, range(i).stop - range(i).first);
         batch_queries = std::min(MAX_SCORED_QUERIES, r.extent->batch * r.queries);
-        scores.reset(new float[batch_queries * r.heads * max_candidates]);
+        scores.reset(new int32_t[batch_queries * r.heads * max_candidates]);
+        left.reset(new std::atomic<int64_t>[batch_queries]);
     }
 
     void run() {
         const int64_t all = r.extent->batch * r.queries;
         for (first = 0; first < all; first += batch_queries) {
-            const int64_t count = std::min(batch_queries, all - first);
-            tasks.clear();
-            int64_t work = 0;
-            for (int64_t i = 0; i < count; i++) {
-                const Range &here = range(first + i);
-                work += (here.stop - here.first) * r.heads;
-                for (int64_t begin = here.first; begin < here.stop; begin += TASK_PAGES)
-                    tasks.push_back({first + i, begin, std::min(begin + TASK_PAGES, here.stop)});
-            }
+            const int64_t work = divide(std::min(batch_queries, all - first));
             const int64_t threads = work < MIN_PARALLEL_WORK ? 1 : r.threads;
-            each<&Choose::score>((int64_t)tasks.size(), threads);
-            each<&Choose::pick>(count * r.heads, threads);
+            in_parallel((int)std::min(threads, (int64_t)tasks.size()),
+                        [](void *self) { ((Choose *)self)->work(); }, this);
         }
     }
 
 private:
     const kvant_choose_request &r;
-    std::unique_ptr<float[]> scores;  // [query][head][page]
+    std::unique_ptr<int32_t[]> scores;  // [query][head][page], as `ordered` gives them
     std::vector<Task> tasks;
-    int64_t max_candidates = 0, batch_queries = 0, first = 0, count = 0;
+    std::unique_ptr<std::atomic<int64_t>[]> left;  // by query: tasks still to be computed
+    int64_t max_candidates = 0, batch_queries = 0, first = 0;
     std::atomic<int64_t> next{0};
 
     const Range &range(int64_t unit) const { return ((const Range *)r.ranges)[unit]; }
 
-    float *scores_of(int64_t unit, int64_t head) const {
+    int32_t *scores_of(int64_t unit, int64_t head) const {
         return scores.get() + ((unit - first) * r.heads + head) * max_candidates;
     }
 
-    // Call DO for every index below `all`.
-    template <void (Choose::*DO)(int64_t)> void each(int64_t all, int64_t threads) {
-        count = all, next = 0;
-        in_parallel((int)std::min(threads, all), [](void *self) {
-            Choose &here = *(Choose *)self;
-            for (int64_t i; (i = here.next.fetch_add(1)) < here.count;) (here.*DO)(i);
-        }, this);
+    // Split queries [first, first + count) into tasks, at least one each; return pages times heads.
+    int64_t divide(int64_t count) {
+        tasks.clear(), next = 0;
+        int64_t work = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const Range &here = range(first + i);
+            const int64_t num_tasks = tasks.size();
+            int64_t begin = here.first;
+            do {
+                tasks.push_back({first + i, begin, std::min(begin + TASK_PAGES, here.stop)});
+                begin += TASK_PAGES;
+            } while (begin < here.stop);
+            left[i] = tasks.size() - num_tasks;
+            work += (here.stop - here.first) * r.heads;
+        }
+        return work;
     }
 
-    void score(int64_t i) {
-        if (r.dtype == KVANT_F32) score_as<float>(tasks[i]);
-        if (r.dtype == KVANT_F16) score_as<Half>(tasks[i]);
-        if (r.dtype == KVANT_BF16) score_as<Bfloat>(tasks[i]);
+    // Score pages. The thread that finishes the last task of a query selects its pages.
+    void work() {
+        for (int64_t i; (i = next.fetch_add(1)) < (int64_t)tasks.size();) {
+            const Task &task = tasks[i];
+            if (r.dtype == KVANT_F32) score<float>(task);
+            if (r.dtype == KVANT_F16) score<Half>(task);
+            if (r.dtype == KVANT_BF16) score<Bfloat>(task);
+            if (left[task.unit - first].fetch_sub(1) > 1) continue;
+            for (int64_t h = 0; h < r.heads; h++) pick(task.unit, h);
+        }
     }
 
-    template <class T> void score_as(const Task &task) {
+    template <class T> void score(const Task &task) {
         const int64_t sequence = task.unit / r.queries, width = 2 * r.dim;
         const std::unique_ptr<float[]> query_sums(new float[r.heads * width]);
-        for (int64_t h = 0; h < r.heads; h++) sums(task.unit, h, query_sums.get() + h * width);
+        for (int64_t h = 0; h < r.heads; h++) sums<T>(task.unit, h, query_sums.get() + h * width);
         const int64_t *const slots = r.extent->sealed.data + sequence * r.extent->sealed.stride;
         const auto rows = [&](int64_t page, int64_t head) {
             return (const T *)((const char *)r.bounds.data + slots[page] * r.bounds.slot +
@@ -97,58 +106,93 @@ private:
         };
         for (int64_t page = task.begin; page < task.end; page++)
             for (int64_t h = 0; h < r.heads; h++) {
-                const float score = product(rows(page, h), query_sums.get() + h * width, width);
+                const T *const after = rows(std::min(page + 1, task.end - 1), h);
+                const float score =
+                    product(rows(page, h), after, query_sums.get() + h * width, width);
                 // A NaN says nothing about the scores: read the page.
                 scores_of(task.unit, h)[page - range(task.unit).first] =
-                    score == score ? score : HUGE_VALF;
+                    ordered(score == score ? score : HUGE_VALF);
             }
     }
 
-    template <class T> static float product(const T *row, const float *q, int64_t width) {
-        F even = zero(), odd = zero();
-        for (int64_t d = 0; d < width; d += 32) {
-            even = fma(load(row + d), load(q + d), even);
-            odd = fma(load(row + d + 16), load(q + d + 16), odd);
-        }
-        return sum(add(even, odd));
+    // Return an integer whose order is that of floats; both zeros are the same.
+    static int32_t ordered(float x) {
+        const int32_t bits = (int32_t)bits_of(x + 0.0f);
+        return bits ^ ((bits >> 31) & INT32_MAX);
     }
 
-    // Sum the positive channels of a head's queries, then the negative ones.
-    void sums(int64_t unit, int64_t head, float *to) const {
+    // `after` is prefetched: processors do not prefetch beyond a page of memory.
+    template <class T>
+    static float product(const T *row, const T *after, const float *q, int64_t width) {
+        F even = zero(), odd = zero();
+        for (int64_t d = 0; d < width; d += 32) {
+            for (int64_t i = 0; i < 32; i += LINE / (int64_t)sizeof(T)) fetch(after + d + i);
+            even = fma(load_split(row + d), load(q + d), even);
+            odd = fma(load_split(row + d + 16), load(q + d + 16), odd);
+        }
+        return sum(unsplit<T>(add(even, odd)));
+    }
+
+    // Sum the positive channels of a head's queries, then the negative ones, in the order of
+    // load_split.
+    template <class T> void sums(int64_t unit, int64_t head, float *to) const {
         float q[MAX_DIM];
         std::fill(to, to + 2 * r.dim, 0.0f);
         for (int64_t g = 0; g < r.group; g++) {
             const char *at = (const char *)r.q.data + unit / r.queries * r.q.batch +
                              (head * r.group + g) * r.q.head + unit % r.queries * r.q.row;
             read_row(r.q_dtype, at, r.dim, q);
-            for (int64_t d = 0; d < r.dim; d++) to[q[d] < 0 ? r.dim + d : d] += q[d];
+            for (int64_t d = 0; d < r.dim; d += 16) {
+                const F x = split<T>(load(q + d));
+                float *const negative = to + r.dim + d;
+                store(to + d, add(load(to + d), max(zero(), x)));
+                store(negative, sub(load(negative), max(zero(), sub(zero(), x))));
+            }
         }
     }
 
-    // Write the pages of a head in ascending order: those always read, and the best candidates.
-    void pick(int64_t i) {
-        const int64_t unit = first + i / r.heads, head = i % r.heads;
+    // Write the pages that a head reads in ascending order: those always read and the best candidates.
+    void pick(int64_t unit, int64_t head) const {
         const Range &here = range(unit);
-        const float *const candidates = scores_of(unit, head);
-        const int64_t pages = here.stop - here.first;
-        float threshold = 0;  // lowest selected score
-        int64_t ties = 0;  // pages with exactly this score to select
-        if (here.count) {
-            std::vector<float> best(candidates, candidates + pages);
-            std::nth_element(best.begin(), best.begin() + here.count - 1, best.end(),
-                             std::greater<float>());
-            threshold = best[here.count - 1];
-            ties = std::count(best.begin(), best.begin() + here.count, threshold);
-        }
         const int64_t sequence = unit / r.queries, query = unit % r.queries;
         int64_t *to = r.chosen + ((sequence * r.heads + head) * r.queries + query) * r.num_chosen;
         int64_t *const stop = to + r.num_chosen;
         for (int64_t page = here.low; page < here.first; page++) *to++ = page;
-        for (int64_t n = 0; n < pages && here.count; n++)
-            if (candidates[n] > threshold || (candidates[n] == threshold && ties-- > 0))
-                *to++ = here.first + n;
+        if (here.count) pick_best(scores_of(unit, head), here, to), to += here.count;
         for (int64_t page = here.stop; page < here.high; page++) *to++ = page;
         std::fill(to, stop, -1);
+    }
+
+    static void pick_best(const int32_t *candidates, const Range &here, int64_t *to) {
+        const int64_t pages = here.stop - here.first;
+        const int32_t threshold = find_threshold(candidates, pages, here.count);
+        // Pages to select of those with exactly this score: the first ones.
+        int64_t ties = here.count - count_from(candidates, pages, threshold + 1);
+        int64_t *const stop = to + here.count;
+        for (int64_t n = 0; to < stop; n++) {
+            const bool tie = candidates[n] == threshold;
+            *to = here.first + n;  // written again unless selected: a branch would be mispredicted
+            to += (candidates[n] > threshold) | (tie & (ties > 0));
+            ties -= tie;
+        }
+    }
+
+    // Return the highest score that at least `count` candidates reach, bit by bit, or a lower one
+    // that exactly `count` reach.
+    static int32_t find_threshold(const int32_t *candidates, int64_t pages, int64_t count) {
+        uint32_t threshold = (uint32_t)INT32_MIN;
+        int64_t found = pages;
+        for (uint32_t bit = 1u << 31; bit && found != count; bit >>= 1) {
+            const int64_t higher = count_from(candidates, pages, (int32_t)(threshold + bit));
+            if (higher >= count) threshold += bit, found = higher;
+        }
+        return (int32_t)threshold;
+    }
+
+    static int64_t count_from(const int32_t *candidates, int64_t pages, int32_t least) {
+        int32_t found = 0;
+        for (int64_t n = 0; n < pages; n++) found += candidates[n] >= least;
+        return found;
     }
 };
 

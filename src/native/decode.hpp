@@ -17,7 +17,7 @@
 #pragma once
 
 #include "softmax.hpp"
-#include "walk.hpp"
+#include "visible_blocks.hpp"
 
 namespace kvant::KVANT_TARGET {
 
@@ -49,17 +49,19 @@ public:
     // Compute blocks [first, stop) of a walk for all heads; the results are in `heads`.
     void run(const Walk &walk, int64_t query, int64_t first, int64_t stop) {
         for (int64_t h = 0; h < r.heads; h++) begin(h, query);
+        HeadBlock blocks[2];  // the current one and the next one, in turn
+        int now = 0;
+        if (first < stop) blocks[now] = {walk.at(first), 0};
         for (int64_t i = first, end; i < stop; i = end) {
             end = std::min(stop, i + walk.together(i));
             for (int64_t h = 0; h < r.heads; h++)
-                for (int64_t j = i; j < end; j++) {
-                    HeadBlock next;
-                    const HeadBlock *after = &next;
-                    if (j + 1 < end) next = {walk.at(j + 1, h), h};
-                    else if (h + 1 < r.heads) next = {walk.at(i, h + 1), h + 1};
-                    else if (end < stop) next = {walk.at(end), 0};
-                    else after = nullptr;
-                    block({walk.at(j, h), h}, after);
+                for (int64_t j = i; j < end; j++, now ^= 1) {
+                    HeadBlock *next = &blocks[now ^ 1];
+                    if (j + 1 < end) *next = {walk.at(j + 1, h), h};
+                    else if (h + 1 < r.heads) *next = {walk.at(i, h + 1), h + 1};
+                    else if (end < stop) *next = {walk.at(end), 0};
+                    else next = nullptr;
+                    block(blocks[now], next);
                 }
         }
         for (int64_t h = 0; h < r.heads; h++)

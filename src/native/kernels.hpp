@@ -40,12 +40,19 @@ struct Kernels {
 KVANT_DECLARE_KERNELS(plain)
 KVANT_DECLARE_KERNELS(avx2)
 KVANT_DECLARE_KERNELS(avx512)
+KVANT_DECLARE_KERNELS(neon)
 
 // Instruction sets with an `attend` of their own; their other kernels are those of another.
 namespace avxvnni {
 void attend(const kvant_request &request);
 }
 namespace amx {
+void attend(const kvant_request &request);
+}
+namespace neon_dotprod {
+void attend(const kvant_request &request);
+}
+namespace neon_dotprod_i8mm {
 void attend(const kvant_request &request);
 }
 

@@ -283,8 +283,9 @@ typedef struct {
 
 KVANT_EXPORT int kvant_abi(void);
 
-/* Return "amx", "avx512", "avxvnni", "avx2" or "plain": the best of this processor, or the one that
- * KVANT_ISA names (null if this processor does not have it). */
+/* Return the instruction set in use: "amx", "avx512", "avxvnni" or "avx2"; "neon+dotprod+i8mm",
+ * "neon+dotprod" or "neon"; or "plain". It is the best of this processor, or the one that KVANT_ISA
+ * names (null if this processor does not have it). */
 KVANT_EXPORT const char *kvant_isa(void);
 
 /* Run parallel work on the OpenMP threads of the process, given its GOMP_parallel, so that two teams

@@ -11,6 +11,12 @@
 #include <unistd.h>
 #endif
 
+#if KVANT_HAS_neon && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif KVANT_HAS_neon
+#include <sys/auxv.h>
+#endif
+
 #include "checks.hpp"
 #include "kernels.hpp"
 
@@ -38,6 +44,25 @@ bool has_tiles() {
 }
 #endif
 
+#if KVANT_HAS_neon && defined(__APPLE__)
+bool has_feature(const char *name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return !sysctlbyname(name, &value, &size, nullptr, 0) && value;
+}
+[[maybe_unused]] bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+[[maybe_unused]] bool has_byte_matrices() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#elif KVANT_HAS_neon
+[[maybe_unused]] bool has_dot_products() {
+    constexpr unsigned long DOT_PRODUCTS = 1ul << 20;  // HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP) & DOT_PRODUCTS;
+}
+[[maybe_unused]] bool has_byte_matrices() {
+    constexpr unsigned long BYTE_MATRICES = 1ul << 13;  // HWCAP2_I8MM
+    return getauxval(AT_HWCAP2) & BYTE_MATRICES;
+}
+#endif
+
 // The kernels of `isa`, with attention of `attending`.
 #define KVANT_KERNELS(name, attending, isa)                                                        \
     {name, kvant::attending::attend, kvant::isa::seal_page, kvant::isa::rotate, kvant::isa::norm, \
@@ -62,6 +87,16 @@ std::vector<Kernels> list_kernels() {
     if (middle && has_vnni()) list.push_back(KVANT_KERNELS("avxvnni", avxvnni, avx2));
 #endif
     if (middle) list.push_back(KVANT_KERNELS("avx2", avx2, avx2));
+#endif
+#if KVANT_HAS_neon_dotprod_i8mm
+    if (has_dot_products() && has_byte_matrices())
+        list.push_back(KVANT_KERNELS("neon+dotprod+i8mm", neon_dotprod_i8mm, neon));
+#endif
+#if KVANT_HAS_neon_dotprod
+    if (has_dot_products()) list.push_back(KVANT_KERNELS("neon+dotprod", neon_dotprod, neon));
+#endif
+#if KVANT_HAS_neon
+    list.push_back(KVANT_KERNELS("neon", neon, neon));
 #endif
     list.push_back(KVANT_KERNELS("plain", plain, plain));
     return list;

@@ -7,6 +7,8 @@ namespace kvant {
 
 constexpr int BLOCK = 64;             // rows of a step of the online softmax; pages are a multiple
 constexpr int MAX_DIM = 256;          // channels of a row
+constexpr int MAX_GROUPS = MAX_DIM / 16;  // scales of a row
+constexpr int PITCH = BLOCK + 16;     // stride of scores per query; rows are processed 16 at a time
 constexpr int MAX_GROUP = 16;         // query heads per key head
 constexpr int MAX_GROUP_WIDTH = 128;  // channels of an affine group
 constexpr int MAX_THREADS = 4096;

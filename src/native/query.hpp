@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "kvant.h"
-#include "doors.hpp"
-#include "quads.hpp"
+#include "convert.hpp"
+#include "integer_codes.hpp"
 
 namespace kvant::KVANT_TARGET {
 

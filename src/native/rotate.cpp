@@ -6,8 +6,9 @@
 #include <algorithm>
 #include <atomic>
 
-#include "shape.hpp"
+#include "limits.hpp"
 #include "team.hpp"
+#include "vec.hpp"
 
 namespace kvant::KVANT_TARGET {
 namespace {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "fit.hpp"
+#include "encode.hpp"
 
 namespace kvant::KVANT_TARGET {
 namespace {

@@ -1,7 +1,7 @@
 // The online softmax: convert the scores of a block to weights relative to the running maximum.
 #pragma once
 
-#include "values.hpp"
+#include "weighted_values.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -1,7 +1,7 @@
 // Attention on processors with matrix tiles of 16-bit floats (AMX), for many positions; other
 // requests use AVX-512.
 #include "kernels.hpp"
-#include "many.hpp"
+#include "prompt.hpp"
 
 namespace kvant::KVANT_TARGET {
 

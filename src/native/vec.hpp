@@ -1,11 +1,26 @@
 // The vector types of the instruction set that this translation unit is compiled for.
 #pragma once
 
+// Whether codes are multiplied as bytes, with both halves of a 15-bit number; eight at a time.
+#ifndef KVANT_BYTE_DOT
+#define KVANT_BYTE_DOT 0
+#endif
+#ifndef KVANT_BYTE_MATRIX
+#define KVANT_BYTE_MATRIX 0
+#endif
+
 #if KVANT_LEVEL == 512
 #include "vec512.hpp"
 #define KVANT_BFLOAT_DOT 1
 #elif KVANT_LEVEL == 256
 #include "vec256.hpp"
+#define KVANT_BFLOAT_DOT 0
+#elif KVANT_LEVEL == 128
+#if KVANT_BYTE_DOT
+#include "bytes128.hpp"
+#else
+#include "words128.hpp"
+#endif
 #define KVANT_BFLOAT_DOT 0
 #else
 #include "vec_plain.hpp"

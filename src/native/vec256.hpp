@@ -6,7 +6,7 @@
 
 #include <initializer_list>
 
-#include "numbers.hpp"
+#include "floats.hpp"
 
 namespace kvant::KVANT_TARGET {
 
@@ -306,7 +306,7 @@ struct Quads {
 // Codes that are their own levels.
 template <int BITS> struct CodeWords {
     using Number = uint32_t;  // a pair of the fours that the sums are made of
-    static constexpr int PARTS = 1;
+    static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
     explicit CodeWords(const int16_t *) {}
     static Words at(I x) { return {{even(x.a), even(x.b)}, {odd(x.a), odd(x.b)}}; }
@@ -346,7 +346,7 @@ template <int PART> struct LaneQuads {
 // A table of up to 16 levels, looked up in two halves of 8 bits.
 template <int BITS> struct TableWords {
     using Number = uint32_t;
-    static constexpr int PARTS = 2;
+    static constexpr int PARTS = 2, STEP = 1, MIDDLE = 0;
     template <int PART> using Sums = LaneQuads<PART>;
     __m256i low, high;
     explicit TableWords(const int16_t *levels) {
@@ -402,7 +402,7 @@ private:
 // Floats of 8 bits as 16-bit floats, 2^-8 of their value.
 struct HalfWords {
     using Number = Fine;
-    static constexpr int PARTS = 2;
+    static constexpr int PARTS = 2, STEP = 1, MIDDLE = 0;
     template <int PART> using Sums = HalfQuads<PART>;
     static Words at(I x) {
         const I up = {_mm256_slli_epi16(x.a, 8), _mm256_slli_epi16(x.b, 8)};

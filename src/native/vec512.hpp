@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "numbers.hpp"
+#include "floats.hpp"
 
 namespace kvant::KVANT_TARGET {
 
@@ -234,7 +234,7 @@ struct Quads {
 // Codes of 8 bits are multiplied as they are.
 template <int BITS> struct CodeWords {
     using Number = uint32_t;
-    static constexpr int PARTS = 1;
+    static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
     explicit CodeWords(const int16_t *) {}
     static I at(I x) { return x; }

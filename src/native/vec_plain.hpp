@@ -1,9 +1,9 @@
-// Sixteen lanes as an array: for any processor, and the reference for the other two.
+// Sixteen lanes as an array: for any processor, and the reference for the others.
 #pragma once
 
 #include <cmath>
 
-#include "numbers.hpp"
+#include "floats.hpp"
 
 namespace kvant::KVANT_TARGET {
 
@@ -204,7 +204,7 @@ private:
 // Codes that are their own levels.
 template <int BITS> struct CodeWords {
     using Number = uint32_t;  // a pair of the fours that the sums are made of
-    static constexpr int PARTS = 1;
+    static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
     explicit CodeWords(const int16_t *) {}
     static Words at(I x) {
@@ -213,7 +213,7 @@ template <int BITS> struct CodeWords {
 };
 template <int BITS> struct TableWords {
     using Number = uint32_t;
-    static constexpr int PARTS = 1;
+    static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
     int16_t levels[1 << BITS];
     explicit TableWords(const int16_t *from) { std::memcpy(levels, from, sizeof levels); }
@@ -249,7 +249,7 @@ private:
 // Floats of 8 bits as 16-bit floats, 2^-8 of their value.
 struct HalfWords {
     using Number = Fine;
-    static constexpr int PARTS = 1;
+    static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = HalfQuads;
     static Words at(I x) {
         return each_word(x, [](uint32_t code) { return (code & 128) << 8 | (code & 127) << 7; });

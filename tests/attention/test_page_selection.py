@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvant import Cache, attend, merge
 from kvant.attention.dispatch import BACKENDS
+from kvant.attention.page_selection import refresh_summary
 from kvant.contracts import AttentionRequest, Mask, PageSelection, View
 from kvant.native import get_library
 from kvant.spec import parse
@@ -21,12 +22,10 @@ KEPT = (
     *("affine8,window=600,sinks=0", "affine8,window=600", "affine8,window=600,sinks=5"),
     "affine4,tail=100,page=128",
 )
-NATIVE = pytest.param(
-    "native",
-    marks=pytest.mark.skipif(
-        get_library().functions is None, reason="the native library is not here"
-    ),
+NATIVE_ONLY = pytest.mark.skipif(
+    get_library().functions is None, reason="the native library is not here"
 )
+NATIVE = pytest.param("native", marks=NATIVE_ONLY)
 by_backend = pytest.mark.parametrize("backend", ["reference", NATIVE])
 
 
@@ -118,6 +117,24 @@ def test_the_best_pages_are_selected(spec: str, select: str, backend: str) -> No
         assert selection is not None or spec in KEPT  # there may be too few to select among
         if selection is not None:
             assert_best_pages(cache, view, q, selection)
+
+
+@NATIVE_ONLY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_of_equal_pages_are_selected(dtype: torch.dtype) -> None:
+    """Sums of small integers are exact, so both backends select the same pages."""
+    torch.manual_seed(0)
+    cache = Cache(1, "affine8,select=25%:0")
+    cache[0].append(*torch.randn(2, 2, HEADS, 9000, DIM).to(dtype))
+    view = cache[0].append(*torch.randn(2, 2, HEADS, 3, DIM).to(dtype), prefill="stored")
+    bounds = refresh_summary(view).bounds
+    for largest in (0, 1, 100):
+        bounds.copy_(torch.randint(-largest, largest + 1, bounds.shape))
+        q = torch.randint(-1, 2, (2, HEADS * GROUP, 3, DIM)).to(dtype)
+        selection, expected = (select_pages(q, view, name) for name in ("native", "reference"))
+        assert selection is not None
+        assert expected is not None
+        assert torch.equal(selection, expected)
 
 
 @by_backend

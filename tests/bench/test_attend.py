@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvant import Cache
 from kvant.bench import attend, cycles
 from kvant.bench.attend import AttendTask
 from kvant.bench.harness import CPU, Lap, Laps
@@ -35,7 +36,7 @@ def test_share_is_relative_to_a_plain_pass_over_the_same_bytes() -> None:
 
 def test_every_sequence_of_a_batch_is_read() -> None:
     q, (keys, values) = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 2, 70, 32)
-    view, _ = attend.store_rows("raw", keys.bfloat16(), values.bfloat16(), 1)
+    view, _ = attend.store_rows(Cache(1, "raw"), keys.bfloat16(), values.bfloat16(), 1)
     plain, skipped = attend.make_torch_calls(q.bfloat16(), keys.bfloat16(), values.bfloat16(), CPU)
     assert skipped == [] and [name for name, _ in plain] == WAYS
     ours = attend.attend(q.bfloat16(), view)
@@ -54,6 +55,15 @@ def test_last_line_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> Non
     for row in report["rows"]:
         assert row["rows"] == 70 and row["median_ms"] >= row["best_ms"] > 0
         assert "host_ms" not in row  # equal on a CPU, so omitted
+
+
+def test_operations_of_visible_rows_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    attend.main(lengths="6", formats="raw", heads=2, dim=32, queries=3, repeats=1, json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    products = {row["way"]: row["gflop_s"] * row["median_ms"] * 1e6 for row in rows}
+    size, heads, visible = attend.MATMUL_SIZE, 2 * 4, 4 + 5 + 6
+    counts = {"stream": 0, "matmul": 2 * size**3, "raw": 2 * 2 * 32 * heads * visible}
+    assert products == pytest.approx(dict.fromkeys(WAYS, counts["raw"]) | counts)
 
 
 def test_unavailable_backend_is_reported(

@@ -10,6 +10,7 @@ import torch
 
 from bench.test_cache_race import TINY
 from kvant.bench import batch, cache_race
+from kvant.bench.harness import DEVICES
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,13 @@ def test_every_batch_size_is_compared_with_transformers(capsys: pytest.CaptureFi
             assert row["times_one"] == 1
         if row["cache"] == "dynamic":
             assert row["ratio"] == 1
+
+
+def test_gpu_is_timed_by_its_events(stream_log: list[str]) -> None:
+    model, _ = cache_race.open_model("0.6b", 2, None)
+    rows = batch.measure_batches(model, "raw", 40, [1, 2], 3, DEVICES["cuda"])
+    assert [row["median_ms"] for row in rows] == [250.0] * 4
+    assert all("host_ms" in row for row in rows) and stream_log.count("settle") >= 4 * 3
 
 
 def test_lengths_vary_around_the_context() -> None:

@@ -61,6 +61,7 @@ COMMANDS = {
     "bench scale": ("--requests", "500", "--replicas", "2,4"),
     "bench stores": ("--context", "128", "--repeats", "1", "--layers", "1"),
     "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
+    "bench gpu": ("--rehearse",),
     "bench prefill": (
         *("--formats", "affine8", "--prompt", "80"),
         *("--chunks", "80", "--repeats", "1"),
@@ -82,9 +83,13 @@ def test_every_command_is_covered() -> None:
 def test_json_is_one_object_and_nothing_else(
     command: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if command == "bench gpu":
+        pytest.importorskip("triton")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(MODEL_SHAPES, "0.6b", MODEL_SHAPES["0.6b"] | {"vocab_size": 1000})
     monkeypatch.setattr("kvant.bench.products.MIN_WEIGHT_BYTES", 10**6)
+    monkeypatch.setattr("kvant.bench.gpu.FORMATS", ("fp8",))
+    monkeypatch.setattr("kvant.bench.gpu.MIN_SPEEDUPS", {"affine8": 1.5})
     save(Cache(2, "affine8"), "a.kv")
     FolderStore("prefixes", min_free=0).put(BLOB.page, BLOB.part, pack_blob(BLOB))
     Path("p.jsonl").write_text('{"prompt": "def f"}\n')

@@ -14,6 +14,8 @@ sequence, because many models attend to the first tokens (attention sinks).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,16 +29,22 @@ BOUNDS_MARGIN = 0.5  # widening of a page's bounds on either side, as a fraction
 MAX_QUERIES_AT_ONCE = 256  # bounds the scratch
 NUM_ALWAYS_READ_ROWS = 256  # newest sealed rows: the next tokens depend on them most
 LOW_PAGE, FIRST_CANDIDATE, STOP_CANDIDATE, HIGH_PAGE, NUM_SELECTED = range(5)  # of page_ranges
-PAGE_RANGES: Memo[dict[tuple[PageSelection, Mask, int], Ints | None]] = Memo("page ranges")
 # The summaries whose bounds are up to date, by their id and the sealed pages of the view.
 FRESH_SUMMARIES: Memo[dict[tuple[int, bytes], PageSummary]] = Memo("fresh summaries")
 
 
-def compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints | None:
-    """Return the page ranges of each query, [B, T, 5]; None if every visible page is read.
+class PageRanges(NamedTuple):
+    """The sealed pages of each query: [low, high) are visible, [first, stop) are candidates."""
 
-    Pages [low, high) are visible; `count` of the candidates [first, stop) are to be selected.
-    """
+    ranges: Ints  # [B, T, 5]: low, first, stop, high, number of candidates to select
+    max_pages: int  # the largest number of pages that a query reads
+
+
+PAGE_RANGES: Memo[dict[tuple[PageSelection, Mask, int], PageRanges | None]] = Memo("page ranges")
+
+
+def compute_page_ranges(view: View, rule: Mask, num_queries: int) -> PageRanges | None:
+    """Return the page ranges of each query; None if every visible page is read."""
     assert view.selection is not None
     if rule.window is not None and rule.sinks > view.page_table.layer_group.sinks:
         return None  # sinks of the rule are in sealed pages
@@ -44,9 +52,12 @@ def compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints | None
     key = view.selection.rule, rule, num_queries
     if key not in known:
         ranges = _compute_page_ranges(view, rule, num_queries)
-        num_candidates = ranges[..., STOP_CANDIDATE] - ranges[..., FIRST_CANDIDATE]
-        selects = bool((ranges[..., NUM_SELECTED] < num_candidates).any())
-        known[key] = ranges if selects else None
+        num_skipped = (
+            ranges[..., STOP_CANDIDATE] - ranges[..., FIRST_CANDIDATE] - ranges[..., NUM_SELECTED]
+        )
+        num_read = ranges[..., HIGH_PAGE] - ranges[..., LOW_PAGE] - num_skipped
+        selects = bool((num_skipped > 0).any())
+        known[key] = PageRanges(ranges, int(num_read.max(initial=0))) if selects else None
     return known[key]
 
 
@@ -74,14 +85,6 @@ def _compute_page_ranges(view: View, rule: Mask, num_queries: int) -> Ints:
     return np.stack([low, first, stop, high, count], -1)
 
 
-def count_max_pages(page_ranges: Ints) -> int:
-    """Return the largest number of pages that a query reads."""
-    num_visible = page_ranges[..., HIGH_PAGE] - page_ranges[..., LOW_PAGE]
-    num_candidates = page_ranges[..., STOP_CANDIDATE] - page_ranges[..., FIRST_CANDIDATE]
-    num_read = num_visible - num_candidates + page_ranges[..., NUM_SELECTED]
-    return int(num_read.max(initial=0))
-
-
 def select_pages(request: AttentionRequest, view: View) -> Tensor | None:
     """Return `AttentionRequest.selected_pages`, computed with plain tensor operations."""
     assert isinstance(request.mask, Mask)
@@ -89,14 +92,14 @@ def select_pages(request: AttentionRequest, view: View) -> Tensor | None:
     page_ranges = compute_page_ranges(view, request.mask, count)
     if page_ranges is None:
         return None
-    bounds, max_pages = refresh_summary(view).bounds, count_max_pages(page_ranges)
+    bounds = refresh_summary(view).bounds
     parts = [
         _select_pages(
             request.q[:, :, t : t + MAX_QUERIES_AT_ONCE],
-            page_ranges[:, t : t + MAX_QUERIES_AT_ONCE],
+            page_ranges.ranges[:, t : t + MAX_QUERIES_AT_ONCE],
             view,
             bounds,
-            max_pages,
+            page_ranges.max_pages,
         )
         for t in range(0, count, MAX_QUERIES_AT_ONCE)
     ]
@@ -145,7 +148,7 @@ def refresh_summary(view: View) -> PageSummary:
     assert summary is not None
     assert selection is not None
     # Another page table may share these slot tables and use other pages of them.
-    pages = view.page_table.numbers[:, [FIRST_SEALED, STOP_SEALED]].tobytes()
+    pages = view.page_table.numbers[:, FIRST_SEALED : STOP_SEALED + 1].tobytes()
     fresh = view.page_table.derived_from_tables.setdefault(FRESH_SUMMARIES, {})
     if (key := (id(summary), pages)) not in fresh:
         slots = np.unique(view.page_table.list_sealed_slots())

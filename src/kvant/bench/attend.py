@@ -5,6 +5,10 @@ as many bytes as the raw rows have: on a CPU it sums them, on a GPU it copies ha
 is the time of such a pass over a format's bytes, relative to the time measured. Each of several
 `--backend`s reads all formats.
 
+With several `--queries`, `matmul` is torch's product of two square matrices, of float32 on a CPU
+and of bfloat16 on a GPU. `gflop_s` counts two operations for each multiplication; attention counts
+those of the scores and values of visible rows.
+
 On a GPU a call finds no input in the GPU's cache, since other memory was read before it. A figure
 is the GPU's time; `host_ms` is the time that Python takes to launch.
 """
@@ -12,7 +16,7 @@ is the GPU's time; `host_ms` is the time that Python takes to launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -35,11 +39,13 @@ from kvant.bench.harness import (
     time_in_turn,
 )
 from kvant.cache import Cache
+from kvant.cache.layout import CacheLayout
 from kvant.contracts import View
 from kvant.native import get_library
 from kvant.spec import split_specs
 
 APPEND_CHUNK = 4096  # rows appended at once
+MATMUL_SIZE = 2048  # of each side: limited by multiplications, not by memory
 ResultKey = tuple[str, str]  # a spec or another method, and the backend that reads it
 AttentionFunction = Callable[[Tensor, Tensor], Any]
 
@@ -107,9 +113,17 @@ def filter_runnable(
     return runnable, skipped
 
 
-def store_rows(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
+def make_cache(spec: str, backends: Sequence[str | None]) -> Cache:
+    """Make a cache of one layer; the interpreted kernels read pages in the layout of a GPU."""
+    cache = Cache(1, spec)
+    if "interpreted" in backends:
+        layout = CacheLayout.from_spec(cache.spec, select_tiles=lambda device: None)
+        cache.holder.state = replace(cache.state, layout=layout)
+    return cache
+
+
+def store_rows(cache: Cache, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
     """Store the rows in a cache; return the view of the newest tokens, and the bytes."""
-    cache = Cache(1, name)
     state: Any = cache[0]
     num_old = keys.shape[2] - queries
     for start in range(0, num_old, APPEND_CHUNK):
@@ -134,6 +148,13 @@ class AttendTask:
     def backends(self) -> list[str | None]:
         return [None] if self.backend is None else [*self.backend.split(",")]
 
+    def count_operations(self, way: str, length: int) -> int:
+        """Return the operations that count for a row of a report; a plain memory pass has none."""
+        if way in ("matmul", "stream"):
+            return 2 * MATMUL_SIZE**3 if way == "matmul" else 0
+        visible = self.queries * length - self.queries * (self.queries - 1) // 2
+        return 4 * self.dim * self.batch * self.heads * self.group * visible
+
 
 def measure_attention(
     length: int, names: list[str], task: AttendTask, device: BenchDevice
@@ -143,17 +164,25 @@ def measure_attention(
     keys, values = torch.randn(2, *shape, device=device.name).bfloat16()
     query_shape = task.batch, task.heads * task.group, task.queries, task.dim
     q = torch.randn(query_shape, device=device.name).bfloat16()
-    stored = {name: store_rows(name, keys, values, task.queries) for name in ("raw", *names)}
+    stored = {
+        name: store_rows(make_cache(name, task.backends), keys, values, task.queries)
+        for name in ("raw", *names)
+    }
     raw_nbytes = stored["raw"][1]
     calls, skipped = make_torch_calls(q, keys, values, device)
     calls["stream", ""] = device.make_stream(raw_nbytes)
+    if task.queries > 1:
+        calls["matmul", ""] = make_matmul(device)
     for backend in task.backends:
         for name, (view, _) in stored.items():
             reader = backend or explain(view).backend
             calls[name, reader] = partial(attend, q, view, backend=backend)
     laps = time_in_turn(calls, task.repeats, f"{length} rows", device=device, queued=True)
     nbytes = {key: stored[key[0]][1] if key[0] in stored else raw_nbytes for key in laps}
+    nbytes["matmul", ""] = 0
     rows = [{"rows": length} | row for row in summarize_laps(laps, nbytes)]
+    for row in rows if task.queries > 1 else ():
+        row["gflop_s"] = task.count_operations(row["way"], length) / row["median_ms"] / 1e6
     return rows, [f"{length} rows, {line}" for line in skipped]
 
 
@@ -164,6 +193,13 @@ def make_torch_calls(
     make = make_gpu_attention if isinstance(device, CudaDevice) else make_torch_attention
     methods, skipped = filter_runnable(make(q, *keys.shape[1:3]), keys, values)
     return {(name, ""): partial(method, keys, values) for name, method in methods.items()}, skipped
+
+
+def make_matmul(device: BenchDevice) -> TimedCall:
+    """Return a product of matrices in the dtype that this kind of device multiplies best."""
+    dtype = torch.bfloat16 if isinstance(device, CudaDevice) else torch.float32
+    sides = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device=device.name, dtype=dtype)
+    return partial(torch.mm, *sides)
 
 
 def summarize_laps(

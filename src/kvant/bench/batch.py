@@ -31,7 +31,7 @@ from kvant.bench.cache_race import (
     make_contestant,
     open_model,
 )
-from kvant.bench.harness import DYNAMIC, time_in_turn
+from kvant.bench.harness import CPU, DYNAMIC, BenchDevice, time_in_turn
 from kvant.cache import merge
 from kvant.generation import TransformersDecoder
 from kvant.hf import cache_for, get_cache_argument
@@ -64,7 +64,12 @@ def make_merged_batch(
 
 @torch.no_grad()
 def measure_batches(
-    model: Any, name: str, context: int, counts: Sequence[int], repeats: int
+    model: Any,
+    name: str,
+    context: int,
+    counts: Sequence[int],
+    repeats: int,
+    device: BenchDevice = CPU,
 ) -> list[dict[str, Any]]:
     """Return a row for each number of sequences, of a format and of the DynamicCache."""
     rows = draw_random_rows(model, context + max(counts))
@@ -79,7 +84,7 @@ def measure_batches(
         for count in counts
     }
     contestants = [contestant for pair in pairs.values() for contestant in pair]
-    decode_in_turn(contestants, repeats, name, warmup=WARMUP_TOKENS)
+    decode_in_turn(contestants, repeats, name, warmup=WARMUP_TOKENS, device=device)
     singles = {contestant.name: contestant.laps.median for contestant in pairs[1]}
     return [
         {

@@ -69,6 +69,17 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "max_position_embeddings": 131072,
     },
+    "tiny": {  # for a rehearsal
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    },
 }
 Shape = Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(MODEL_SHAPES)}")]
 APPEND_CHUNK = 2048  # rows appended at once
@@ -166,12 +177,14 @@ def decode_in_turn(
         contestants[number].laps = laps
 
 
-def open_model(shape: str, layers: int | None, threads: int | None) -> tuple[Any, dict[str, Any]]:
-    """Build a benchmark's model on the CPU and set torch's threads; return it and its facts."""
+def open_model(
+    shape: str, layers: int | None, threads: int | None, device: BenchDevice = CPU
+) -> tuple[Any, dict[str, Any]]:
+    """Build a benchmark's model and set torch's threads; return it and its facts."""
     harness.set_threads(threads)
     task = RaceTask(layers, shape=shape)
     harness.show_progress("building the model")
-    return build_model(task.model_sizes), task.model_facts
+    return build_model(task.model_sizes, device), task.model_facts
 
 
 def build_model(sizes: Mapping[str, Any], device: BenchDevice = CPU, compiled: bool = False) -> Any:

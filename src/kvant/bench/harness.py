@@ -318,7 +318,14 @@ def print_json(
 ) -> None:
     """Print everything as one JSON line; skip it below a table on a terminal."""
     if quiet or not sys.stdout.isatty():
-        print(json.dumps({"bench": title, "machine": describe_machine(gpu), **facts}))
+        print(format_report(title, facts, gpu))
+
+
+def format_report(
+    title: str, facts: Mapping[str, Any], gpu: Mapping[str, Any] | None = None
+) -> str:
+    """Format everything as one JSON line."""
+    return json.dumps({"bench": title, "machine": describe_machine(gpu), **facts})
 
 
 def print_report(

@@ -26,6 +26,8 @@ def main(file: Annotated[Path, typer.Argument(help="Output of --json")]) -> None
     print(format_markdown(results["rows"]))
     if "latency" in results:
         print("\n" + format_markdown(make_latency_rows(results["latency"])))
+    for title, rows in results.get("tables", {}).items():
+        print(f"\n{title}:\n\n{format_markdown(rows)}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ BENCHES = {  # the first line of each benchmark's help
     "conversations": "Measure many users with memory for a few, with prefixes and without.",
     "decode": "Measure decoding: no cache, kvant's caches and peers; or caches alone.",
     "engine": "Measure the throughput of many requests at once, against transformers.",
+    "gpu": "Check the kernels on a GPU, and the speeds that they must reach.",
     "prefill": "Measure prefill of one prompt, batch 1.",
     "prefixes": "Time the first token of prompts with and without a cached prefix.",
     "products": "Time products of few rows with packed weights.",

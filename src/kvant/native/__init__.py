@@ -2,7 +2,8 @@
 
 The package build compiles it if there is a C++ compiler, and installs it on this package's path
 (for an editable install, in the build folder). Loading it selects an instruction set of the
-processor; KVANT_ISA (amx, avx512, avxvnni, avx2, plain) forces one.
+processor; KVANT_ISA forces one (amx, avx512, avxvnni, avx2, neon+dotprod+i8mm, neon+dotprod, neon,
+plain).
 """
 
 from __future__ import annotations

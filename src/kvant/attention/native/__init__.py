@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvant.attention.native import structs
 from kvant.attention.native.structs import KEYS_SIDE, NATIVE_TILES, SIDES, VALUES_SIDE
-from kvant.attention.page_selection import compute_page_ranges, count_max_pages, refresh_summary
+from kvant.attention.page_selection import compute_page_ranges, refresh_summary
 from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, Tiles, View
 from kvant.native import DTYPE_CODES, call_native, get_library, make_rows_record
 from kvant.native.header import (
@@ -62,11 +62,12 @@ class NativeBackend:
         q, keys, mask = request.q, view.keys, request.mask
         assert isinstance(mask, Mask)
         batch, all_heads, queries, dim = q.shape
-        ranges = compute_page_ranges(view, mask, queries)
-        if ranges is None:
+        page_ranges = compute_page_ranges(view, mask, queries)
+        if page_ranges is None:
             return None
+        ranges, width = page_ranges
         bounds = refresh_summary(view).bounds
-        width, (slot, head, _, _) = count_max_pages(ranges), bounds.stride()
+        slot, head, _, _ = bounds.stride()
         selected = torch.empty((batch, keys.heads, queries, width), dtype=torch.int64, device=CPU)
         record = CHOOSE_STRUCT.pack(
             *structs.get_page_table_pointer(view.page_table),

@@ -109,7 +109,8 @@ def compute_leaf_channels(
         channel = group * GROUP + leaf
         valid = channel < DIM
     else:
-        width = tl.minimum(tl.maximum(DIM - group * GROUP, 0), GROUP)
+        # The tensor comes first: Triton 3.7's interpreter cannot subtract it from a constexpr.
+        width = tl.minimum(tl.maximum(group * -GROUP + DIM, 0), GROUP)
         index, valid = leaf * 0, leaf < GROUP
         for i in tl.static_range(8):
             if GROUP >> i > 1:

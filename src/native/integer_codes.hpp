@@ -2,13 +2,14 @@
 // multiplied as integers with 15-bit numbers; and with 8-bit floats.
 //
 // Queries and weights are converted to fixed point: its error is a tenth of the format's, or less. A
-// lane is a row (keys) or a channel (values), as in pairs.hpp. The levels and the sums of a format
+// lane is a row (keys) or a channel (values), as in float_codes.hpp. The levels and the sums of a format
 // are of its types `Words` and `Words::Sums`, which depend on the instruction set (vec.hpp). Where
-// sums of 16 lanes do not fit the registers, they have PARTS, one after the other.
+// sums of 16 lanes do not fit the registers, they have PARTS, one after the other. STEP fours are
+// multiplied together. Codes of 8 bits may be stored as signed bytes, less by MIDDLE.
 #pragma once
 
 #include "kvant.h"
-#include "pairs.hpp"
+#include "float_codes.hpp"
 
 namespace kvant::KVANT_TARGET {
 
@@ -26,12 +27,16 @@ inline bool in_quads(const kvant_side &side) {
     return KVANT_INTEGER_CODES ? side.format != KVANT_RAW : has_bytes(side);
 }
 
-constexpr int MAX_LEVEL = 2047;  // of a codebook
-
-// The largest fixed-point query, or weight. The sums of MAX_DIM products with levels, and of BLOCK
-// of them, fit 32 bits.
+// The largest fixed-point query, or weight, and level of a codebook, in steps of 1 / LEVEL_FRACTION.
+// The sums of MAX_DIM products with levels, and of BLOCK of them, fit 32 bits.
 constexpr float FIXED = 16256.0f;  // 127 * 128
+#if KVANT_BYTE_DOT
+constexpr int MAX_LEVEL = 127, LEVEL_FRACTION = 128;
+constexpr float FIXED_TABLE_QUERY = FIXED;
+#else
+constexpr int MAX_LEVEL = 2047, LEVEL_FRACTION = 1;
 constexpr float FIXED_TABLE_QUERY = 4095.0f;
+#endif
 static_assert((int64_t)FIXED_TABLE_QUERY * MAX_LEVEL * MAX_DIM < INT32_MAX);
 static_assert((int64_t)FIXED * MAX_LEVEL * BLOCK < INT32_MAX);
 
@@ -47,6 +52,12 @@ template <class Words, class Fn> inline void by_part(Fn f) {
     if constexpr (Words::PARTS == 2) f(Int<1>());
 }
 
+// The levels of STEP fours of codes: `codes(0)` and, if they are multiplied together, `codes(1)`.
+template <class Words, class Fn> inline auto levels_of(const Words &words, Fn codes) {
+    if constexpr (Words::STEP == 1) return words.at(codes(Int<0>()));
+    else return words.at(together(codes(Int<0>()), codes(Int<1>())));
+}
+
 // Queries as fours [GN][MAX_DIM / 2], each in units of a step; sums [GN][MAX_GROUPS] of their
 // values.
 template <class Number> struct FixedQueries {
@@ -57,9 +68,13 @@ template <class Number> struct FixedQueries {
 template <int BITS, int SPAN, int H, int Q, int GN, int TILES, class Words, class Sums>
 inline void quad_products(const uint8_t *low, const uint8_t *high, int tile, const Words &words,
                           const typename Words::Number *q, Sums (&x)[TILES][GN]) {
-    decltype(words.at(zeros())) codes[TILES];
-    for (int t = 0; t < TILES; t++)
-        codes[t] = words.at(key_codes<BITS, SPAN, H, Q, 0>(low + t * tile, high + t * tile));
+    const auto levels = [&](int t) {
+        return levels_of(words, [&](auto i) {
+            return key_codes<BITS, SPAN, H, Q + i.value, 0>(low + t * tile, high + t * tile);
+        });
+    };
+    decltype(levels(0)) codes[TILES];
+    for (int t = 0; t < TILES; t++) codes[t] = levels(t);
     for (int g = 0; g < GN; g++) {
         const typename Sums::Four four(q + g * (MAX_DIM / 2) + 2 * Q);
         for (int t = 0; t < TILES; t++) x[t][g].add(codes[t], four);
@@ -71,9 +86,9 @@ template <int BITS, int SPAN, int H, int GN, int TILES, class Words, class Sums>
 inline void quad_span(const uint8_t *low, const uint8_t *high, int tile, const Words &words,
                       const typename Words::Number *q, Sums (&x)[TILES][GN]) {
     quad_products<BITS, SPAN, H, 0>(low, high, tile, words, q, x);
-    quad_products<BITS, SPAN, H, 1>(low, high, tile, words, q, x);
+    if constexpr (Words::STEP == 1) quad_products<BITS, SPAN, H, 1>(low, high, tile, words, q, x);
     quad_products<BITS, SPAN, H, 2>(low, high, tile, words, q, x);
-    quad_products<BITS, SPAN, H, 3>(low, high, tile, words, q, x);
+    if constexpr (Words::STEP == 1) quad_products<BITS, SPAN, H, 3>(low, high, tile, words, q, x);
 }
 
 // Store the products of the channels of group u of TILES tiles.
@@ -127,7 +142,8 @@ void quad_scores(const SealedBlock &block, const Words &words, float unit,
                     total[i][g] = fma(products[i][g], scale, total[i][g]);
                 if (!block.bias) continue;
                 fetch((const char *)(block.bias + at) + block.to_next_scale);
-                const F bias = load(block.bias + at);
+                F bias = load(block.bias + at);
+                if (Words::MIDDLE) bias = fma(scale, set1(Words::MIDDLE), bias);
                 for (int g = 0; g < GN; g++)
                     shift[i][g] = fma(bias, set1(q.sums[g * MAX_GROUPS + u]), shift[i][g]);
             }
@@ -175,14 +191,19 @@ void quad_values_part(const SealedBlock &block, const Words &words, float unit, 
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++) x[g][c].clear();
         const uint8_t *row = block.codes;
-        for (int r = 0; r < BLOCK / 4; r++, row += 4 * block.width) {
-            decltype(words.at(zeros())) codes[NC];
-            for (int c = 0; c < NC; c++)
-                codes[c] = words.at(
-                    SPAN == 16 || (HALF + c) % 2 == 0
-                        ? value_quads<BITS, SPAN, 0>(row, low(c), high(c))
-                        : value_quads<BITS, SPAN, SPAN == 32>(row, low(c), high(c)));
-            block.ahead.fetch_next<NC * BITS * 8 / Words::PARTS>();
+        const int step = 4 * block.width;  // bytes of four rows
+        const auto levels = [&](int c) {
+            return levels_of(words, [&](auto i) {
+                const uint8_t *at = row + i.value * step;
+                return SPAN == 16 || (HALF + c) % 2 == 0
+                           ? value_quads<BITS, SPAN, 0>(at, low(c), high(c))
+                           : value_quads<BITS, SPAN, SPAN == 32>(at, low(c), high(c));
+            });
+        };
+        for (int r = 0; r < BLOCK / 4; r += Words::STEP, row += Words::STEP * step) {
+            decltype(levels(0)) codes[NC];
+            for (int c = 0; c < NC; c++) codes[c] = levels(c);
+            block.ahead.fetch_next<Words::STEP * NC * BITS * 8 / Words::PARTS>();
 #pragma GCC unroll 4
             for (int g = 0; g < GN; g++) {
                 const typename Sums::Four weights(w.fours + g * (BLOCK / 2) + 2 * r);

@@ -4,19 +4,9 @@
 // processor has a dot product of 16-bit floats, rows of that type are never widened.
 #pragma once
 
-#include "ahead.hpp"
-#include "shape.hpp"
+#include "block.hpp"
 
 namespace kvant::KVANT_TARGET {
-
-struct RowBlock {
-    const char *data;
-    int64_t stride;  // bytes
-    int count;       // 1 to BLOCK
-    mutable Ahead ahead;
-
-    const char *at(int row) const { return data + (row < count ? row : count - 1) * stride; }
-};
 
 // Queries [GN][dim] at q, their channels as `split<T>` orders them; scores [GN][PITCH] at s.
 template <class T, int GN> void row_scores(const RowBlock &rows, const float *q, int dim, float *s) {
@@ -44,6 +34,7 @@ template <class T, int GN> void row_scores(const RowBlock &rows, const float *q,
 template <class T, int GN, int NC>
 void row_values_part(const RowBlock &rows, const float *p, int first, float *acc, int64_t stride) {
     F sum[GN][NC];
+#pragma GCC unroll 4
     for (int g = 0; g < GN; g++)
         for (int c = 0; c < NC; c++) sum[g][c] = split<T>(load(acc + g * stride + first + 16 * c));
     for (int r = 0; r < rows.count; r++) {
@@ -51,11 +42,13 @@ void row_values_part(const RowBlock &rows, const float *p, int first, float *acc
         F v[NC];
         for (int c = 0; c < NC; c++) v[c] = load_split(row + 16 * c);
         rows.ahead.template fetch_next<16 * NC * sizeof(T)>();
+#pragma GCC unroll 4
         for (int g = 0; g < GN; g++) {
             const F w = set1(p[g * PITCH + r]);
             for (int c = 0; c < NC; c++) sum[g][c] = fma(w, v[c], sum[g][c]);
         }
     }
+#pragma GCC unroll 4
     for (int g = 0; g < GN; g++)
         for (int c = 0; c < NC; c++)
             store(acc + g * stride + first + 16 * c, unsplit<T>(sum[g][c]));

@@ -27,18 +27,19 @@ struct Tables {
 
 constexpr float HALF_UNIT = 256.0f;  // HalfWords gives 2^-8 of a value
 
-// The levels of a codebook as integers, in steps of `unit`.
+// The levels of a codebook as integers, in steps of `unit`; the code that a level of zero stands for.
 struct FixedLevels {
-    float unit;
+    float unit, middle;
     int16_t values[64];
     explicit FixedLevels(const kvant_side &side) {
         const int count = side.format == KVANT_CODEBOOK ? 1 << side.bits : 0;
+        middle = has_bytes(side) ? CodeWords<8>::MIDDLE : 0;
         unit = side.format == KVANT_FP8 ? HALF_UNIT : 1.0f;
         float top = 1e-30f;
         for (int i = 0; i < count; i++) top = std::fmax(top, std::fabs(side.levels[i]));
         if (count) unit = top / MAX_LEVEL;
         for (int i = 0; i < 64; i++)
-            values[i] = i < count ? (int16_t)std::lrint(side.levels[i] / unit) : 0;
+            values[i] = i < count ? (int16_t)std::lrint(side.levels[i] / unit * LEVEL_FRACTION) : 0;
     }
 };
 

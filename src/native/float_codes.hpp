@@ -11,17 +11,9 @@
 // A lane belongs to one row (keys) or one channel (values), so nothing is summed over lanes.
 #pragma once
 
-#include "rows.hpp"
+#include "dense_rows.hpp"
 
 namespace kvant::KVANT_TARGET {
-
-struct SealedBlock {
-    const uint8_t *codes;
-    const Half *scale, *bias;  // [BLOCK / 16][groups][16]; no bias: null
-    int dim, group, groups, width;  // width: bytes of codes per row
-    mutable Ahead ahead;
-    int64_t to_next_scale;  // bytes from these scales to the next block's
-};
 
 // Combine the bits of the low plane with those of the high one, in each byte.
 template <int BITS> inline I joined(I low, I high) {

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "kvant.h"
-#include "shape.hpp"
+#include "limits.hpp"
+#include "vec.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -1,7 +1,7 @@
 // Weighted sums of the values of one block of rows, in any format.
 #pragma once
 
-#include "keys.hpp"
+#include "scores.hpp"
 
 namespace kvant::KVANT_TARGET {
 
@@ -109,7 +109,7 @@ inline void make_weights(const SealedBlock &block, const SideTables &side, const
                          int group, bool hidden, Weights &weights, Sums &sums) {
     for (int u = 0; u < block.groups; u++) {
         const bool even = !side.quads && block.bias && (side.bits == 5 || side.bits == 6);
-        const Params params(block, u, side.quads ? 0.0f : side.list.middle, even);
+        const Params params(block, u, side.quads ? side.fixed.middle : side.list.middle, even);
         for (int g = 0; g < group; g++) {
             F w[BLOCK / 16];
             weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);

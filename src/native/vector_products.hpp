@@ -1,7 +1,7 @@
 // Products of up to TOGETHER queries with a decoded block, on vectors.
 #pragma once
 
-#include "tile.hpp"
+#include "decoded_block.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -8,7 +8,7 @@
 // key, or a channel of two value rows.
 #pragma once
 
-#include "walk.hpp"
+#include "visible_blocks.hpp"
 
 namespace kvant::KVANT_TARGET {
 

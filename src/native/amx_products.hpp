@@ -5,7 +5,7 @@
 // rows of the product, which are not read.
 #pragma once
 
-#include "tile.hpp"
+#include "decoded_block.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -103,8 +103,8 @@ RECORDED := $(addprefix tests/attention/,test_native.py test_native_many.py test
   tests/test_norms.py tests/test_packed_matrix.py
 RECORDING := build/replay/requests
 
-$(RECORDING): $(RECORDED) $(addprefix tests/native/,interface.py recorder.py recording.py) \
-    src/native/kvant.h | $(STAMP)
+$(RECORDING): $(RECORDED) $(addprefix tests/native/,cases.py interface.py recorder.py recording.py) \
+    $(shell find src/kvant -name '*.py') src/native/kvant.h | $(STAMP)
 	PYTHONPATH=tests $(PYTEST) -q -p no:cacheprovider -p native.recorder --record $@ $(RECORDED)
 
 ARM := aarch64-linux-gnu

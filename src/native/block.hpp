@@ -11,7 +11,7 @@
 //     row 15   | 0 1 2 3 |                   byte 15  | row 0 | row 1 | row 2 | row 3 |
 //     row 0    | 4 5 6 7 |                   byte 16  ...
 //
-// A byte has one code of 8 bits, or codes of channels that are a quarter or half of a span apart:
+// A byte has one code of 8 bits, or codes of channels that are an eighth, a quarter or half of a span apart:
 // with 4 bits and spans of 32 channels, byte 0 has channels 0 and 16. Codes of 3, 5 and 6 bits are
 // split in a plane of low bits and one of high bits, each in such tiles (kvant.h).
 #pragma once

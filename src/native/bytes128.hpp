@@ -36,9 +36,6 @@ inline LongCodes together(I x, I y) {
     }
     return out;
 }
-#endif
-
-#if KVANT_BYTE_MATRIX
 
 // Sums of products with eight 15-bit numbers, for 8 of the 16 lanes; the products of two low halves,
 // 2^-14 of the largest, are left out.
@@ -54,7 +51,7 @@ template <int PART> struct Quads {
         add(x.high, four.both);
         add(x.low, vextq_s8(vdupq_n_s8(0), four.both, 8));
     }
-    // Store the sums of 8 lanes at their places; in steps of 128 for levels of 15 bits.
+    // Store the sums of 8 lanes at their places; with levels of 15 bits, 1/128 of the sums.
     void put(F &to) const {
         for (int i = 0; i < 2; i++) {
             const int32x4_t high = vuzp1q_s32(all[2 * i], all[2 * i + 1]);
@@ -91,7 +88,7 @@ template <int PART> struct Quads {
         for (int i = 0; i < 2; i++)
             low[i] = vdotq_lane_s32(low[i], x.low.at[2 * PART + i], four.both, 0);
     }
-    // Store the sums of 8 lanes at their places; in steps of 128 for levels of 15 bits.
+    // Store the sums of 8 lanes at their places; with levels of 15 bits, 1/128 of the sums.
     void put(F &to) const {
         for (int i = 0; i < 2; i++)
             to.at[2 * PART + i] = vcvtq_f32_s32(vmlaq_n_s32(low[i], high[i], 128));

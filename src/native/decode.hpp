@@ -4,7 +4,7 @@
 // prefetched. Work is split by (sequence, position, range of blocks); attend.cpp merges the ranges
 // by their log-sum-exp.
 //
-// Vector instructions for a row of 128 channels and 4 queries, plus 4 for the softmax:
+// With AVX-512, vector instructions for a row of 128 channels and 4 queries, plus 4 for the softmax:
 //
 //   format     bytes per side    key                         value
 //   raw bf16   256               16 products + 11 sums       32 products + 4 shuffles, per 2 rows
@@ -13,11 +13,12 @@
 //   fp8                          26 to look up + 16          26 to look up + 32
 //
 // At two instructions per cycle this is faster than reading the bytes from memory; fp8 takes about
-// as long as reading.
+// as long as reading. With AVX2 the products take two to three times as many instructions.
 #pragma once
 
 #include "softmax.hpp"
 #include "visible_blocks.hpp"
+#include "weighted_values.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -8,6 +8,8 @@
 // key, or a channel of two value rows.
 #pragma once
 
+#include <algorithm>
+
 #include "visible_blocks.hpp"
 
 namespace kvant::KVANT_TARGET {

@@ -1,5 +1,6 @@
-// Products with sealed codes that are their own levels or are looked up in a table of 12-bit levels,
-// multiplied as integers with 15-bit numbers; and with 8-bit floats.
+// Products with sealed codes. Codes are their own levels, or are looked up in a table of levels of 12
+// bits (15 bits, as two bytes), and are multiplied as integers by numbers of at most 15 bits. Floats
+// of 8 bits are multiplied in single precision.
 //
 // Queries and weights are converted to fixed point: its error is a tenth of the format's, or less. A
 // lane is a row (keys) or a channel (values), as in float_codes.hpp. The levels and the sums of a format
@@ -7,6 +8,8 @@
 // sums of 16 lanes do not fit the registers, they have PARTS, one after the other. STEP fours are
 // multiplied together. Codes of 8 bits may be stored as signed bytes, less by MIDDLE.
 #pragma once
+
+#include <algorithm>
 
 #include "kvant.h"
 #include "float_codes.hpp"
@@ -27,8 +30,8 @@ inline bool in_quads(const kvant_side &side) {
     return KVANT_INTEGER_CODES ? side.format != KVANT_RAW : has_bytes(side);
 }
 
-// The largest fixed-point query, or weight, and level of a codebook, in steps of 1 / LEVEL_FRACTION.
-// The sums of MAX_DIM products with levels, and of BLOCK of them, fit 32 bits.
+// FIXED is the largest query or weight in fixed point, FIXED_TABLE_QUERY the largest query of a
+// codebook. MAX_LEVEL is the largest level of a codebook, stored in steps of 1 / LEVEL_FRACTION. The sums of MAX_DIM products with levels, and of BLOCK of them, fit 32 bits.
 constexpr float FIXED = 16256.0f;  // 127 * 128
 #if KVANT_BYTE_DOT
 constexpr int MAX_LEVEL = 127, LEVEL_FRACTION = 128;

@@ -19,7 +19,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 16
+#define KVANT_ABI 17
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)

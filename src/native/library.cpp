@@ -13,7 +13,7 @@
 
 #if KVANT_HAS_neon && defined(__APPLE__)
 #include <sys/sysctl.h>
-#elif KVANT_HAS_neon
+#elif KVANT_HAS_neon && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -35,9 +35,12 @@ bool has_vnni() {
 
 #if KVANT_HAS_amx
 // Whether the processor has tiles of 16-bit floats, and the system permits this process to use them.
+// The permission changes the process, so it is requested only if the tiles may be selected.
 bool has_tiles() {
     constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
     unsigned a, b, c, d;
+    const char *forced = std::getenv("KVANT_ISA");
+    if (forced && *forced && std::strcmp(forced, "amx")) return false;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return false;
     constexpr long PERMIT = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, PERMIT, TILE_DATA) == 0;
@@ -52,7 +55,7 @@ bool has_feature(const char *name) {
 }
 [[maybe_unused]] bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
 [[maybe_unused]] bool has_byte_matrices() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
-#elif KVANT_HAS_neon
+#elif KVANT_HAS_neon && defined(__linux__)
 [[maybe_unused]] bool has_dot_products() {
     constexpr unsigned long DOT_PRODUCTS = 1ul << 20;  // HWCAP_ASIMDDP
     return getauxval(AT_HWCAP) & DOT_PRODUCTS;
@@ -61,6 +64,9 @@ bool has_feature(const char *name) {
     constexpr unsigned long BYTE_MATRICES = 1ul << 13;  // HWCAP2_I8MM
     return getauxval(AT_HWCAP2) & BYTE_MATRICES;
 }
+#elif KVANT_HAS_neon
+[[maybe_unused]] bool has_dot_products() { return false; }
+[[maybe_unused]] bool has_byte_matrices() { return false; }
 #endif
 
 // The kernels of `isa`, with attention of `attending`.

@@ -1,7 +1,7 @@
 // Attention of many query positions: each block of rows is decoded once for up to MANY queries.
 //
 // If the processor multiplies pairs of 16-bit floats, rows are multiplied as such (Number is a
-// pair); otherwise in single precision. Masks are segments of visible rows, as in decode.hpp; the
+// pair); otherwise in single precision. Masks are segments of visible rows (visible_blocks.hpp); the
 // scores of hidden rows of a block are replaced by -infinity.
 #pragma once
 

@@ -1,6 +1,8 @@
 // Scores of the keys of one block of rows, in any format.
 #pragma once
 
+#include <type_traits>
+
 #include "query.hpp"
 
 namespace kvant::KVANT_TARGET {

@@ -1,7 +1,9 @@
 // The online softmax: convert the scores of a block to weights relative to the running maximum.
 #pragma once
 
-#include "weighted_values.hpp"
+#include <cmath>
+
+#include "block.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -1,10 +1,16 @@
 // The vector types of the instruction set that this translation unit is compiled for.
 #pragma once
 
-// Whether codes are multiplied as bytes, with both halves of a 15-bit number; eight at a time.
+// Whether integers are multiplied and added in one instruction (AVX-VNNI).
+#ifndef KVANT_VNNI
+#define KVANT_VNNI 0
+#endif
+
+// Whether codes are multiplied as bytes, four at a time, by both halves of a 15-bit number (Arm).
 #ifndef KVANT_BYTE_DOT
 #define KVANT_BYTE_DOT 0
 #endif
+// Whether they are multiplied eight at a time (i8mm).
 #ifndef KVANT_BYTE_MATRIX
 #define KVANT_BYTE_MATRIX 0
 #endif
@@ -29,11 +35,6 @@
 
 // Whether codes of fewer than 8 bits are multiplied as integers, not as 16-bit floats.
 #define KVANT_INTEGER_CODES !KVANT_BFLOAT_DOT
-
-// Whether integers are multiplied and added in one instruction (AVX-VNNI).
-#ifndef KVANT_VNNI
-#define KVANT_VNNI 0
-#endif
 
 // Whether matrices of 16-bit floats are multiplied on the processor's tiles (AMX).
 #ifndef KVANT_TILES

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "read_ranges.hpp"
-#include "weighted_values.hpp"
+#include "scores.hpp"
 
 namespace kvant::KVANT_TARGET {
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_parts_that_cannot_start_in_time_are_listed() -> None:
     assert step.failures[0].startswith("formats, raw: not run: ")
     assert step.failures[0].endswith(", 10 needed")
     assert step.gates[0]["verdict"] == "open"
+
+
+def test_worker_whose_process_died_between_calls_reports_it() -> None:
+    with Worker({}) as worker:
+        pid = worker.run(os.getpid, 600).value
+        os.kill(pid, signal.SIGKILL)
+        worker._process.join()
+        outcome = worker.run(os.getpid, 600)
+        assert outcome.error == "its process ended with exit code -9"
+        assert worker.run(os.getpid, 600).value != pid
 
 
 def test_worker_survives_calls_that_fail_crash_and_hang() -> None:

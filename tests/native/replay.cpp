@@ -5,7 +5,8 @@
 // The exit status is 1 if an output is wrong, 2 if nothing can be run, 3 if the processor does not have
 // the instruction set.
 //
-// Each block of memory has the alignment that it was recorded with, and ends at an inaccessible page.
+// Each block of memory has the alignment that it was recorded with, and ends at an inaccessible page
+// or less than ALIGNMENT bytes before one.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>

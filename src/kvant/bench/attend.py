@@ -239,7 +239,11 @@ def main(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls per figure")] = 25,
     cycles: Annotated[
-        bool, typer.Option("--cycles", help="Count cycles a row and key head, in the cache")
+        bool,
+        typer.Option(
+            "--cycles",
+            help="Count cycles a row and key head, in the cache, by --formats, --group and --dim",
+        ),
     ] = False,
     device: harness.Device = None,
     plot: harness.Plot = None,

@@ -8,6 +8,7 @@ other load on the machine affects least; `median` is of the medians.
 
 from __future__ import annotations
 
+from ctypes import c_int64
 from functools import partial
 
 import torch
@@ -34,7 +35,9 @@ def count_cycles(
     if functions is None:
         raise ValueError(f"--cycles: {get_library().reason}")
     q = torch.randn(1, group, 1, dim).bfloat16()
-    calls: dict[tuple[str, int], TimedCall] = {CLOCK: partial(functions.kvant_spin, CLOCK_CYCLES)}
+    calls: dict[tuple[str, int], TimedCall] = {
+        CLOCK: partial(functions.kvant_spin, c_int64(CLOCK_CYCLES))
+    }
     owners = []  # of the memory that the calls read
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -43,18 +43,18 @@ class Worker:
         """Run a picklable call; kill the process if it takes longer than `timeout` seconds."""
         if self._process is None:
             self._start()
-        self._connection.send(call)
-        outcome = self._receive(timeout)
+        outcome = self._exchange(call, timeout)
         if outcome.error is not None:
             self._stop()
         return outcome
 
-    def _receive(self, timeout: float) -> Outcome:
-        if not self._connection.poll(timeout):
-            return Outcome(error=f"stopped after {timeout:.0f} s")
+    def _exchange(self, call: Callable[[], Any], timeout: float) -> Outcome:
         try:
+            self._connection.send(call)
+            if not self._connection.poll(timeout):
+                return Outcome(error=f"stopped after {timeout:.0f} s")
             outcome: Outcome = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             return Outcome(error=f"its process ended with exit code {self._process.exitcode}")
         return outcome

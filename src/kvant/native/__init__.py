@@ -34,7 +34,7 @@ from kvant.native.header import (
 )
 from kvant.platform.torch_runtime import is_tracing
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 LIBRARY_NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 # Functions that take a request, in the order of kvant_function.
 FUNCTION_NAMES = ("attend", "store", "rotate", "norm", "choose", "multiply", "map")

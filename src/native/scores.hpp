@@ -63,11 +63,11 @@ struct SideTables {
     Tables tables;
     FixedLevels fixed;
     int bits, span;     // span: interleaved channels, 16 or 32
-    int width, groups;  // bytes of codes and scales of a row
+    int width, groups;  // bytes of codes and scales of a row; raw rows have unchecked bits and groups
     bool bytes, quads, codebook;
     explicit SideTables(const kvant_side &side)
         : list(side), tables(list.values), fixed(side), bits((int)side.bits),
-          span(side.dim % 32 ? 16 : 32), width((int)(side.dim * side.bits / 8)),
+          span(side.dim % 32 ? 16 : 32), width(side.format == KVANT_RAW ? 0 : (int)(side.dim * side.bits / 8)),
           groups(side.format == KVANT_RAW ? 0 : (int)((side.dim + side.group - 1) / side.group)),
           bytes(has_bytes(side)), quads(in_quads(side)),
           codebook(side.format == KVANT_CODEBOOK) {}

@@ -94,6 +94,7 @@ private:
     static const char *new_row(const kvant_store_side &side, int64_t sequence, int64_t head,
                                int64_t column) {
         const kvant_rows &rows = side.rows;
+        if (!rows.data) return nullptr;  // no rows, and columns are unchecked
         return (const char *)rows.data + sequence * rows.batch + head * rows.head + column * rows.row;
     }
 

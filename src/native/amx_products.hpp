@@ -9,9 +9,7 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int TOGETHER = 32;  // queries whose scores are computed together
 constexpr int GRAIN = 32;     // channels of a decoded row are padded to a multiple
-constexpr int OUT_PITCH = MAX_DIM + 16;  // stride of the sums per query
 
 // Configures the tiles of its thread, all of full size, and releases them when destroyed.
 class Products {

@@ -14,6 +14,9 @@
 
 namespace kvant::KVANT_TARGET {
 
+constexpr int TOGETHER = 32;  // queries whose scores are computed together
+constexpr int OUT_PITCH = MAX_DIM + 16;  // stride of the sums per query
+
 // Lines per line of numbers.
 template <class Number> constexpr int EACH = sizeof(Number) / sizeof(float);
 template <> constexpr int EACH<uint32_t> = 2;

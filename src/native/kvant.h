@@ -292,8 +292,8 @@ KVANT_EXPORT const char *kvant_isa(void);
  * never compete for the cores. Null: on threads of the library. */
 KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 
-/* Run for about so many cycles: additions that each wait for the previous one. The time that it takes
- * tells the clock of the processor. */
+/* Run dependent additions for about `cycles` cycles. The time that this takes gives the clock rate of
+ * the processor. */
 KVANT_EXPORT void kvant_spin(int64_t cycles);
 
 KVANT_EXPORT const char *kvant_attend(const kvant_request *request);

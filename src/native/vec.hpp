@@ -40,3 +40,14 @@
 #ifndef KVANT_TILES
 #define KVANT_TILES 0
 #endif
+
+#if KVANT_LEVEL != 256
+namespace kvant::KVANT_TARGET {
+
+// Channels of a row are loaded in their order, except on AVX2.
+template <class T> inline F load_split(const T *p) { return load(p); }
+template <class T> inline F split(F x) { return x; }
+template <class T> inline F unsplit(F x) { return x; }
+
+}  // namespace kvant::KVANT_TARGET
+#endif

@@ -117,11 +117,6 @@ template <int N> inline I repeated(const void *p) {
 template <int GN> constexpr int ROW_CHUNKS = 4 / GN;
 constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 1;  // whose sums fit registers
 
-// Channels of a row are loaded in their order.
-template <class T> inline F load_split(const T *p) { return load(p); }
-template <class T> inline F split(F x) { return x; }
-template <class T> inline F unsplit(F x) { return x; }
-
 // Sums of products of rows with queries, DOTS of them in registers.
 constexpr int DOTS = 8;
 struct Dot {

@@ -264,11 +264,6 @@ inline F sums(const F *x) {
     return add(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
 }
 
-// Channels of a row are loaded in their order.
-template <class T> inline F load_split(const T *p) { return load(p); }
-template <class T> inline F split(F x) { return x; }
-template <class T> inline F unsplit(F x) { return x; }
-
 // Sums of products of rows with queries, DOTS of them in registers.
 constexpr int DOTS = 16;
 struct Dot {

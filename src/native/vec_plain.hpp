@@ -256,11 +256,6 @@ struct HalfWords {
     }
 };
 
-// Channels of a row are loaded in their order.
-template <class T> inline F load_split(const T *p) { return load(p); }
-template <class T> inline F split(F x) { return x; }
-template <class T> inline F unsplit(F x) { return x; }
-
 // Sums of products of rows with queries.
 constexpr int DOTS = 16;
 struct Dot {

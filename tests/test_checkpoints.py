@@ -87,7 +87,7 @@ def remove_one_weight(folder: Path) -> None:
         (remove_tokenizer, "it has no tokenizer"),
         (remove_weights, "it has no weights"),
         (pickle_weights, "it has only pickled weights"),
-        (add_gguf, "GGUF is not supported: name the folder of safetensors"),
+        (add_gguf, "name one of its GGUF files, such as "),
         (replace_by_pointer, "a pointer of Git LFS"),
         (truncate_weights, "-00001-of-00005.safetensors is corrupt or incomplete"),
         (remove_one_weight, "cannot be loaded: it has no weights for "),
@@ -124,7 +124,7 @@ def test_a_draft_needs_no_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.gguf", "GGUF is not supported"),
+        ("a.gguf", "no such file"),
         ("a.txt", "this is a file; name the folder with config.json and weights"),
         ("./nowhere", "no such folder"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import kvant
 from kvant.platform import devices
 from kvant.platform.devices import (
     describe_slow_weights,
@@ -13,7 +14,6 @@ from kvant.platform.devices import (
     parse_dtype,
     warn_of_slow_weights,
 )
-from kvant.weights.packed_matrix import explain_refusal, has_packing_operators
 
 BF16 = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 
@@ -63,13 +63,8 @@ def test_dtypes_have_names() -> None:
         parse_dtype("int8")
 
 
-@pytest.mark.skipif(
-    not has_packing_operators(), reason=f"torch {torch.__version__} packs no weights"
-)
-def test_dtype_without_a_onednn_kernel_is_slow() -> None:
-    """oneDNN packs none there either: two torch operators, one property of the processor."""
+def test_only_16_bit_dtypes_on_a_cpu_can_be_slow() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        assert is_slow(dtype, torch.device("cpu")) == (explain_refusal(dtype) is not None)
         assert not is_slow(dtype, torch.device("cuda"))
     assert not is_slow(torch.float32, torch.device("cpu"))
 
@@ -83,8 +78,16 @@ def test_slow_weights_are_reported_with_their_bytes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
     line = describe_slow_weights(torch.nn.Sequential(BF16, torch.nn.Linear(64, 64, bias=False)))
     assert line is not None and "bfloat16" in line and "\n" not in line
-    assert "weights then take 32 KiB instead of 24 KiB" in line
+    assert "with which weights take 32 KiB instead of 24 KiB" in line
     assert describe_slow_weights(torch.nn.Linear(64, 64)) is None
+
+
+def test_packed_weights_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    model = torch.nn.Linear(128, 128).bfloat16()
+    before = describe_slow_weights(model)
+    if kvant.pack(model).layers:
+        assert before is not None and describe_slow_weights(model) is None
 
 
 def test_model_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

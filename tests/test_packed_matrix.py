@@ -1,199 +1,190 @@
-"""Test products with packed weights: the kernel gives the bits of oneDNN."""
+"""Test products with weights in 16 bits and as codes, against float64."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import linear
 
+import kvant.native
 from isas import ISAS, load_or_skip
-from kvant.native import NativeLibrary, get_library, multiply_packed
-from kvant.weights import packed_matrix
+from kvant.native import NativeLibrary, get_library
 from kvant.weights.packed_matrix import (
-    MAX_KERNEL_ROWS,
-    PackedMatrix,
-    SummationOrder,
-    explain_refusal,
+    CodedMatrix,
+    DenseMatrix,
+    WeightMatrix,
+    can_multiply,
+    explain_unreadable,
+    find_part_columns,
+    multiply,
 )
+from kvant.weights.packing import WEIGHT_CODECS
 
-BLOCK = 64
+pytestmark = pytest.mark.skipif(
+    get_library().functions is None, reason="the native library is not here"
+)
+SHAPES = ((192, 576), (100, 96), (1, 64), (65, 3072))
+FORMATS = ("bfloat16", "float16", *WEIGHT_CODECS)
+# Relative errors: rows as numbers of 15 bits, and the rounding of outputs.
+BOUNDS = {torch.float32: 4e-4, torch.bfloat16: 4.3e-3, torch.float16: 9e-4}
+EXACT_BOUND = 2e-6  # of sums in float32
+COUNTS = (1, 2, 3, 5, 16, 32, 33, 70)
 
 
-@pytest.fixture(params=ISAS)
-def isa(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module", params=ISAS)
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> NativeLibrary:
-    library = load_or_skip(request.param, tmp_path)
-    monkeypatch.setattr("kvant.native.get_library", lambda: library)
-    return library
+    return load_or_skip(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def pack_blocks(weight: Tensor) -> Tensor:
-    """Pack a weight like the kernel: [outs / 64][width / 2][64][2], zeros after the last."""
-    outs, width = weight.shape
-    whole = torch.zeros(-(-outs // BLOCK) * BLOCK, width, dtype=weight.dtype)
-    whole[:outs] = weight
-    return whole.view(-1, BLOCK, width // 2, 2).transpose(1, 2).contiguous()
+@pytest.fixture
+def every_isa(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvant.native, "get_library", lambda: library)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
-    lying = pack_blocks(weight)
-    place = lying.data_ptr(), lying.nbytes
-    return multiply_packed(x, place, bias, out_features=len(weight), k_block=part)
+def draw_weight(num_outputs: int, width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 0.05 * torch.randn(num_outputs, width, generator=generator)
 
 
-@pytest.mark.parametrize("outs", [1, 63, 64, 200])
-@pytest.mark.parametrize("width", [16, 48, 80])
-def test_packed_product_matches(isa: NativeLibrary, outs: int, width: int) -> None:
-    """Whole numbers so small that nothing is rounded."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randint(-1, 2, shape, generator=generator).bfloat16()
-
-    weight, bias = draw(outs, width), draw(outs)
-    for rows in range(1, 15):
-        x = draw(rows, width)
-        for part in (2, 34, width):
-            assert torch.equal(multiply(x, weight, None, part), x @ weight.T)
-            assert torch.equal(multiply(x, weight, bias, part), x @ weight.T + bias)
+def make_matrix(name: str, num_outputs: int, width: int) -> WeightMatrix:
+    weight = draw_weight(num_outputs, width)
+    if name in WEIGHT_CODECS:
+        return CodedMatrix.encode(weight, WEIGHT_CODECS[name])
+    return DenseMatrix(weight.to(getattr(torch, name)))
 
 
-@pytest.mark.parametrize(("part", "left"), [(2, 14), (4, 12), (8, 8), (16, 0)])
-def test_partial_sums_are_added(isa: NativeLibrary, part: int, left: int) -> None:
-    """2^24 + 1 is rounded to 2^24, so ones added one by one would be lost."""
-    weight = torch.ones(BLOCK, 16).bfloat16()
-    weight[:, 0], weight[:, 1] = 2.0**24, 0
-    bias = torch.full((BLOCK,), -(2.0**24)).bfloat16()
-    ones = torch.ones(1, 16).bfloat16()
-    product = multiply(ones, weight, bias, part)
-    assert product.tolist() == [[left] * BLOCK]
+def draw_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def draw_weights(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def compute_error(y: Tensor, expected: Tensor) -> float:
+    return ((y.double() - expected).norm() / expected.norm()).item()
 
 
-def make_matrix(outs: int = 192, width: int = 640) -> PackedMatrix:
-    if (reason := explain_refusal(torch.bfloat16)) is not None:
-        pytest.skip(reason)
-    return PackedMatrix(draw_weights(outs, width, seed=1), SummationOrder())
+@pytest.mark.usefixtures("every_isa")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("num_outputs", "width"), SHAPES)
+def test_products_are_those_of_float64(name: str, num_outputs: int, width: int) -> None:
+    """For any number of rows, with and without a bias, in each dtype of rows."""
+    matrix = make_matrix(name, num_outputs, width)
+    dense = matrix.to_dense().double()
+    for dtype, bound in BOUNDS.items():
+        if isinstance(matrix, DenseMatrix) and dtype == torch.float32:
+            bound = EXACT_BOUND
+        rows = draw_rows(max(COUNTS), width, dtype)
+        bias = torch.randn(num_outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+        expected = rows.double() @ dense.T + bias.double()
+        for count in COUNTS:
+            y = multiply(rows[:count], matrix, bias)
+            assert y.dtype == dtype and y.shape == (count, num_outputs)
+            assert compute_error(y, expected[:count]) < bound, count
+        assert compute_error(multiply(rows, matrix, None), rows.double() @ dense.T) < bound
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    calls, original = [], getattr(packed_matrix, name)
-
-    def call(*args: Any, **named: Any) -> Any:
-        calls.append(args)
-        return original(*args, **named)
-
-    monkeypatch.setattr(packed_matrix, name, call)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("outs", "width"), [(64, 64), (100, 128), (192, 640), (1024, 1024), (256, 3072), (3000, 208)]
-)
-@torch.no_grad()
-def test_packed_product_has_the_bits_of_onednn(two_threads: None, outs: int, width: int) -> None:
-    packed, bias = make_matrix(outs, width), draw_weights(outs, seed=2)
-    for rows in (*range(1, 9), 16, MAX_KERNEL_ROWS, MAX_KERNEL_ROWS + 1):
-        x = draw_weights(1, rows, width, seed=rows)
-        for added in (None, bias):
-            assert torch.equal(packed.multiply(x, added), packed.multiply_by_onednn(x, added))
+@pytest.mark.usefixtures("every_isa")
+@pytest.mark.parametrize("name", FORMATS)
+def test_result_of_a_row_does_not_depend_on_other_rows(name: str) -> None:
+    matrix = make_matrix(name, 192, 1152)
+    rows = draw_rows(32, 1152, torch.bfloat16)
+    expected = torch.cat([multiply(row[None], matrix, None) for row in rows])
+    for count in (2, 3, 7, 16, 32):
+        assert torch.equal(multiply(rows[:count], matrix, None), expected[:count])
 
 
-@pytest.mark.skipif(get_library().isa not in ("amx", "avx512"), reason="needs AVX-512 with BF16")
-@torch.no_grad()
-def test_few_rows_use_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = make_matrix()
-    if not packed.summation_order.find_k_block(1, packed):
-        pytest.skip("oneDNN adds in another order here")
-    calls = count_calls(monkeypatch, "multiply_packed")
-    packed.multiply(draw_weights(1, 640), None)
-    assert len(calls) == 1
-    packed.multiply(draw_weights(MAX_KERNEL_ROWS + 1, 640), None)
-    assert len(calls) == 1
+@pytest.mark.usefixtures("every_isa")
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_errors_are_at_most_those_of_torch(count: int) -> None:
+    matrix = DenseMatrix(draw_weight(512, 1024).bfloat16())
+    x, dense = draw_rows(count, 1024, torch.bfloat16), matrix.to_dense()
+    expected = x.double() @ dense.double().T
+    error = compute_error(multiply(x, matrix, None), expected)
+    assert error <= 1.01 * compute_error(linear(x, dense), expected)
 
 
-@torch.no_grad()
-def test_summation_order_is_probed_once_per_weight_shape(
-    two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = make_matrix()
-    second = PackedMatrix(draw_weights(192, 640, seed=3), packed.summation_order)
-    if packed.pointer is None:
-        pytest.skip("the kernel does not read these bytes")
-    tried = count_calls(monkeypatch, "_run_trial")
-    for x in (draw_weights(1, 640), draw_weights(1, 1, 640, seed=4)):
-        for each in (packed, second):
-            each.multiply(x, None)
-    assert [rows for rows, _ in tried] == [1]
-    packed.multiply(draw_weights(2, 640), None)
-    torch.set_num_threads(1)
-    packed.multiply(draw_weights(2, 640), None)
-    assert [rows for rows, _ in tried] == [1, 2, 2]
+@pytest.mark.parametrize("name", FORMATS)
+def test_threads_share_any_number_of_outputs(name: str) -> None:
+    threads = torch.get_num_threads()
+    try:
+        for num_outputs in (1, 33, 64, 200):
+            matrix = make_matrix(name, num_outputs, 256)
+            x = draw_rows(50, 256, torch.float32)
+            outputs = []
+            for torch_threads in (1, 3):
+                torch.set_num_threads(torch_threads)
+                outputs.append([multiply(x[:count], matrix, None) for count in (1, 50)])
+            assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+    finally:
+        torch.set_num_threads(threads)
 
 
-@torch.no_grad()
-def test_onednn_computes_where_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the last bit of one output in some thousand."""
-    packed, original = make_matrix(1024, 64), packed_matrix.multiply_packed
-
-    def other(x: Tensor, place: tuple[int, int], bias: Tensor | None, **options: int) -> Tensor:
-        out = original(x, place, bias, **options)
-        if bias is None:
-            out.view(-1)[700] = out.view(-1)[700].nextafter(torch.tensor(torch.inf).bfloat16())
-        return out
-
-    monkeypatch.setattr(packed_matrix, "multiply_packed", other)
-    x = draw_weights(1, 64)
-    assert torch.equal(packed.multiply(x, None), packed.multiply_by_onednn(x, None))
-
-
-@torch.no_grad()
-def test_zero_weight_decides_nothing_for_others(two_threads: None) -> None:
-    packed = make_matrix()
-    zeros = PackedMatrix(torch.zeros(192, 640).bfloat16(), packed.summation_order)
-    assert not zeros.multiply(draw_weights(1, 640), None).any()
-    for seed in range(64):
-        x = draw_weights(1, 640, seed=seed)
-        assert torch.equal(packed.multiply(x, None), packed.multiply_by_onednn(x, None))
+@pytest.mark.parametrize("name", WEIGHT_CODECS)
+@pytest.mark.parametrize(("num_outputs", "width"), [*SHAPES, (2500, 64)])
+def test_decoded_codes_are_those_of_the_codec(name: str, num_outputs: int, width: int) -> None:
+    codec, weight = WEIGHT_CODECS[name], draw_weight(num_outputs, width)
+    matrix = CodedMatrix.encode(weight, codec)
+    expected = codec.open(codec.seal(weight))
+    assert torch.equal(matrix.to_dense(), expected)
+    rows = torch.tensor([[0, num_outputs - 1], [num_outputs // 2, 0]])
+    assert torch.equal(matrix.take_rows(rows), expected[rows])
+    assert matrix.take_rows(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, width)
+    for row in (-1, num_outputs):
+        with pytest.raises(IndexError, match=f"rows from 0 to {num_outputs - 1}"):
+            matrix.take_rows(torch.tensor([row]))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("value", [0.0, torch.nan])
-def test_uninformative_weight_leaves_others_the_kernel(
-    two_threads: None, value: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = make_matrix()
-    if not make_matrix().summation_order.find_k_block(1, packed):
-        pytest.skip("oneDNN adds in another order here")
-    same = PackedMatrix(torch.full((192, 640), value).bfloat16(), packed.summation_order)
-    tried = count_calls(monkeypatch, "_run_trial")
-    for _ in range(3):
-        assert same.summation_order.find_k_block(1, same) == 0
-    assert len(tried) == 1
-    assert packed.summation_order.find_k_block(1, packed) > 0
-    assert same.summation_order.find_k_block(1, same) > 0
+@pytest.mark.parametrize("name", WEIGHT_CODECS)
+def test_bytes_are_those_of_codes_and_scales(name: str) -> None:
+    matrix = CodedMatrix.encode(draw_weight(128, 256), WEIGHT_CODECS[name])
+    assert matrix.nbytes == 128 * 256 * WEIGHT_CODECS[name].bits // 8 + 128 * 256 // 32 * 4
 
 
-@torch.no_grad()
-def test_fake_tensors_stay_fake() -> None:
-    packed, x = make_matrix(), draw_weights(1, 640)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assert type(packed.multiply(x, None)) is FakeTensor
+def test_parts_divide_the_width() -> None:
+    assert [find_part_columns(width) for width in (32, 576, 1024, 896, 352, 11008)] == [
+        *(32, 192, 256, 224, 32, 256)
+    ]
 
 
-@torch.no_grad()
-def test_trace_sees_an_operator() -> None:
-    packed, x = make_matrix(), draw_weights(1, 640)
-    traced = make_fx(lambda x: packed.multiply(x, None))(x)
-    other = draw_weights(1, 640, seed=5)
-    assert torch.equal(traced(other), packed.multiply_by_onednn(other, None))
-    assert "linear" in traced.code
+def test_nonfinite_rows_give_nan_in_their_own_outputs() -> None:
+    for name in FORMATS:
+        matrix = make_matrix(name, 100, 96)
+        rows = draw_rows(5, 96, torch.float32)
+        rows[2, 7] = torch.inf
+        y = multiply(rows, matrix, None)
+        assert y[[0, 1, 3, 4]].isfinite().all() and not y[2].isfinite().any()
+
+
+def test_unsupported_operands_are_left_to_torch() -> None:
+    matrix, x = make_matrix("bfloat16", 100, 96), torch.randn(2, 96)
+    assert can_multiply(x, matrix, None) and can_multiply(x[0], matrix, torch.zeros(100))
+    others: list[tuple[Any, Any]] = [
+        (x.double(), None),
+        (x[:, :64], None),
+        (x.to("meta"), None),
+        (x, torch.zeros(99)),
+        (x, torch.zeros(100).double()),
+        (x, torch.zeros(200)[::2]),
+        (x, torch.zeros(1).expand(100)),
+    ]
+    assert not any(can_multiply(rows, matrix, bias) for rows, bias in others)
+    assert explain_unreadable(torch.Size((10, 100))) == "of a width that is no multiple of 32"
+
+
+def test_tracing_sees_torch_operators() -> None:
+    matrix, x = make_matrix("bfloat16", 100, 96), torch.randn(2, 96).bfloat16()
+    with FakeTensorMode() as mode:
+        assert not can_multiply(mode.from_tensor(x), matrix, None)
+    seen: list[bool] = []
+
+    def product(x: Tensor) -> Tensor:
+        seen.append(can_multiply(x, matrix, None))
+        return x
+
+    make_fx(product)(x)
+    assert seen == [False]

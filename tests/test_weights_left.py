@@ -1,4 +1,4 @@
-"""Test linear layers that stay dense, and why: the same whether or not the processor packs any."""
+"""Test linear layers that stay unpacked, and why."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 import kvant
+from kvant.native import NativeLibrary
 from kvant.weights import packed_matrix
 
 IN, OUT = 96, 128
@@ -26,12 +26,6 @@ def wrap_layer(layer: nn.Linear, **changes: Any) -> nn.Module:
     for name, value in changes.items():
         setattr(model, name, value)
     return model
-
-
-def make_tied() -> nn.Module:
-    layer, words = nn.Linear(IN, OUT).bfloat16(), nn.Embedding(OUT, IN).bfloat16()
-    layer.weight = words.weight
-    return wrap_layer(layer, words=words)
 
 
 def make_shared_memory() -> nn.Module:
@@ -51,54 +45,54 @@ def make_mamba() -> nn.Module:
     return model
 
 
-LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "tied": (make_tied, "1 tied"),
-    "one memory": (make_shared_memory, "1 tied"),
-    "float32": (lambda: wrap_layer(nn.Linear(IN, OUT)), "1 of float32"),
-    "another class": (lambda: wrap_layer(Linear(IN, OUT).bfloat16()), "1 of class Linear"),
-    "parametrized": (make_parametrized, "1 of class ParametrizedLinear"),
-    "meta": (lambda: wrap_layer(nn.Linear(IN, OUT, device="meta").bfloat16()), "1 on meta"),
-    "small": (lambda: wrap_layer(nn.Linear(IN, 2).bfloat16()), "1 too small"),
-    "no rows": (lambda: wrap_layer(nn.Linear(IN, 0).bfloat16()), "1 too small"),
-    "read": (make_mamba, "1 read by other code"),
-    "mixed": (lambda: wrap_layer(make_mixed()), "1 with a bias that oneDNN does not read"),
+def make_turned() -> nn.Module:
+    layer = nn.Linear(IN, OUT).bfloat16()
+    layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
+    return wrap_layer(layer)
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "one memory": (make_shared_memory, "affine8", "1 sharing its memory"),
+    "float32": (lambda: wrap_layer(nn.Linear(IN, OUT)), "raw", "1 of float32"),
+    "float64": (lambda: wrap_layer(nn.Linear(IN, OUT).double()), "affine8", "1 of float64"),
+    "another class": (
+        lambda: wrap_layer(Linear(IN, OUT).bfloat16()),
+        "raw",
+        "1 of class Linear",
+    ),
+    "parametrized": (make_parametrized, "raw", "1 of class ParametrizedLinear"),
+    "meta": (lambda: wrap_layer(nn.Linear(IN, OUT, device="meta").bfloat16()), "raw", "1 on meta"),
+    "small": (lambda: wrap_layer(nn.Linear(IN, 2).bfloat16()), "affine4", "1 too small"),
+    "no rows": (lambda: wrap_layer(nn.Linear(IN, 0).bfloat16()), "raw", "1 too small"),
+    "width": (
+        lambda: wrap_layer(nn.Linear(100, OUT).bfloat16()),
+        "affine4",
+        "1 of a width that is no multiple of 32",
+    ),
+    "turned": (make_turned, "raw", "1 not contiguous"),
+    "read": (make_mamba, "raw", "1 read by other code"),
 }
-
-
-def make_mixed() -> nn.Linear:
-    layer = nn.Linear(IN, OUT, dtype=torch.bfloat16)
-    layer.bias = nn.Parameter(torch.zeros(OUT, dtype=torch.float64))
-    return layer
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", LEFT)
 def test_other_layers_stay_dense_with_a_reason(name: str) -> None:
-    build, reason = LEFT[name]
+    build, format_name, reason = LEFT[name]
     model = build()
     before = list(model.parameters())
-    packing = kvant.pack(model)
+    packing = kvant.pack(model, format_name)
     assert not packing.layers and packing.nbytes == 0 and len(packing.left) == 1
-    assert str(packing) == f"0 linear layers packed, 0 B; left: {reason}"
+    assert str(packing) == f"0 layers packed, 0 B; left: {reason}"
     assert all(
         parameter is other for parameter, other in zip(before, model.parameters(), strict=True)
     )
 
 
-def test_packing_needs_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_matrix, "_LINEAR_OP", None)
+def test_packing_needs_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = NativeLibrary(None, reason="it was not built")
+    monkeypatch.setattr(packed_matrix, "get_library", lambda: missing)
     model = wrap_layer(nn.Linear(IN, OUT).bfloat16())
-    assert set(kvant.pack(model).left.values()) == {f"unknown to torch {torch.__version__}"}
-    assert type(model.layer.weight) is nn.Parameter
-
-
-def test_packing_needs_processor_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(weight: Tensor, rows: int | None) -> Tensor:
-        raise RuntimeError("bf16 path needs the cpu support avx512bw")
-
-    monkeypatch.setattr(packed_matrix, "_REORDER_OP", refuse)
-    model = wrap_layer(nn.Linear(IN, OUT).bfloat16())
-    assert set(kvant.pack(model).left.values()) == {"refused by oneDNN"}
+    assert set(kvant.pack(model).left.values()) == {"without the native library"}
     assert type(model.layer.weight) is nn.Parameter
 
 

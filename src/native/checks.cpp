@@ -110,6 +110,29 @@ int64_t open_slots(const kvant_side &side, int64_t heads, int64_t rows) {
     return slots_in(open.nbytes, need, open.slot);
 }
 
+const char *check(const kvant_weight &w) {
+    if (w.outs < 0 || w.outs > MAX_COUNT) return "outs: out of range";
+    if (w.width < WEIGHT_UNIT || w.width > MAX_COUNT || w.width % WEIGHT_UNIT)
+        return "width: not a multiple of 32, or out of range";
+    if (w.format == KVANT_RAW) {
+        if (w.dtype != KVANT_BF16 && w.dtype != KVANT_F16) return "weight: not of 16 bits";
+        return holds(w.codes, w.codes_nbytes, product({w.outs, w.width, 2}), 2)
+                   ? nullptr
+                   : "weight: fewer than outputs";
+    }
+    if (w.format != KVANT_AFFINE || !is_format(w.format, w.bits, w.group, w.part))
+        return "format: unsupported bits and group of a weight";
+    if (w.part < WEIGHT_UNIT || w.part > MAX_DIM || w.part % WEIGHT_UNIT || w.part % w.group ||
+        w.width % w.part)
+        return "part: not a multiple of 32 and of the group that divides the width";
+    const int64_t rows = (w.outs + BLOCK - 1) / BLOCK * BLOCK;
+    const int64_t params = product({rows, w.width / w.group, 2});
+    const bool whole = holds(w.codes, w.codes_nbytes, product({rows, w.width / 8, w.bits}), 1) &&
+                       holds(w.scale, w.scale_nbytes, params, 2) &&
+                       (!w.bias || holds(w.bias, w.bias_nbytes, params, 2));
+    return whole ? nullptr : "weight: fewer than outputs";
+}
+
 // Check a side by itself.
 const char *check(const kvant_side &side) {
     if (!is_dtype(side.dtype)) return "dtype: unknown";
@@ -460,23 +483,22 @@ const char *check(const kvant_choose_request &r) {
 }
 
 const char *check(const kvant_multiply_request &r) {
-    if (!none_negative({r.count, r.outs})) return "a count: below zero";
-    if (r.width < PACKED_WIDTH || r.width > MAX_COUNT || r.width % PACKED_WIDTH)
-        return "width: not a multiple of 16, or out of range";
-    if (r.part < 2 || r.part > MAX_COUNT || r.part % 2)
-        return "part: not a multiple of 2, or out of range";
-    if (r.outs > MAX_COUNT) return "outs: out of range";
+    if (r.count < 0 || r.count > MAX_COUNT) return "count: out of range";
+    if (!is_inside(r.weight, r.weight_nbytes)) return "weight: not a whole struct";
+    if (const char *reason = check(*r.weight)) return reason;
+    if (!is_dtype(r.dtype) || (r.bias && !is_dtype(r.bias_dtype))) return "dtype: unknown";
     if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
-    const int64_t packed = (r.outs + PACKED_OUTS - 1) / PACKED_OUTS * PACKED_OUTS;
-    if (!holds(r.weight, r.weight_nbytes, product({packed, r.width, 2}), 2))
-        return "weight: fewer than outputs";
-    if (r.bias && !holds(r.bias, r.bias_nbytes, times(r.outs, 2), 2))
+    const kvant_weight &w = *r.weight;
+    const int64_t size = size_of(r.dtype), bias_size = size_of(r.bias_dtype);
+    if (r.bias && !holds(r.bias, r.bias_nbytes, times(w.outs, bias_size), bias_size))
         return "bias: fewer than outputs";
-    if (!holds(r.rows, r.rows_nbytes, product({r.count, r.width, 2}), 2))
+    if (!holds(r.rows, r.rows_nbytes, product({r.count, w.width, size}), size))
         return "rows: beyond their memory";
-    if (!holds(r.out, r.out_nbytes, product({r.count, r.outs, 2}), 2))
+    if (!holds(r.out, r.out_nbytes, product({r.count, w.outs, size}), size))
         return "out: too small for the products";
-    return nullptr;
+    return are_disjoint(r.out, r.out_nbytes, r.weight, r.weight_nbytes)
+               ? nullptr
+               : "out: overlaps structs of the request";
 }
 
 const char *check(const kvant_map_request &r) {
@@ -516,7 +538,7 @@ bool is_empty(const kvant_norm_request &r) { return !r.count; }
 bool is_empty(const kvant_choose_request &r) {
     return !r.extent->batch || !r.heads || !r.queries || !r.num_chosen;
 }
-bool is_empty(const kvant_multiply_request &r) { return !r.count || !r.outs; }
+bool is_empty(const kvant_multiply_request &r) { return !r.count || !r.weight->outs; }
 bool is_empty(const kvant_map_request &r) {
     return !r.shape.first || !r.shape.second || !r.shape.third || !r.shape.last;
 }

@@ -99,7 +99,8 @@ struct Line {
     Line(const SealedBlock &block, int t, int u, float middle) {
         const int at = (t * block.groups + u) * 16;
         scale = load(block.scale + at);
-        bias = block.bias ? fma(scale, set1(middle), load(block.bias + at)) : zero();
+        bias = block.bias ? fma(scale, set1(middle), load(block.bias + at))
+                          : mul(scale, set1(block.lowest + middle));
     }
     F value(F x) const { return fma(x, scale, bias); }
 };

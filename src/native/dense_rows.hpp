@@ -8,8 +8,9 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Queries [GN][dim] at q, their channels as `split<T>` orders them; scores [GN][PITCH] at s.
-template <class T, int GN> void row_scores(const RowBlock &rows, const float *q, int dim, float *s) {
+// Queries [GN][stride] at q, their channels as `split<T>` orders them; scores [GN][PITCH] at s.
+template <class T, int GN>
+void row_scores(const RowBlock &rows, const float *q, int64_t stride, int dim, float *s) {
     constexpr int R = DOTS / GN;
     for (int first = 0; first < rows.count; first += R) {
         const T *row[R];
@@ -20,7 +21,8 @@ template <class T, int GN> void row_scores(const RowBlock &rows, const float *q,
             F k[R];
             for (int r = 0; r < R; r++) k[r] = load_split(row[r] + d);
             for (int g = 0; g < GN; g++) {
-                const F x = load(q + g * MAX_DIM + d);
+                F x = load(q + g * stride + d);
+                if (R > 1) in_registers(x);
                 for (int r = 0; r < R; r++) dot(acc[g * R + r], k[r], x);
             }
         }
@@ -64,9 +66,9 @@ void row_values(const RowBlock &rows, const float *p, int dim, float *acc, int64
 
 #if KVANT_BFLOAT_DOT
 
-// Queries [GN][MAX_DIM] as Bfloat, zero after dim.
+// Queries [GN][stride] as Bfloat.
 template <int GN>
-void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
+void bfloat_scores(const RowBlock &rows, const Bfloat *q, int64_t stride, int dim, float *s) {
     constexpr int R = 16 / GN;
     for (int first = 0; first < rows.count; first += R) {
         const Bfloat *row[R];
@@ -76,7 +78,7 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
         int d = 0;
         for (; d + 32 <= dim; d += 32) {
             Pairs x[GN];
-            for (int g = 0; g < GN; g++) x[g] = load_pairs(q + g * MAX_DIM + d);
+            for (int g = 0; g < GN; g++) x[g] = load_pairs(q + g * stride + d);
             rows.ahead.fetch_next<R * LINE>();
             for (int r = 0; r < R; r++) {
                 const Pairs k = load_pairs(row[r] + d);
@@ -87,7 +89,7 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
             for (int r = 0; r < R; r++)
                 for (int g = 0; g < GN; g++)
                     acc[g * R + r] =
-                        fma(load(row[r] + d), load(q + g * MAX_DIM + d), acc[g * R + r]);
+                        fma(load(row[r] + d), load(q + g * stride + d), acc[g * R + r]);
         float total[16];
         store(total, sums(acc));
         for (int i = 0; i < 16; i++) s[i / R * PITCH + first + i % R] = total[i];

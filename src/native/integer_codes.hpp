@@ -68,6 +68,27 @@ template <class Number> struct FixedQueries {
     const float *step, *sums;
 };
 
+// Convert a row of `dim` numbers to fours and to sums over groups of `width`; return the step.
+template <bool TABLE>
+inline float make_fours(const float *row, int dim, int width, uint32_t *fours, float *sums) {
+    constexpr float limit = TABLE ? FIXED_TABLE_QUERY : FIXED;
+    I top = zeros();
+    for (int d = 0; d < dim; d += 16) top = max(top, magnitudes(load(row + d)));
+    // Integers cannot represent NaN or infinity: a NaN step marks the whole row.
+    const float size = finite_magnitude(top);
+    const float step = (size < 1e-25f ? 1e-25f : size) * (1.0f / limit);
+    for (int first = 0; first < dim; first += width) {
+        F total = zero();  // of integers that are exact in a float
+        for (int d = first; d < std::min(dim, first + width); d += 16) {
+            const I n = to_int(mul(load(row + d), set1(1.0f / step)));
+            store_fixed<TABLE>(fours + d / 2, n);
+            total = add(total, to_float(n));
+        }
+        *sums++ = sum(total) * step;
+    }
+    return step;
+}
+
 template <int BITS, int SPAN, int H, int Q, int GN, int TILES, class Words, class Sums>
 inline void quad_products(const uint8_t *low, const uint8_t *high, int tile, const Words &words,
                           const typename Words::Number *q, Sums (&x)[TILES][GN]) {
@@ -126,7 +147,7 @@ template <int BITS, int SPAN, int GN, class Words>
 void quad_scores(const SealedBlock &block, const Words &words, float unit,
                  const FixedQueries<typename Words::Number> &q, float *s) {
     constexpr int TILES = QUAD_TILES;
-    for (int t = 0; t < BLOCK / 16; t += TILES) {
+    for (int t = 0; t < block.rows / 16; t += TILES) {
         const uint8_t *codes = block.codes + t * 16 * block.width;
         F total[TILES][GN], shift[TILES][GN];
         for (int i = 0; i < TILES; i++)
@@ -143,9 +164,12 @@ void quad_scores(const SealedBlock &block, const Words &words, float unit,
                 const F scale = load(block.scale + at);
                 for (int g = 0; g < GN; g++)
                     total[i][g] = fma(products[i][g], scale, total[i][g]);
-                if (!block.bias) continue;
-                fetch((const char *)(block.bias + at) + block.to_next_scale);
-                F bias = load(block.bias + at);
+                if (!block.bias && block.lowest == 0) continue;
+                F bias = mul(scale, set1(block.lowest));
+                if (block.bias) {
+                    fetch((const char *)(block.bias + at) + block.to_next_scale);
+                    bias = load(block.bias + at);
+                }
                 if (Words::MIDDLE) bias = fma(scale, set1(Words::MIDDLE), bias);
                 for (int g = 0; g < GN; g++)
                     shift[i][g] = fma(bias, set1(q.sums[g * MAX_GROUPS + u]), shift[i][g]);

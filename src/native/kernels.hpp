@@ -42,19 +42,17 @@ KVANT_DECLARE_KERNELS(avx2)
 KVANT_DECLARE_KERNELS(avx512)
 KVANT_DECLARE_KERNELS(neon)
 
-// Instruction sets with an `attend` of their own; their other kernels are those of another.
-namespace avxvnni {
-void attend(const kvant_request &request);
-}
-namespace amx {
-void attend(const kvant_request &request);
-}
-namespace neon_dotprod {
-void attend(const kvant_request &request);
-}
-namespace neon_dotprod_i8mm {
-void attend(const kvant_request &request);
-}
+// Instruction sets with products of their own; their other kernels are those of another.
+#define KVANT_DECLARE_PRODUCTS(isa)                       \
+    namespace isa {                                       \
+    void attend(const kvant_request &request);            \
+    void multiply(const kvant_multiply_request &request); \
+    }
+
+KVANT_DECLARE_PRODUCTS(avxvnni)
+KVANT_DECLARE_PRODUCTS(amx)
+KVANT_DECLARE_PRODUCTS(neon_dotprod)
+KVANT_DECLARE_PRODUCTS(neon_dotprod_i8mm)
 
 void store(const kvant_store_request &request, const Kernels &kernels);
 

@@ -19,7 +19,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 17
+#define KVANT_ABI 18
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -222,18 +222,39 @@ typedef struct {
     int64_t threads;
 } kvant_choose_request;
 
-/* Multiply rows by the transposed weight of a linear layer and add a bias, all in bfloat16: summed
- * in single precision, rounded once. Products are summed over parts of `part` columns, then over
- * parts. */
+/* The weight of a linear layer.
+ *
+ *   format   bits             group             codes
+ *   raw      of the dtype     -                 the weight [outs, width], contiguous
+ *   affine   2 to 6, 8        16, 32, 64, 128   [block][part], arranged as KVANT_KEYS
+ *
+ * A block has 64 outputs, and a part of it `part` columns: a page of 64 rows of `part` channels. The
+ * last block is filled up with any finite values. Scale and bias are in the same order. Without a
+ * bias, the code c stands for (c - 2^(bits - 1)) * scale. */
+typedef struct {
+    int64_t format, bits, group, dtype; /* dtype: of a raw weight */
+    int64_t outs, width, part; /* coded: part is a multiple of 32 and of group, at most 256, and
+                                  divides width; raw: width is a multiple of 32 */
+    const void *codes;
+    int64_t codes_nbytes;
+    const void *scale; /* 16-bit floats */
+    int64_t scale_nbytes;
+    const void *bias; /* or null */
+    int64_t bias_nbytes;
+} kvant_weight;
+
+/* Multiply rows by the transposed weight of a linear layer and add a bias: summed in single
+ * precision, rounded once to the dtype of the rows. Rows are multiplied by codes as fixed-point
+ * numbers of 15 bits. A row has the same result with any other rows, if at most 32 are given. */
 typedef struct {
     const void *rows; /* [count, width], contiguous */
     int64_t rows_nbytes;
-    const void *weight; /* [outs / 64, rounded up][width / 2][64][2] */
+    int64_t count, dtype;
+    const kvant_weight *weight;
     int64_t weight_nbytes;
     const void *bias; /* [outs], or null */
-    int64_t bias_nbytes;
-    int64_t count, width, outs, part; /* width: a multiple of 16; part: of 2 */
-    void *out;                        /* [count, outs], contiguous */
+    int64_t bias_nbytes, bias_dtype;
+    void *out; /* [count, outs], contiguous */
     int64_t out_nbytes;
     int64_t threads;
 } kvant_multiply_request;

@@ -69,10 +69,10 @@ bool has_feature(const char *name) {
 [[maybe_unused]] bool has_byte_matrices() { return false; }
 #endif
 
-// The kernels of `isa`, with attention of `attending`.
-#define KVANT_KERNELS(name, attending, isa)                                                        \
-    {name, kvant::attending::attend, kvant::isa::seal_page, kvant::isa::rotate, kvant::isa::norm, \
-     kvant::isa::choose, kvant::isa::multiply, kvant::isa::map}
+// The kernels of `isa`, with products of `products`.
+#define KVANT_KERNELS(name, products, isa)                                                        \
+    {name, kvant::products::attend, kvant::isa::seal_page, kvant::isa::rotate, kvant::isa::norm, \
+     kvant::isa::choose, kvant::products::multiply, kvant::isa::map}
 
 // The kernels that the processor has instructions for, the fastest first.
 std::vector<Kernels> list_kernels() {

@@ -14,8 +14,7 @@ constexpr int MAX_GROUP_WIDTH = 128;  // channels of an affine group
 constexpr int MAX_THREADS = 4096;
 constexpr int NORM_UNIT = 32;         // channels of a row to normalize: a multiple of this
 constexpr int MAX_NORM = 32768;       // for a longer row PyTorch may split the sum over threads
-constexpr int PACKED_OUTS = 64;       // outputs of a block of a packed weight
-constexpr int PACKED_WIDTH = 16;      // its columns are a multiple of this
+constexpr int WEIGHT_UNIT = 32;       // the columns of a weight are a multiple of this
 constexpr int64_t TABLE = 1 << 16;    // entries of a lookup table for 16-bit values
 
 // Columns of the writes and the seals of kvant_steps.

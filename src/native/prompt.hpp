@@ -175,8 +175,8 @@ private:
     // Add a block to queries [first, first + count); `all`: every query sees all its rows.
     void attend_together(const Span &span, int first, int count, bool all, bool nonfinite) {
         const int64_t width = key_tile.width / EACH<Number>;
-        products.scores(key_tile, s.q + first * width, false, count, s.scores);
-        if (!exact) products.scores(key_tile, s.rest + first * width, true, count, s.scores);
+        products.scores(key_tile, s.q + first * width, width, false, count, s.scores);
+        if (!exact) products.scores(key_tile, s.rest + first * width, width, true, count, s.scores);
         uint64_t seen[TOGETHER];
         for (int i = 0; i < count; i++) {
             seen[i] = all ? ALL : seen_rows(span, s.seen[(first + i) / r.group]);

@@ -87,21 +87,7 @@ private:
     }
 
     template <bool TABLE> void make_fours(int g, int width) {
-        constexpr float limit = TABLE ? FIXED_TABLE_QUERY : FIXED;
-        I top = zeros();
-        for (int d = 0; d < dim; d += 16) top = max(top, magnitudes(load(rows[g] + d)));
-        // Integers cannot represent NaN or infinity: a NaN step marks the whole query.
-        const float size = finite_magnitude(top);
-        step[g] = (size < 1e-25f ? 1e-25f : size) * (1.0f / limit);
-        by_group(width, [&](int u, int first, int stop) {
-            F total = zero();  // of integers that are exact in a float
-            for (int d = first; d < stop; d += 16) {
-                const I n = to_int(mul(load(rows[g] + d), set1(1.0f / step[g])));
-                store_fixed<TABLE>(fours[g] + d / 2, n);
-                total = add(total, to_float(n));
-            }
-            sums[g][u] = sum(total) * step[g];
-        });
+        step[g] = kvant::KVANT_TARGET::make_fours<TABLE>(rows[g], dim, width, fours[g], sums[g]);
     }
 };
 

@@ -73,27 +73,29 @@ struct SideTables {
           codebook(side.format == KVANT_CODEBOOK) {}
 };
 
+// Call f(Int<bits>, words) for affine codes of fewer than 8 bits.
+template <class Fn> inline void with_code_words(int bits, Fn f) {
+    if (bits == 6) f(Int<6>(), CodeWords<6>());
+    if (bits == 5) f(Int<5>(), CodeWords<5>());
+    if (bits == 4) f(Int<4>(), CodeWords<4>());
+    if (bits == 3) f(Int<3>(), CodeWords<3>());
+    if (bits == 2) f(Int<2>(), CodeWords<2>());
+}
+
 // Call f(Int<bits>, Int<span>, words) for a side with codes in fours.
 template <class Fn> inline void with_words(const SideTables &side, Fn f) {
-    const int16_t *levels = side.fixed.values;
-    if (side.bytes) return f(Int<8>(), Int<16>(), CodeWords<8>(levels));
+    if (side.bytes) return f(Int<8>(), Int<16>(), CodeWords<8>());
 #if KVANT_INTEGER_CODES
     if (side.bits == 8) return f(Int<8>(), Int<16>(), HalfWords());
     const auto spans = [&](auto bits, const auto &words) {
         if (side.span == 32) return f(bits, Int<32>(), words);
         if constexpr (bits.value != 3 && bits.value != 5) f(bits, Int<16>(), words);
     };
-    if (side.codebook) {
-        if (side.bits == 4) spans(Int<4>(), TableWords<4>(levels));
-        if (side.bits == 3) spans(Int<3>(), TableWords<3>(levels));
-        if (side.bits == 2) spans(Int<2>(), TableWords<2>(levels));
-        return;
-    }
-    if (side.bits == 6) spans(Int<6>(), CodeWords<6>(levels));
-    if (side.bits == 5) spans(Int<5>(), CodeWords<5>(levels));
-    if (side.bits == 4) spans(Int<4>(), CodeWords<4>(levels));
-    if (side.bits == 3) spans(Int<3>(), CodeWords<3>(levels));
-    if (side.bits == 2) spans(Int<2>(), CodeWords<2>(levels));
+    if (!side.codebook) return with_code_words(side.bits, spans);
+    const int16_t *levels = side.fixed.values;
+    if (side.bits == 4) spans(Int<4>(), TableWords<4>(levels));
+    if (side.bits == 3) spans(Int<3>(), TableWords<3>(levels));
+    if (side.bits == 2) spans(Int<2>(), TableWords<2>(levels));
 #endif
 }
 
@@ -103,18 +105,18 @@ inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, fl
         float *at = s + g * PITCH;
 #if KVANT_BFLOAT_DOT
         if (dtype == KVANT_BF16) {
-            bfloat_scores<GN>(rows, q.high[g], q.dim, at);
+            bfloat_scores<GN>(rows, q.high[g], MAX_DIM, q.dim, at);
             if (q.exact) return;
             float rest[GN * PITCH];
-            bfloat_scores<GN>(rows, q.low[g], q.dim, rest);
+            bfloat_scores<GN>(rows, q.low[g], MAX_DIM, q.dim, rest);
             for (int i = 0; i < GN; i++)
                 for (int r = 0; r < rows.count; r++) at[i * PITCH + r] += rest[i * PITCH + r];
             return;
         }
 #endif
-        if (dtype == KVANT_BF16) row_scores<Bfloat, GN>(rows, q.rows[g], q.dim, at);
-        if (dtype == KVANT_F16) row_scores<Half, GN>(rows, q.rows[g], q.dim, at);
-        if (dtype == KVANT_F32) row_scores<float, GN>(rows, q.rows[g], q.dim, at);
+        if (dtype == KVANT_BF16) row_scores<Bfloat, GN>(rows, q.rows[g], MAX_DIM, q.dim, at);
+        if (dtype == KVANT_F16) row_scores<Half, GN>(rows, q.rows[g], MAX_DIM, q.dim, at);
+        if (dtype == KVANT_F32) row_scores<float, GN>(rows, q.rows[g], MAX_DIM, q.dim, at);
     });
 }
 

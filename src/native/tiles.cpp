@@ -1,6 +1,8 @@
-// Attention on processors with matrix tiles of 16-bit floats (AMX), for many positions; other
-// requests use AVX-512.
+// Attention and linear layers on processors with matrix tiles of 16-bit floats (AMX), for many
+// positions; other requests use AVX-512.
+#include "few_rows.hpp"
 #include "kernels.hpp"
+#include "many_rows.hpp"
 #include "prompt.hpp"
 
 namespace kvant::KVANT_TARGET {
@@ -13,6 +15,12 @@ void attend(const kvant_request &request) {
     if (request.queries > MAX_SEPARATE_QUERIES && !request.chosen && in_pairs(request))
         return AttendMany<uint32_t>(request).run();
     avx512::attend(request);
+}
+
+void multiply(const kvant_multiply_request &request) {
+    if (request.count > FEW_ROWS && multiplies_pairs(request))
+        return ManyRows<uint32_t>(request).run();
+    avx512::multiply(request);
 }
 
 }  // namespace kvant::KVANT_TARGET

@@ -48,6 +48,7 @@ namespace kvant::KVANT_TARGET {
 template <class T> inline F load_split(const T *p) { return load(p); }
 template <class T> inline F split(F x) { return x; }
 template <class T> inline F unsplit(F x) { return x; }
+inline void in_registers(F &) {}
 
 }  // namespace kvant::KVANT_TARGET
 #endif

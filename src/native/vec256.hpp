@@ -134,6 +134,9 @@ template <> inline F unsplit<Bfloat>(F x) {
 }
 inline F load(const Bfloat *p) { return unsplit<Bfloat>(load_split(p)); }
 
+// Load x once: GCC would load it again for each use.
+inline void in_registers(F &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
+
 // Sums of products of rows with queries, DOTS of them in registers.
 constexpr int DOTS = 8;
 struct Dot {
@@ -308,7 +311,6 @@ template <int BITS> struct CodeWords {
     using Number = uint32_t;  // a pair of the fours that the sums are made of
     static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
-    explicit CodeWords(const int16_t *) {}
     static Words at(I x) { return {{even(x.a), even(x.b)}, {odd(x.a), odd(x.b)}}; }
 
 private:

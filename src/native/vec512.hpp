@@ -231,13 +231,13 @@ struct Quads {
     }
     void put(F &sums) const { sums = to_float(_mm512_add_epi32(left<7>(high), low)); }
 };
-// Codes of 8 bits are multiplied as they are.
 template <int BITS> struct CodeWords {
     using Number = uint32_t;
     static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
-    explicit CodeWords(const int16_t *) {}
-    static I at(I x) { return x; }
+    static I at(I x) {
+        return BITS == 8 ? x : _mm512_and_si512(x, _mm512_set1_epi8((1 << BITS) - 1));
+    }
 };
 // Store 16 numbers as the pairs of dwords that Quads::Four reads.
 template <bool> inline void store_fixed(uint32_t *p, I x) {

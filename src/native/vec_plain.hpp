@@ -206,7 +206,6 @@ template <int BITS> struct CodeWords {
     using Number = uint32_t;  // a pair of the fours that the sums are made of
     static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
-    explicit CodeWords(const int16_t *) {}
     static Words at(I x) {
         return each_word(x, [](uint32_t code) { return code & ((1 << BITS) - 1); });
     }

@@ -8,14 +8,16 @@ namespace kvant::KVANT_TARGET {
 constexpr int GRAIN = 16;     // channels of a decoded row are padded to a multiple
 
 struct Products {
-    // Scores [count][PITCH] with all rows of a block; added to the present ones if `more`.
+    // Scores [count][PITCH] with all rows of a block, of queries [count][stride]; added to the
+    // present ones if `more`.
     template <class Number>
-    void scores(const Tile<Number> &keys, const Number *q, bool more, int count, float *s) const {
+    void scores(const Tile<Number> &keys, const Number *q, int64_t stride, bool more, int count,
+                float *s) const {
         const int steps = keys.width / EACH<Number>;
         by_queries(count, [&](auto n, int m) {
             for (int t = 0; t < BLOCK / 16; t += PRODUCT_VECTORS)
-                score<n.value>(keys.to + 16 * (int64_t)t * steps, steps, q + m * steps, more,
-                               s + m * PITCH + 16 * t);
+                score<n.value>(keys.to + 16 * (int64_t)t * steps, steps, q + m * stride, stride,
+                               more, s + m * PITCH + 16 * t);
         });
     }
 
@@ -45,7 +47,8 @@ private:
 
     // Scores of MQ queries with 16 * PRODUCT_VECTORS rows.
     template <int MQ, class Number>
-    static void score(const Number *keys, int steps, const Number *q, bool more, float *s) {
+    static void score(const Number *keys, int steps, const Number *q, int64_t stride, bool more,
+                      float *s) {
         constexpr int NT = PRODUCT_VECTORS;
         F acc[MQ][NT];
         for (int m = 0; m < MQ; m++)
@@ -53,7 +56,7 @@ private:
         for (int d = 0; d < steps; d++)
             for (int t = 0; t < NT; t++) {
                 const auto k = load_line(keys + 16 * ((int64_t)t * steps + d));
-                for (int m = 0; m < MQ; m++) acc[m][t] = times(acc[m][t], k, q[m * steps + d]);
+                for (int m = 0; m < MQ; m++) acc[m][t] = times(acc[m][t], k, q[m * stride + d]);
             }
         for (int m = 0; m < MQ; m++)
             for (int t = 0; t < NT; t++) store(s + m * PITCH + 16 * t, acc[m][t]);

@@ -35,7 +35,6 @@ template <int BITS> struct CodeWords {
     using Number = uint32_t;
     static constexpr int PARTS = 1, STEP = 1, MIDDLE = 0;
     template <int> using Sums = Quads;
-    explicit CodeWords(const int16_t *) {}
     static Words at(I x) {
         const uint16x8_t mask = vdupq_n_u16((1 << BITS) - 1);
         int16x8_t even[4], odd[4];

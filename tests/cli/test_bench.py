@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvant.bench
 from kvant.cli.main import BENCHES
+from kvant.native import NativeLibrary
 
 KVANT = str(Path(sys.executable).with_name("kvant"))
 APPEND = ("append", "--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32")
@@ -67,24 +67,13 @@ def test_every_benchmark_is_listed_with_the_first_line_of_its_help() -> None:
         assert " ".join(doc.partition("\n\n")[0].split()) == line
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)], ids=str)
-def test_processor_that_packs_no_weights_is_reported_and_the_rest_is_measured(
-    flags: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_not_measured_without_the_native_library(
+    call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: oneDNN packs no bfloat16 without AVX-512, which was a traceback."""
-
-    def refuse(weight: Tensor, rows: int | None) -> Tensor:
-        raise RuntimeError("bf16 path needs the cpu support avx512bw\nat some line of C++")
-
-    monkeypatch.setattr("kvant.weights.packed_matrix._REORDER_OP", refuse)
-    monkeypatch.setattr("kvant.bench.products.MIN_WEIGHT_BYTES", 10**5)
-    small = ("--shapes", "128x64", "--rows", "1,2", "--repeats", "1")
-    code, out, error = call("bench", "products", *small, *flags)
-    report = json.loads(out.splitlines()[-1])
-    assert code == 0 and [row["way"] for row in report["rows"]] == ["torch", "stream"] * 2
-    reason = "oneDNN packs no bfloat16 weights on this processor (bf16 path needs the cpu support"
-    assert error == f"skipped: packed and kernel: {reason} avx512bw)\n"
-    assert [f"skipped: {line}\n" for line in report["skipped"]] == [error]
+    missing = NativeLibrary(None, reason="it was not built")
+    monkeypatch.setattr("kvant.bench.weights.get_library", lambda: missing)
+    code, out, error = call("bench", "weights")
+    assert (code, out) == (2, "") and "nothing to measure: it was not built" in error
 
 
 @pytest.mark.parametrize(

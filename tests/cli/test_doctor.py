@@ -21,13 +21,6 @@ def test_report_lists_what_runs(call: Any) -> None:
     assert "self-test: " in out
 
 
-@pytest.mark.skipif(
-    get_library().isa != "avx512", reason="needs AVX-512 with BF16; with AMX oneDNN adds otherwise"
-)
-def test_report_confirms_the_kernel_result(call: Any) -> None:
-    assert "rows by our kernel" in json.loads(call("doctor", "--json")[1])["packed_weights"]
-
-
 def test_json_has_the_figures(call: Any) -> None:
     report = json.loads(call("doctor", "--json")[1])
     assert report["healthy"] and report["backends"]["cpu"]["reference"] is None
@@ -54,7 +47,7 @@ def test_missing_kernels_are_reported(call: Any, monkeypatch: pytest.MonkeyPatch
     no_library = NativeLibrary(
         None, reason="the native library was not built (is there a C++ compiler?)"
     )
-    for place in ("kvant.native", "kvant.attention.native", "kvant.weights.packed_matrix"):
+    for place in ("kvant.native", "kvant.attention.native"):
         monkeypatch.setattr(f"{place}.get_library", lambda: no_library, raising=False)
     code, out, _ = call("doctor")
     assert code == 0 and no_library.reason in out

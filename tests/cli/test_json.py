@@ -57,7 +57,7 @@ COMMANDS = {
         *("--clients", "1,2", "--context", "4", "--tokens", "3", "--rounds", "1"),
         *("--layers", "1", "--trim-every", "0.01"),
     ),
-    "bench products": ("--shapes", "128x64", "--rows", "1,40", "--repeats", "1"),
+    "bench weights": ("--shapes", "128x64", "--rows", "1,40", "--repeats", "1"),
     "bench scale": ("--requests", "500", "--replicas", "2,4"),
     "bench stores": ("--context", "128", "--repeats", "1", "--layers", "1"),
     "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
@@ -87,7 +87,7 @@ def test_json_is_one_object_and_nothing_else(
         pytest.importorskip("triton")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(MODEL_SHAPES, "0.6b", MODEL_SHAPES["0.6b"] | {"vocab_size": 1000})
-    monkeypatch.setattr("kvant.bench.products.MIN_WEIGHT_BYTES", 10**6)
+    monkeypatch.setattr("kvant.bench.weights.MIN_WEIGHT_BYTES", 10**6)
     monkeypatch.setattr("kvant.bench.gpu.FORMATS", ("fp8",))
     monkeypatch.setattr("kvant.bench.gpu.MIN_SPEEDUPS", {"affine8": 1.5})
     save(Cache(2, "affine8"), "a.kv")

@@ -173,7 +173,7 @@ OTHERS = [
     ("bench", "decode", "--formats", "afine4"),
     ("bench", "prefill", "--formats", "afine4"),
     ("bench", "append", "--lengths", "1,x"),
-    ("bench", "products", "--shapes", "12"),
+    ("bench", "weights", "--shapes", "12"),
     ("bench", "engine", "--tokens", "1"),
     ("nonsense",),
 ]

@@ -344,7 +344,9 @@ def test_model_is_packed_by_default(
 ) -> None:
     packed: list[kvant.Packing] = []
     pack = kvant.pack
-    monkeypatch.setattr("kvant.weights.packing.pack", lambda model: packed.append(pack(model)))
+    monkeypatch.setattr(
+        "kvant.weights.packing.pack", lambda model, weights: packed.append(pack(model, weights))
+    )
     words = {"run": (*SHORT, "--device", "cpu"), "chat": ("chat", "--max-new-tokens", "6")}[command]
     first = call(*words, typed="import os\n")
     assert first[0] == 0 and len(packed) == 1

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-LINE = "warning: this processor multiplies bfloat16 slowly"
-FEW = ("--max-new-tokens", "2", "--no-guard")
+LINE = "warning: torch multiplies bfloat16 slowly"
+FEW = ("--max-new-tokens", "2", "--no-guard", "--no-pack")
 
 
 @pytest.fixture(params=["run", "chat", "batch", "serve"])
@@ -64,5 +64,5 @@ def test_float32_gives_no_warning(call: Any, words: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("slow_dtype")
 def test_doctor_names_the_slow_dtype(call: Any) -> None:
-    assert "bfloat16 prefill is slower than float32 here: use --dtype float32" in call("doctor")[1]
+    assert "torch multiplies bfloat16 slowly here: pack the weights, or use" in call("doctor")[1]
     assert json.loads(call("doctor", "--json")[1])["slow_dtypes"] == ["bfloat16"]

@@ -96,7 +96,7 @@ def test_slow_dtype_is_logged_once_per_model(
     )
     model = build("llama").bfloat16()
     for served in (model, model, build("llama")):
-        make_engine(served).close()
+        make_engine(served, pack=False).close()
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("kvant", "WARNING")
     assert "dtype=torch.float32" in record.getMessage()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,22 @@ from hf.parity import text_of
 from hf.zoo import FAMILIES, NAMES, build, valid_spec
 from kvant.checkpoints import load
 from kvant.hf import compute_model_fingerprint
-from kvant.weights import packing as weights
-from packing import find_unpacked_reasons
+from kvant.native import get_library
+from kvant.weights import packing
+from kvant.weights.packed_matrix import CodedMatrix, DenseMatrix
 
 DEFAULT = ("llama", "gpt2", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba", "bart")
 EVERY = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.laws) for name in NAMES]
 
-REASONS = find_unpacked_reasons(partial(torch.nn.Linear, 96, 96, dtype=torch.bfloat16))
-pytestmark = pytest.mark.skipif(REASONS != "", reason=f"kvant.pack leaves layers: {REASONS}")
+pytestmark = pytest.mark.skipif(
+    get_library().functions is None, reason="the native library is not here"
+)
 
 
 @pytest.fixture(autouse=True)
 def pack_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack small layers too: those of the families are small."""
-    monkeypatch.setattr(weights, "MIN_PACKED_VALUES", 1)
+    monkeypatch.setattr(packing, "MIN_PACKED_VALUES", 1)
 
 
 @torch.no_grad()
@@ -38,7 +41,7 @@ def compute_outputs(model: PreTrainedModel, name: str, *, attached: bool) -> lis
     family = FAMILIES[name]
     text, spec = text_of(family), valid_spec(name, "affine8")
     inputs = {
-        key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        key: tensor.to(model.dtype) if tensor.is_floating_point() else tensor
         for key, tensor in text.encoder.items()
     }
     ids = "decoder_input_ids" if family.kind == "encoder-decoder" else "input_ids"
@@ -54,26 +57,41 @@ def compute_outputs(model: PreTrainedModel, name: str, *, attached: bool) -> lis
     return logits
 
 
-def same_bits(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+def assert_close(first: list[Tensor], second: list[Tensor]) -> None:
+    """Logits differ by roundings: of sums, of rows of 16 bits, of rows in the cache."""
+    limit = 0.03 if first[0].dtype == torch.bfloat16 else 0.01
+    for a, b in zip(first, second, strict=True):
+        assert (a - b).double().norm() <= limit * b.double().norm()
 
 
+@pytest.mark.parametrize(("weights", "dtype"), [("raw", "bfloat16"), ("affine8", "float32")])
 @pytest.mark.parametrize("name", EVERY)
-def test_packed_family_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_family_computes_as_its_dense_copy(
+    name: str, weights: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No layer is packed whose weight the family or kvant multiplies directly."""
-    model = build(name).bfloat16()
-    expected = [compute_outputs(model, name, attached=attached) for attached in (False, True)]
-    assert kvant.pack(model, tied=True).layers
-    packings: list[Any] = []
-    dense = weights._make_dense
-    monkeypatch.setattr(
-        weights, "_make_dense", lambda weight: packings.append(weight) or dense(weight)
-    )
-    for attached, same in zip((False, True), expected, strict=True):
-        assert same_bits(compute_outputs(model, name, attached=attached), same)
-    assert not packings
-    kvant.unpack(model)
-    assert same_bits(compute_outputs(model, name, attached=False), expected[0])
+    model = build(name).to(getattr(torch, dtype))
+    assert kvant.pack(model, weights).layers
+    plain = unpack_copy(model)
+    decoded: list[Any] = []
+    for matrix in (CodedMatrix, DenseMatrix):
+        decode = matrix.to_dense
+        monkeypatch.setattr(
+            matrix, "to_dense", lambda self, decode=decode: decoded.append(self) or decode(self)
+        )
+    for attached in (False, True):
+        expected = compute_outputs(plain, name, attached=attached)
+        assert_close(compute_outputs(model, name, attached=attached), expected)
+    assert not decoded
+
+
+def unpack_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a dense copy, which keeps rounded values."""
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kvant.unpack(plain)
+    return plain
 
 
 def test_model_is_packed_while_attached() -> None:

@@ -327,15 +327,27 @@ def choose(case: Case) -> None:
 
 
 def multiply(case: Case) -> None:
-    rng, r = case.rng, case.request
-    set_all(case, width=16 * rng.randint(1, 5), part=2 * rng.randint(1, 45))
-    set_all(case, outs=rng.choice((0, 1, 63, 64, 200)), count=rng.choice((0, 1, 5, 6, 7, 13)))
-    set_all(case, threads=rng.randint(1, 2))
-    case.hold("rows", r.count * r.width * 2)
-    case.hold("weight", (r.outs + 63) // 64 * 64 * r.width * 2)
+    rng, r, w = case.rng, case.request, case.structs["weight"]
+    set_all(case, count=rng.choice((0, 1, 5, 6, 7, 13, 33, 140)), threads=rng.randint(1, 2))
+    set_all(case, dtype=rng.randrange(3), bias_dtype=rng.randrange(3))
+    w.outs, w.format = rng.choice((0, 1, 63, 64, 200)), rng.choice((RAW, AFFINE, AFFINE))
+    if w.format == RAW:
+        w.width, w.dtype = 32 * rng.randint(1, 40), rng.choice((1, 2))
+        case.hold("weight.codes", w.outs * w.width * 2)
+    else:
+        w.bits, w.group = rng.choice((2, 3, 4, 5, 6, 8)), rng.choice((16, 32, 64, 128))
+        w.part = max(w.group, 32) * rng.randint(1, 256 // max(w.group, 32))
+        w.width = w.part * rng.randint(1, 3)
+        rows = (w.outs + 63) // 64 * 64
+        case.hold("weight.codes", rows * w.width * w.bits // 8)
+        case.hold("weight.scale", rows * w.width // w.group * 2)
+        if rng.random() < 0.5:
+            case.hold("weight.bias", rows * w.width // w.group * 2)
+    case.hold("weight", ctypes.sizeof(w))
+    case.hold("rows", r.count * w.width * SIZES[r.dtype])
     if rng.random() < 0.5:
-        case.hold("bias", r.outs * 2)
-    case.hold("out", r.count * r.outs * 2, is_output=True)
+        case.hold("bias", w.outs * SIZES[r.bias_dtype])
+    case.hold("out", r.count * w.outs * SIZES[r.dtype], is_output=True)
 
 
 def map_numbers(case: Case) -> None:

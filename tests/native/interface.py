@@ -29,6 +29,7 @@ POINTED = {  # structs that a request points to
         "side[1].stored": "kvant_side",
     },
     "choose": {"extent": "kvant_extent"},
+    "multiply": {"weight": "kvant_weight"},
 }
 
 

@@ -60,6 +60,7 @@ FLOAT_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: 
 # dtype of rows, and by the dtype of outputs.
 FORM_BOUNDS = {"raw": 1e-5, "float": 1e-5, "affine": 3e-3, "codebook": 8e-3}
 ROW_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 1e-5}
+PRODUCT_BOUND = 4e-4  # of products with codes: rows have 15 bits
 OUT_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 1e-3}
 Pending = tuple[RequestMemory, list[bytes]]
 
@@ -155,9 +156,11 @@ def _list_written_blocks(memory: RequestMemory) -> list[Check]:
     blocks = sorted({memory.locate(address)[0] for address in addresses if address})
     if memory.entry == "multiply":  # summed in an order of the instruction set
         (block,) = blocks
-        out = torch.frombuffer(bytearray(memory.blocks[block].read()), dtype=torch.bfloat16)
-        rows = out.double().view(-1, memory.request.outs)
-        return [_make_check(memory, "out", BFLOAT16, rows, OUT_BOUNDS[torch.bfloat16])]
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[memory.request.dtype]
+        out = torch.frombuffer(bytearray(memory.blocks[block].read()), dtype=dtype)
+        rows = out.double().view(-1, memory.fields["weight.outs"].value)
+        bound = max(OUT_BOUNDS[dtype], PRODUCT_BOUND)
+        return [_make_check(memory, "out", FLOAT_KINDS[dtype], rows, bound)]
     kind = SAME_BYTES
     if memory.entry in ("rotate", "norm", "map"):
         kind = SAME_FLOATS[memory.request.dtype]

@@ -55,7 +55,8 @@ def is_rich(case: Case) -> bool:
     if case.entry == "norm":
         return r.count > 1
     if case.entry == "multiply":
-        return min(r.count, r.outs) > 1
+        weight = case.structs["weight"]
+        return min(r.count, weight.outs) > 1 and weight.format == AFFINE
     if case.entry == "map":
         strides = (r.a.stride, r.b.stride, r.out.stride)
         every = [getattr(stride, name) for stride in strides for name in FOUR]
@@ -140,7 +141,7 @@ def test_short_buffer_is_refused(
 
 
 OPTIONAL = {
-    ("multiply", "bias"),
+    *(("multiply", name) for name in ("bias", "weight.bias")),
     *(("attend", name) for name in ("lse", "sink_logits", "chosen")),
 }
 
@@ -187,8 +188,11 @@ BEYOND = {
         "threads": lambda value: 0,
     },
     "multiply": {
-        "count width outs": lambda value: 3 * value,
-        "part": lambda value: value + 1,
+        "count weight.width weight.outs": lambda value: 3 * value,
+        "weight.part": lambda value: value + 1,
+        "weight.bits": lambda value: 7,
+        "weight.group": lambda value: 3 * value,
+        "weight.format dtype": lambda value: 3,
         "threads": lambda value: 0,
     },
     "map": {

@@ -15,7 +15,8 @@ import torch
 from isas import list_available_isas, load_copy
 from kvant import Cache, attend
 from kvant.attention.native import NativeBackend
-from kvant.native import get_library, map_elements, multiply_packed, norm_rows, rotate_rows
+from kvant.native import get_library, map_elements, norm_rows, rotate_rows
+from kvant.weights.packed_matrix import DenseMatrix, multiply
 from native.interface import ENTRIES
 from native.recorder import Recorder
 from native.recording import SAME_BYTES, SAME_FLOAT16, Check, Recording, RequestMemory
@@ -67,14 +68,7 @@ def call_every_function() -> None:
     rotate_rows(rows[:, :, :5], (ctypes.c_float * 64)(*[0.125] * 64), signs_last=True)
     x = torch.randn(3, 64).bfloat16()
     norm_rows(x, torch.randn(64).bfloat16(), 1e-5)
-    weight = torch.randn(64, 64).bfloat16()
-    multiply_packed(
-        x,
-        (weight.data_ptr(), weight.nbytes),
-        torch.randn(64).bfloat16(),
-        out_features=64,
-        k_block=64,
-    )
+    multiply(x, DenseMatrix(torch.randn(64, 64).bfloat16()), torch.randn(64).bfloat16())
     map_elements("add", torch.empty_like(x), x, x.flip(0))
     x[0] = torch.nan
     map_elements("negate", torch.empty_like(x), x)

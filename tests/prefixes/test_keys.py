@@ -197,10 +197,26 @@ def test_key_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefixes.stats()["tokens_hit"] == before
 
 
+@pytest.mark.filterwarnings("ignore:unpacked weights keep")
+def test_rounded_weights_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a store crosses between 16, 8 and 4 bits, nor between codes and their values."""
+    monkeypatch.setattr("kvant.weights.packing.MIN_PACKED_VALUES", 1)
+    keys = []
+    for weights in ("raw", "affine8", "affine4", {"lm_head": "affine8", "*": "affine4"}):
+        model = build("llama").to(torch.bfloat16)
+        keys += [fingerprint(model)] if weights == "raw" else []
+        assert kvant.pack(model, weights).layers
+        keys.append(fingerprint(model))
+        kvant.unpack(model)
+        keys.append(fingerprint(model))
+    assert keys[0] == keys[1] == keys[2]  # 16-bit weights are those of the dense model
+    assert len(set(keys)) == 1 + 2 * 3
+
+
 def test_packed_weights_have_the_same_key() -> None:
     model = build("llama").to(torch.bfloat16)
     before = fingerprint(model)
-    kvant.pack(model, tied=True)
+    kvant.pack(model)
     assert is_packed(model) and fingerprint(model) == before
     kvant.unpack(model)
     kvant.attach(model, "raw")

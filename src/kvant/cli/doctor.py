@@ -80,7 +80,6 @@ def _run_self_test() -> dict[str, Any]:
     return describe_machine() | {
         "kernels": get_library().isa or get_library().reason,
         "compiled": get_library().functions is not None,
-        "packed_weights": _describe_packing(),
         "slow_dtypes": list_slow_dtypes(),
         "gpu": _describe_gpu(),
         "backends": {  # why each backend does not support affine4 rows on a device, or null
@@ -120,26 +119,6 @@ def _compare_backends(device: str) -> Iterator[dict[str, Any]]:
                 difference = (output - expected).abs().max().item()
                 row = {"format": spec, "device": device, "backend": backend.name}
                 yield row | {"difference": difference}
-
-
-def _describe_packing() -> str:
-    """Describe how `kvant.pack` packs bfloat16 weights on this machine."""
-    import torch
-
-    from kvant.weights.packed_matrix import (
-        MAX_KERNEL_ROWS,
-        PackedMatrix,
-        SummationOrder,
-        explain_refusal,
-    )
-
-    if (reason := explain_refusal(torch.bfloat16)) is not None:
-        return f"no: {reason}"
-    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    matrix = PackedMatrix(weight.bfloat16(), SummationOrder())
-    if matrix.find_kernel_k_block(torch.ones(1, 256).bfloat16(), None):
-        return f"yes, and up to {MAX_KERNEL_ROWS} rows by our kernel"
-    return "yes, computed by oneDNN"
 
 
 def _describe_gpu() -> str:
@@ -224,9 +203,8 @@ def _show_self_test(facts: dict[str, Any]) -> None:
     table.add_row("threads", f"torch uses {facts['threads']}")
     table.add_row("GPU", facts["gpu"])
     table.add_row("kernels", facts["kernels"])
-    table.add_row("packed weights", facts["packed_weights"])
     slow = " and ".join(facts["slow_dtypes"])
-    advice = f"{slow} prefill is slower than float32 here: use --dtype float32"
+    advice = f"torch multiplies {slow} slowly here: pack the weights, or use --dtype float32"
     table.add_row("dtypes", advice if slow else "none is slow")
     for device, backends in facts["backends"].items():
         default = next(name for name, reason in backends.items() if reason is None)

@@ -34,7 +34,7 @@ BENCHES = {  # the first line of each benchmark's help
     "gpu": "Check the kernels on a GPU, and the speeds that they must reach.",
     "prefill": "Measure prefill of one prompt, batch 1.",
     "prefixes": "Time the first token of prompts with and without a cached prefix.",
-    "products": "Time products of few rows with packed weights.",
+    "weights": "Time products of rows with weights in 16, 8 and 4 bits.",
     "scale": "Simulate how routing to replicas affects prefix reuse and waiting times.",
     "serve": "Measure the speed and the waiting times of a server's clients, against the engine.",
     "stores": "Measure decoding during writes to a store, and the time to restore a prefix.",

@@ -17,6 +17,7 @@ from kvant import checkpoints
 from kvant.errors import CacheError, CacheFileError
 from kvant.platform.devices import check_device, check_dtype
 from kvant.platform.sizes import parse_size
+from kvant.recipes import RAW_WEIGHTS
 from kvant.spec.language import check_spec_or_auto
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seconds to import
@@ -46,6 +47,10 @@ class ModelOptions:
     dtype: Annotated[
         str, Option(help="float32, bfloat16, float16; auto: as in the checkpoint.")
     ] = "auto"
+    weights: Annotated[
+        str | None,
+        Option(help="Round weights: affine8, affine4, or by layer: lm_head=affine8,*=affine4."),
+    ] = None
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer."""
@@ -54,7 +59,12 @@ class ModelOptions:
     @property
     def load_options(self) -> dict[str, Any]:
         """Options of `checkpoints.load`, except the model."""
-        return {"trust_code": self.trust_remote_code, "device": self.device, "dtype": self.dtype}
+        return {
+            "trust_code": self.trust_remote_code,
+            "device": self.device,
+            "dtype": self.dtype,
+            "weights": self.weights,
+        }
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,12 @@ class CacheOptions(ModelOptions):
     ] = True
 
     @property
+    def load_options(self) -> dict[str, Any]:
+        """Options of `checkpoints.load`; weights of 16 bits are packed unless --no-pack."""
+        weights = self.weights or (RAW_WEIGHTS if self.pack else None)
+        return super().load_options | {"weights": weights}
+
+    @property
     def spec(self) -> str:
         """The spec of the cache, with the default of the command."""
         return "raw" if self.kv_cache is None else self.kv_cache
@@ -98,6 +114,8 @@ class CacheOptions(ModelOptions):
 
             for name in self.store:
                 check_name(name)
+        if self.weights is not None and not self.pack:
+            raise ValueError(f"--no-pack with --weights {self.weights}: drop one of them")
         check_device(self.device)
         check_dtype(self.dtype)
         checkpoints.check_checkpoint(self.model)

@@ -144,7 +144,6 @@ class SessionOptions(CacheOptions):
                 "--chat: this model has no chat template: drop --chat to continue the prompt as "
                 "plain text"
             )
-        self._pack_model(model)
         c_libraries.keep_freed_memory()
         from kvant.generation import Session
 
@@ -171,16 +170,7 @@ class SessionOptions(CacheOptions):
     def _load_draft(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
-        draft = checkpoints.load_model(self.draft, flag="--draft", **self.load_options)
-        return self._pack_model(draft)
-
-    def _pack_model(self, model: Any) -> Any:
-        """Pack the weights in place unless --no-pack, and return the model."""
-        if self.pack:
-            from kvant.weights.packing import pack
-
-            pack(model)
-        return model
+        return checkpoints.load_model(self.draft, flag="--draft", **self.load_options)
 
 
 @contextmanager

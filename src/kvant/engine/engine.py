@@ -33,10 +33,10 @@ from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.prefixes import Prefixes
-from kvant.recipes import AnySpec
+from kvant.recipes import AnySpec, WeightFormats
 from kvant.spec import describe_spec
 from kvant.stores import Store
-from kvant.weights import packing as weights
+from kvant.weights import packing
 
 log = logging.getLogger("kvant")
 
@@ -75,6 +75,7 @@ class Engine:
         chunk_seconds: float | None = None,
         backend: str | None = None,
         pack: bool = True,
+        weights: WeightFormats | None = None,
         prefixes: Prefixes | None = None,
         store: str | Store | abc.Sequence[str | Store] | None = None,
     ) -> None:
@@ -84,7 +85,8 @@ class Engine:
         up to this multiple of it in the end; what does not fit is swapped to files. The prefill of
         one prompt delays each token of other requests by about `chunk_seconds`. The prefills of
         several prompts delay it by up to 4 times as much.
-        `pack` packs 16-bit weights on a CPU until the engine is closed. `prefixes` count within
+        `pack` packs 16-bit weights on a CPU until the engine is closed; `weights` rounds them, as
+        `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
         `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
         """
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
@@ -133,8 +135,10 @@ class Engine:
         )
         self._request_numbers = count()
         self._worker = EngineWorker(Batch(decoder, empty_cache, backend), scheduler, tokenizer)
-        warn_of_slow_weights(model, log.warning)
+        if weights is not None:
+            packing.pack(model, weights)
         cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
+        warn_of_slow_weights(model, log.warning)
         c_libraries.release_threads()  # the engine's thread computes from now on
         self._worker.start(cleanup)
 
@@ -149,9 +153,9 @@ class Engine:
             if not get_attachments(model):
                 attach(model, self._spec, backend=backend)
                 undo.callback(detach, model)
-            if pack and not weights.is_packed(model):
-                undo.callback(weights.unpack, model)
-                weights.pack(model, tied=True)
+            if pack and not packing.is_packed(model):
+                undo.callback(packing.unpack, model)
+                packing.pack(model)
             if self.prefixes is not None:  # after packing, which changes the key of the weights
                 self._worker.prefix_reuse.attach(self.prefixes)
             return undo.pop_all()

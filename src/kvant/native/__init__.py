@@ -27,14 +27,13 @@ from kvant.native.header import (
     MAP_STRUCT,
     MULTIPLY_STRUCT,
     NORM_STRUCT,
-    NULL_POINTER,
     ROTATE_STRUCT,
     RUN_STRUCT,
     STEP_STRUCT,
 )
 from kvant.platform.torch_runtime import is_tracing
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 LIBRARY_NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 # Functions that take a request, in the order of kvant_function.
 FUNCTION_NAMES = ("attend", "store", "rotate", "norm", "choose", "multiply", "map")
@@ -239,26 +238,24 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-PACKED_OUT_BLOCK, PACKED_IN_BLOCK = 64, 16  # outputs and columns of a packed weight's blocks
+WEIGHT_COLUMNS = 32  # a weight's columns are a multiple of this
 
 
-def multiply_packed(
-    x: Tensor, weight: tuple[int, int], bias: Tensor | None, *, out_features: int, k_block: int
+def multiply_rows(
+    x: Tensor, weight: ctypes.Array[ctypes.c_char], bias: Tensor | None, num_outputs: int
 ) -> Tensor:
-    """Multiply rows [..., width] by a packed weight (address, bytes) and add the bias.
+    """Multiply contiguous rows [..., width] by the weight of a kvant_weight, and add the bias.
 
-    Products are summed over blocks of `k_block` columns, then over blocks. Rows and bias are
-    bfloat16 and contiguous.
+    Sums are in float32; outputs are rounded once, to the dtype of the rows.
     """
-    width = x.shape[-1]
-    out = x.new_empty((*x.shape[:-1], out_features))
+    out = x.new_empty((*x.shape[:-1], num_outputs))
     request = MULTIPLY_STRUCT.pack(
-        *(x.data_ptr(), x.nbytes, *weight),
-        *(NULL_POINTER if bias is None else (bias.data_ptr(), bias.nbytes)),
-        *(x.numel() // width, width, out_features, k_block, out.data_ptr(), out.nbytes),
-        torch.get_num_threads(),
+        *(x.data_ptr(), x.nbytes, x.shape[:-1].numel(), DTYPE_CODES[x.dtype]),
+        *(ctypes.addressof(weight), ctypes.sizeof(weight)),
+        *((0, 0, 0) if bias is None else (bias.data_ptr(), bias.nbytes, DTYPE_CODES[bias.dtype])),
+        *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )
-    call_native("multiply", request)
+    call_native("multiply", request, weight)
     return out
 
 

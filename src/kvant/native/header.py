@@ -93,10 +93,15 @@ CHOOSE_STRUCT = NativeStruct(
     ("bounds", PAGES_STRUCT),
     "dtype ranges ranges_nbytes chosen chosen_nbytes num_chosen threads",
 )
+WEIGHT_STRUCT = NativeStruct(
+    "kvant_weight",
+    "format bits group dtype outs width part",
+    "codes codes_nbytes scale scale_nbytes bias bias_nbytes",
+)
 MULTIPLY_STRUCT = NativeStruct(
     "kvant_multiply_request",
-    "rows rows_nbytes weight weight_nbytes bias bias_nbytes",
-    "count width outs part out out_nbytes threads",
+    "rows rows_nbytes count dtype weight weight_nbytes",
+    "bias bias_nbytes bias_dtype out out_nbytes threads",
 )
 FOUR_STRUCT = NativeStruct("kvant_four", "first second third last")
 ELEMENTS_STRUCT = NativeStruct("kvant_numbers", "data nbytes", ("stride", FOUR_STRUCT))

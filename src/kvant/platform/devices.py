@@ -104,18 +104,24 @@ def list_slow_dtypes() -> list[str]:
 
 
 def describe_slow_weights(model: nn.Module) -> str | None:
-    """Describe the slow dtype of a model's weights in one line; None if no dtype is slow."""
+    """Describe the slow dtype of a model's weights in one line; None if no dtype is slow.
+
+    Packed weights, which are of another class, are not multiplied by torch.
+    """
+    import torch
+
     weights = list(model.parameters())
-    slow = [weight for weight in weights if is_slow(weight.dtype, weight.device)]
+    plain = [weight for weight in weights if type(weight) is torch.nn.Parameter and weight.ndim > 1]
+    slow = [weight for weight in plain if is_slow(weight.dtype, weight.device)]
     if not slow:
         return None
     now = sum(weight.numel() * weight.itemsize for weight in weights)
     wide = now + sum(weight.numel() * (4 - weight.itemsize) for weight in slow)
     return (
-        f"this processor multiplies {str(slow[0].dtype).removeprefix('torch.')} slowly, so prompts "
-        "take longer than in float32: use --dtype float32, or dtype=torch.float32 when loading the "
-        f"model in Python; weights then take {format_size(wide)} instead of {format_size(now)} "
-        "(kvant bench prefill --dtype float32 measures the speed)"
+        f"torch multiplies {str(slow[0].dtype).removeprefix('torch.')} slowly on this processor: "
+        "pack the model (kvant.pack(model); commands and engines do), or use --dtype float32 "
+        f"(dtype=torch.float32 in Python), with which weights take {format_size(wide)} instead of "
+        f"{format_size(now)} (kvant bench weights measures the speed)"
     )
 
 

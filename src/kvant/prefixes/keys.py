@@ -37,7 +37,8 @@ from kvant.platform.c_libraries import use_one_thread
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.spec import describe_spec
 from kvant.spec.headers import dumps
-from kvant.weights.packing import PackedWeight, is_packed, named_weights
+from kvant.weights.packed_weight import PackedWeight
+from kvant.weights.packing import is_packed, named_weights
 
 PAGE_TOKENS = 64  # tokens that one page key covers
 KEY_VERSION = b"kvant prefix 2"
@@ -209,7 +210,7 @@ def _describe_tensor_state(tensor: Tensor) -> object:
     Inference tensors have no version: they get a value that equals no other, so they are always
     hashed.
     """
-    if isinstance(tensor, PackedWeight):  # a write packs it again, into another matrix
+    if isinstance(tensor, PackedWeight):  # rounded: its codes are never written to
         return id(tensor.matrix)
     if tensor.is_inference():
         return object()
@@ -220,6 +221,8 @@ def _describe_tensor_state(tensor: Tensor) -> object:
 
 @torch.no_grad()
 def _hash_tensor(tensor: Tensor) -> bytes:
+    if isinstance(tensor, PackedWeight):
+        return digest(tensor.matrix.format.encode(), *map(_hash_tensor, tensor.matrix.tensors))
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return blake2b(flat.numpy().data, digest_size=32).digest()
 

@@ -50,7 +50,7 @@ from kvant.replay.steps import (
     TritonDecodeStep,
 )
 from kvant.weights.norms import is_fused
-from kvant.weights.packing import get_weight_address, get_weight_memory
+from kvant.weights.packed_weight import get_weight_address, get_weight_memory
 
 
 class ReplayBackend(NamedTuple):

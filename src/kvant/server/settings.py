@@ -20,6 +20,7 @@ from kvant.attention import check_backend
 from kvant.errors import SpecError
 from kvant.platform.devices import parse_device, parse_dtype
 from kvant.platform.sizes import parse_size
+from kvant.recipes import RAW_WEIGHTS
 from kvant.spec import as_spec
 from kvant.spec.language import check_spec_or_auto, is_auto
 from kvant.stores import open_tiers
@@ -59,6 +60,7 @@ class ServerSettings(BaseModel):
     store: Annotated[list[str], BeforeValidator(_as_list)] = []
     backend: str | None = None
     pack: bool = True
+    weights: str | None = None
     guard: bool = True
     device: str | None = None
     dtype: str = "auto"
@@ -88,7 +90,11 @@ class ServerSettings(BaseModel):
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer."""
         return checkpoints.load(
-            self.model, trust_code=self.trust_remote_code, device=self.device, dtype=self.dtype
+            self.model,
+            trust_code=self.trust_remote_code,
+            device=self.device,
+            dtype=self.dtype,
+            weights=self.weights or (RAW_WEIGHTS if self.pack else None),
         )
 
     @property

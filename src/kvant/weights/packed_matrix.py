@@ -1,191 +1,259 @@
-"""Multiply with weights in oneDNN's packed order, by oneDNN or by a faster kernel of our own.
+"""The weight of a linear layer as the kernels read it: dense in 16 bits, or as affine codes.
 
-A product of a few rows is limited by reading the weight; oneDNN reads at about two thirds of the
-memory bandwidth. Our kernel reads the same bytes faster and adds in oneDNN's order, so outputs are
-equal to the bit. oneDNN sums products over blocks of columns, then over blocks. The block size
-depends on the shape, the rows and the threads: a trial before the first product finds it. If no
-block size reproduces oneDNN's bits, oneDNN computes the product.
+Codes are those of the affine codec for rows, in groups of 32 columns, arranged as pages of keys:
+64 outputs are the rows of a page, and up to 256 columns its channels (src/native/kvant.h). So the
+kernels that compute scores compute the outputs too.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kvant.native import PACKED_IN_BLOCK, PACKED_OUT_BLOCK, get_library, multiply_packed
+from kvant.attention.native.structs import FORMAT_CODES, NATIVE_TILES
+from kvant.codecs.affine import Affine
+from kvant.codecs.packing import pack_codes
+from kvant.contracts import Fields
+from kvant.native import DTYPE_CODES, WEIGHT_COLUMNS, get_library, multiply_rows
+from kvant.native.header import NULL_POINTER, WEIGHT_STRUCT
 from kvant.platform.torch_runtime import is_tracing
 
-# Private operators of torch; without them nothing is packed.
-_REORDER_OP = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-_LINEAR_OP = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_DATA_PTR_OP = getattr(torch.ops.mkldnn, "data_ptr", None)
-_NBYTES_OP = getattr(torch.ops.mkldnn, "_nbytes", None)
-
-MAX_KERNEL_ROWS = 32  # with more rows, oneDNN is about as fast
-NUM_TRIAL_OUTPUTS = 1024  # compared by a trial
-K_BLOCK_CANDIDATES = (64, 128, 256, 512, 1024, 2048, 4096)  # columns per block
-K_SPLIT_CANDIDATES = (1, 2, 3, 4)  # equal blocks per row
-
-ProductKey = tuple[int, int]  # rows and threads
+DENSE_DTYPES = (torch.bfloat16, torch.float16)  # of weights that kernels read as they are
+BLOCK_OUTPUTS = 64
+MAX_PART_COLUMNS = 256
+SLICE_VALUES = 1 << 18  # encoded or decoded together, which limits the memory
+WeightStruct = ctypes.Array[ctypes.c_char]
 
 
-def has_packing_operators() -> bool:
-    """Tell whether this torch has the operators."""
-    return _REORDER_OP is not None and _LINEAR_OP is not None
+class WeightMatrix(Protocol):
+    """The values of a weight [out, in], which a kernel multiplies."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+    @property
+    def struct(self) -> WeightStruct: ...
+
+    def to_dense(self) -> Tensor:
+        """Return the values: the weight itself if it is dense, else a decoded copy."""
+        ...
+
+    def take_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of an embedding."""
+        ...
 
 
-def explain_refusal(dtype: torch.dtype) -> str | None:
-    """Explain why no weight of this dtype can be packed here; None where one can."""
-    if not has_packing_operators():
-        return f"torch {torch.__version__} has no operators to pack weights with"
-    try:
-        PackedMatrix(torch.zeros(PACKED_OUT_BLOCK, PACKED_IN_BLOCK, dtype=dtype), SummationOrder())
-    except RuntimeError as error:
-        name, reason = str(dtype).removeprefix("torch."), str(error).splitlines()[0]
-        return f"oneDNN packs no {name} weights on this processor ({reason})"
+def explain_unreadable(shape: torch.Size) -> str | None:
+    """Explain why kernels cannot multiply by a weight of this shape; None if they can."""
+    if get_library().functions is None:
+        return "without the native library"
+    if shape[-1] % WEIGHT_COLUMNS:
+        return f"of a width that is no multiple of {WEIGHT_COLUMNS}"
     return None
 
 
-def is_readable_bias(weight: Tensor | PackedMatrix, bias: Tensor) -> bool:
-    """Tell whether a bias is contiguous with one value per output; oneDNN does not check."""
-    alike = (bias.dtype, bias.device) == (weight.dtype, weight.device)
-    return alike and bias.shape == weight.shape[:1] and bias.is_contiguous()
+def can_multiply(x: Tensor, matrix: WeightMatrix, bias: Tensor | None) -> bool:
+    """Tell whether the kernels can multiply rows by a weight and add a bias."""
+    return (
+        x.is_cpu
+        and x.dtype in DTYPE_CODES
+        and x.ndim > 0
+        and x.shape[-1] == matrix.shape[1]
+        and (bias is None or _is_readable_bias(bias, matrix.shape[0]))
+        and not is_tracing()
+    )
 
 
-class SummationOrder:
-    """oneDNN's columns per block for weights of one shape, by rows and threads; 0: unknown."""
-
-    def __init__(self) -> None:
-        self._k_blocks: dict[ProductKey, int] = {}
-
-    def find_k_block(self, num_rows: int, matrix: PackedMatrix) -> int:
-        """Return the columns per block; run a trial on first use."""
-        key = num_rows, torch.get_num_threads()
-        if key not in self._k_blocks and key not in matrix.inconclusive:
-            k_block = _run_trial(num_rows, matrix)
-            if k_block is None:
-                matrix.inconclusive.add(key)
-            else:
-                self._k_blocks[key] = k_block
-        return self._k_blocks.get(key, 0)
+def _is_readable_bias(bias: Tensor, num_outputs: int) -> bool:
+    return (
+        type(bias) in (Tensor, nn.Parameter)
+        and bias.is_cpu
+        and bias.dtype in DTYPE_CODES
+        and bias.shape == (num_outputs,)
+        and bias.is_contiguous()
+    )
 
 
-class PackedMatrix:
-    """The packed bytes of a weight [out, in], which are never written to."""
+def multiply(x: Tensor, matrix: WeightMatrix, bias: Tensor | None) -> Tensor:
+    """Compute `torch.nn.functional.linear` of rows that `can_multiply` accepts."""
+    return multiply_rows(x.contiguous(), matrix.struct, bias, matrix.shape[0])
 
-    def __init__(self, weight: Tensor, summation_order: SummationOrder) -> None:
-        assert _REORDER_OP is not None
-        self.summation_order = summation_order
-        self.inconclusive: set[ProductKey] = set()  # trials that could not tell two orders apart
-        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
-        self.tensor: Tensor = _REORDER_OP(weight.detach().contiguous(), None)
-        self.pointer = self._find_pointer()
+
+@dataclass(frozen=True, eq=False)
+class DenseMatrix:
+    """A weight in 16 bits, at its own address."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
 
     @property
     def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+        return self.tensor.nbytes
+
+    @property
+    def format(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @cached_property
+    def struct(self) -> WeightStruct:
+        num_outputs, width = self.shape
+        codes = self.tensor.data_ptr(), self.tensor.nbytes
+        dtype = DTYPE_CODES[self.tensor.dtype]
+        return _make_struct(
+            (FORMAT_CODES["raw"], 0, 0, dtype, num_outputs, width, 0, *codes, 0, 0, 0, 0)
+        )
 
     def to_dense(self) -> Tensor:
-        return self.tensor.to_dense()
+        return self.tensor
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `torch.nn.functional.linear`, to the bit of the dense weight's."""
-        if k_block := self.find_kernel_k_block(x, bias):
-            return self.multiply_by_kernel(x, bias, k_block=k_block)
-        return self.multiply_by_onednn(x, bias)
-
-    def multiply_by_kernel(
-        self, x: Tensor, bias: Tensor | None, *, k_block: int, out_features: int | None = None
-    ) -> Tensor:
-        """Compute the first outputs, or all, with our kernel."""
-        assert self.pointer is not None
-        return multiply_packed(
-            x, self.pointer, bias, out_features=out_features or self.shape[0], k_block=k_block
-        )
-
-    def multiply_by_onednn(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert _LINEAR_OP is not None
-        # For strided rows of 3 dimensions torch rounds the product before it adds the bias.
-        if bias is not None and x.ndim > 2 and not x.is_contiguous():
-            return self.multiply_by_onednn(x, None).add_(bias)
-        return cast(Tensor, _LINEAR_OP(x, self.tensor, bias, "none", [], ""))
-
-    def _find_pointer(self) -> tuple[int, int] | None:
-        """Return address and bytes if our kernel can read them, else None."""
-        out_features, in_features = self.shape
-        if get_library().functions is None or _DATA_PTR_OP is None or _NBYTES_OP is None:
-            return None
-        address, nbytes = _DATA_PTR_OP(self.tensor), _NBYTES_OP(self.tensor)
-        needed = (
-            -(-out_features // PACKED_OUT_BLOCK)
-            * PACKED_OUT_BLOCK
-            * in_features
-            * self.dtype.itemsize
-        )
-        fits = (
-            self.dtype is torch.bfloat16 and in_features % PACKED_IN_BLOCK == 0 and nbytes == needed
-        )
-        return (address, nbytes) if fits else None
-
-    def find_kernel_k_block(self, x: Tensor, bias: Tensor | None) -> int:
-        """Return the columns per block for our kernel; 0 if oneDNN must compute the product."""
-        out_features, in_features = self.shape
-        rows = x.numel() // in_features
-        if (
-            self.pointer is None
-            or not 0 < rows <= MAX_KERNEL_ROWS
-            or x.shape[-1] != in_features
-            or x.dtype is not self.dtype
-            or not x.is_contiguous()
-            or is_tracing()
-        ):
-            return 0
-        if bias is not None and (
-            type(bias) not in (Tensor, nn.Parameter)
-            or not bias.is_cpu
-            or bias.dtype is not self.dtype
-            or bias.shape != (out_features,)
-            or not bias.is_contiguous()
-        ):
-            return 0
-        return self.summation_order.find_k_block(rows, self)
+    def take_rows(self, rows: Tensor) -> Tensor:
+        return self.tensor[rows]
 
 
-def _run_trial(num_rows: int, matrix: PackedMatrix) -> int | None:
-    """Return the columns per block that give oneDNN's bits; 0 if none does; None if unclear.
+@dataclass(frozen=True, eq=False)
+class CodedMatrix:
+    """A weight as affine codes. Without a bias, codes stand for values around zero."""
 
-    Few outputs rounded to 16 bits differ between two orders. With the negative output as a bias,
-    nearly all do: the result is then the rounding error. A weight of zeros gives equal sums in any
-    order, and NaN compares unequal, so such weights are inconclusive.
-    """
-    out_features, in_features = matrix.shape
-    generator = torch.Generator().manual_seed(0)
+    shape: torch.Size
+    dtype: torch.dtype  # of decoded values
+    codec: Affine
+    fields: Fields = field(repr=False)  # [blocks, parts, 64 rows, ...], in tiles
 
-    def draw_matrix(count: int) -> Tensor:
-        return torch.randn(count, in_features, generator=generator, device="cpu").to(matrix.dtype)
+    @classmethod
+    def encode(cls, weight: Tensor, codec: Affine) -> CodedMatrix:
+        """Encode a dense weight. Its width is a multiple of 32."""
+        part = find_part_columns(weight.shape[1])
 
-    num_compared = min(out_features, NUM_TRIAL_OUTPUTS)
-    shares = {-(-in_features // n // PACKED_IN_BLOCK) * PACKED_IN_BLOCK for n in K_SPLIT_CANDIDATES}
-    k_blocks = sorted(shares | {block for block in K_BLOCK_CANDIDATES if block < in_features})
-    for _ in range(-(-NUM_TRIAL_OUTPUTS // num_compared)):
-        x = draw_matrix(1).expand(num_rows, in_features).contiguous()
-        bias = -matrix.multiply_by_onednn(x, None)[0]
-        residual = matrix.multiply_by_onednn(x, bias)[:, :num_compared]
-        bias = bias[:num_compared]
-        if not residual.isfinite().all():
-            return None
-        k_blocks = [
-            k_block
-            for k_block in k_blocks
-            if torch.equal(
-                residual,
-                matrix.multiply_by_kernel(x, bias, k_block=k_block, out_features=num_compared),
-            )
-        ]
-    if len(k_blocks) != 1:
-        return None if k_blocks else 0
-    x = draw_matrix(num_rows)
-    by_kernel = matrix.multiply_by_kernel(x, None, k_block=k_blocks[0])
-    return k_blocks[0] if torch.equal(matrix.multiply_by_onednn(x, None), by_kernel) else 0
+        def seal(first: int, stop: int) -> Fields:
+            rows = weight.detach()[first:stop].to(torch.float32)
+            return codec.seal(rows.view(len(rows), -1, part))
+
+        return cls._arrange(weight.shape, weight.dtype, codec, seal)
+
+    @classmethod
+    def from_codes(
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        codec: Affine,
+        read: Callable[[int, int], Fields],
+    ) -> CodedMatrix:
+        """Arrange given codes [rows, width], and scales and biases [rows, groups] of them.
+
+        `read` returns the fields of rows from a first one to a last one. Without a bias, codes
+        stand for values around zero.
+        """
+        part = find_part_columns(shape[1])
+
+        def pack(first: int, stop: int) -> Fields:
+            fields = {
+                name: x.view(len(x), shape[1] // part, -1) for name, x in read(first, stop).items()
+            }
+            return fields | {"codes": pack_codes(fields["codes"], codec.bits)}
+
+        return cls._arrange(shape, dtype, codec, pack)
+
+    @classmethod
+    def _arrange(
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        codec: Affine,
+        read: Callable[[int, int], Fields],
+    ) -> CodedMatrix:
+        """Arrange fields [rows, parts, ...], a slice of rows after the other."""
+        num_outputs, width = shape
+        part, step = find_part_columns(width), _count_slice_rows(width)
+        blocks = (-(-num_outputs // BLOCK_OUTPUTS), width // part, BLOCK_OUTPUTS)
+        fields: dict[str, Tensor] = {}
+        for first in range(0, num_outputs, step):
+            for name, rows in read(first, min(first + step, num_outputs)).items():
+                if name not in fields:
+                    empty = (*blocks, rows.shape[-1])
+                    fields[name] = torch.zeros(empty, dtype=rows.dtype, device="cpu")
+                rows = nn.functional.pad(rows, (0, 0, 0, 0, 0, -len(rows) % BLOCK_OUTPUTS))
+                tiles = rows.view(-1, BLOCK_OUTPUTS, *rows.shape[1:]).transpose(1, 2).contiguous()
+                begin = first // BLOCK_OUTPUTS
+                into = fields[name][begin : begin + len(tiles)]
+                NATIVE_TILES.pack(f"keys.{name}", tiles, into=into)
+        return cls(shape, dtype, codec, fields)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self.fields.values())
+
+    @property
+    def format(self) -> str:
+        return f"affine{self.codec.bits}"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.fields.values())
+
+    @cached_property
+    def struct(self) -> WeightStruct:
+        num_outputs, width = self.shape
+        pointers = [(x.data_ptr(), x.nbytes) for x in self.tensors]
+        if "bias" not in self.fields:
+            pointers.append(NULL_POINTER)
+        form = FORMAT_CODES["affine"], self.codec.bits, self.codec.group, 0
+        record = (*form, num_outputs, width, find_part_columns(width))
+        return _make_struct((*record, *chain.from_iterable(pointers)))
+
+    def to_dense(self) -> Tensor:
+        dense = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        step = _count_slice_rows(self.shape[1])
+        for first in range(0, self.shape[0], step):
+            stop = min(first + step, self.shape[0])
+            dense[first:stop] = self.take_rows(torch.arange(first, stop, device="cpu"))
+        return dense
+
+    def take_rows(self, rows: Tensor) -> Tensor:
+        """Decode rows; a negative or too large number raises IndexError, as in a dense weight."""
+        block, lane = rows // BLOCK_OUTPUTS, rows % BLOCK_OUTPUTS
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
+            raise IndexError(f"rows from 0 to {self.shape[0] - 1} exist")
+        fields = {}
+        for name, values in self.fields.items():
+            tiles = values.view(*values.shape[:2], BLOCK_OUTPUTS // 16, -1, 16, _UNIT[name])
+            found = tiles[block, :, lane // 16, :, lane % 16]
+            fields[name] = found.reshape(*rows.shape, values.shape[1], values.shape[-1])
+        if "bias" not in fields:  # a power of two times the scale, which is exact
+            fields["bias"] = fields["scale"].float() * -(2 ** (self.codec.bits - 1))
+        return self.codec.open(fields).flatten(-2).to(self.dtype)
+
+
+_UNIT = {"codes": 4, "scale": 1, "bias": 1}  # neighbouring values of an output in a tile
+
+
+def find_part_columns(width: int) -> int:
+    """Return the largest multiple of 32, at most 256, that divides the width."""
+    return next(n for n in range(MAX_PART_COLUMNS, 0, -WEIGHT_COLUMNS) if width % n == 0)
+
+
+def _count_slice_rows(width: int) -> int:
+    return max(1, SLICE_VALUES // width // BLOCK_OUTPUTS) * BLOCK_OUTPUTS
+
+
+def _make_struct(numbers: tuple[int, ...]) -> WeightStruct:
+    packed = WEIGHT_STRUCT.pack(*numbers)
+    return ctypes.create_string_buffer(packed, len(packed))

@@ -1,0 +1,66 @@
+"""The families of models that GGUF files are loaded as, and the names of their tensors.
+
+llama.cpp renames tensors, reorders the query and key rows of Llama, and adds one to the norms of
+Gemma; loading undoes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GEMMA_NAMES = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+PHI_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's divisors of the rotary frequencies
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the tensors of one architecture are named and stored."""
+
+    layer_names: Mapping[str, str] = field(default_factory=dict)  # that differ from LAYER_NAMES
+    permutes_heads: bool = False  # query and key rows alternate between the halves of a head
+    norm_offset: float = 0.0
+
+    def find_parameter(self, name: str) -> str | None:
+        """Return the parameter of transformers for a tensor; None if the family has none."""
+        stem, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            return None
+        if stem in MODEL_NAMES:
+            return f"{MODEL_NAMES[stem]}.{kind}"
+        block, _, rest = stem.partition(".")
+        number, _, part = rest.partition(".")
+        target = (LAYER_NAMES | dict(self.layer_names)).get(part)
+        if block != "blk" or not number.isdecimal() or target is None:
+            return None
+        return f"model.layers.{number}.{target}.{kind}"
+
+
+FAMILIES = {  # by general.architecture; Mistral's files have that of Llama
+    "llama": Family(permutes_heads=True),
+    "mistral": Family(permutes_heads=True),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "gemma2": Family(GEMMA_NAMES, norm_offset=1.0),
+    "gemma3": Family(GEMMA_NAMES, norm_offset=1.0),
+    "phi3": Family(PHI_NAMES),
+}

@@ -1,0 +1,219 @@
+"""The header of a GGUF file, checked before any other reader trusts its counts.
+
+    | magic, version | counts of tensors and of values | values | tensor entries | data, aligned |
+
+Strings and arrays are preceded by their length, and a tensor's entry states where its data lie. All
+of them must be inside the file. Arrays are skipped, not read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAX_NAME_BYTES = 1 << 16
+MAX_DIMS = 4
+MAX_ALIGNMENT = 1 << 16
+DEFAULT_ALIGNMENT = 32
+STRING, ARRAY, UINT32 = 8, 9, 4
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+MIN_VALUE_BYTES = 8 + 4 + 1  # of a key, its type and a value
+MIN_ENTRY_BYTES = 8 + 4 + 8 + 4 + 8  # of a tensor with one dimension
+
+
+class BlockLayout(NamedTuple):
+    """The values of a block of a tensor type, and its bytes."""
+
+    name: str
+    values: int
+    nbytes: int
+
+
+TENSOR_TYPES = {  # by ggml's number
+    0: BlockLayout("F32", 1, 4),
+    1: BlockLayout("F16", 1, 2),
+    2: BlockLayout("Q4_0", 32, 18),
+    3: BlockLayout("Q4_1", 32, 20),
+    6: BlockLayout("Q5_0", 32, 22),
+    7: BlockLayout("Q5_1", 32, 24),
+    8: BlockLayout("Q8_0", 32, 34),
+    10: BlockLayout("Q2_K", 256, 84),
+    11: BlockLayout("Q3_K", 256, 110),
+    12: BlockLayout("Q4_K", 256, 144),
+    13: BlockLayout("Q5_K", 256, 176),
+    14: BlockLayout("Q6_K", 256, 210),
+    20: BlockLayout("IQ4_NL", 32, 18),
+    23: BlockLayout("IQ4_XS", 256, 136),
+    30: BlockLayout("BF16", 1, 2),
+}
+
+
+class GGUFError(ValueError):
+    """What is wrong with a file, in one line."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor's blocks lie in the file. `shape` is that of torch: outputs, inputs."""
+
+    name: str
+    type: BlockLayout
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """The scalar values of a file, and its tensors by name."""
+
+    path: Path
+    values: Mapping[str, object]
+    tensors: Mapping[str, TensorEntry]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values.get("general.architecture", ""))
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Read and check the header of a file; raise GGUFError if any of it is wrong."""
+    try:
+        with path.open("rb") as file:
+            if not (size := path.stat().st_size):
+                raise GGUFError("it is empty")
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as data:
+                return _HeaderReader(path, data).read()
+    except OSError as error:
+        raise GGUFError(f"it cannot be read: {error.strerror}") from error
+
+
+class _HeaderReader:
+    """Reads forward through a file, and never beyond its end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def read(self) -> GGUFHeader:
+        if (magic := self._take(4)) != MAGIC:
+            raise GGUFError(f"it is no GGUF file: it begins with {magic!r}")
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise GGUFError(
+                f"version {version} is unknown: {VERSIONS[0]} and {VERSIONS[1]} are read"
+            )
+        num_tensors = self._count("tensors", MIN_ENTRY_BYTES)
+        num_values = self._count("values", MIN_VALUE_BYTES)
+        values = dict[str, object]()
+        for _ in range(num_values):
+            key = self._name()
+            if key in values:
+                raise GGUFError(f"{key!r} occurs twice")
+            values[key] = self._value(key, self._number("I"))
+        entries = [self._entry() for _ in range(num_tensors)]
+        alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
+            raise GGUFError(f"general.alignment is {alignment!r}: 1 to {MAX_ALIGNMENT} are valid")
+        begin = -(-self.at // alignment) * alignment
+        tensors = dict[str, TensorEntry]()
+        for entry in entries:
+            placed = self._place(entry, begin, alignment)
+            if placed.name in tensors:
+                raise GGUFError(f"tensor {placed.name!r} occurs twice")
+            tensors[placed.name] = placed
+        return GGUFHeader(self.path, values, tensors)
+
+    def _take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > len(self.data):
+            raise GGUFError(f"it ends at byte {len(self.data)}, inside its header")
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def _number(self, code: str) -> int:
+        return int(struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0])
+
+    def _count(self, name: str, least_nbytes: int) -> int:
+        """Read a number of items; that many must fit into the rest of the file."""
+        count = self._number("Q")
+        if count * least_nbytes > len(self.data) - self.at:
+            raise GGUFError(f"it states {count} {name}, more than its {len(self.data)} bytes hold")
+        return count
+
+    def _name(self) -> str:
+        length = self._number("Q")
+        if length > MAX_NAME_BYTES:
+            raise GGUFError(f"a name has {length} bytes: at most {MAX_NAME_BYTES} are read")
+        return self._text(length)
+
+    def _text(self, length: int) -> str:
+        try:
+            return self._take(length).decode()
+        except UnicodeDecodeError as error:
+            raise GGUFError(f"text at byte {self.at - length} is not UTF-8") from error
+
+    def _value(self, key: str, kind: int) -> object:
+        if kind in SCALARS:
+            return struct.unpack(
+                f"<{SCALARS[kind]}", self._take(struct.calcsize(f"<{SCALARS[kind]}"))
+            )[0]
+        if kind == STRING:
+            return self._text(self._count("bytes of text", 1))
+        if kind != ARRAY:
+            raise GGUFError(f"{key!r} has the unknown type {kind}")
+        element = self._number("I")
+        if element == STRING:
+            for _ in range(self._count(f"texts of {key!r}", 8)):
+                self._take(self._count("bytes of text", 1))
+        elif element in SCALARS:
+            size = struct.calcsize(f"<{SCALARS[element]}")
+            self._take(size * self._count(f"values of {key!r}", size))
+        else:
+            raise GGUFError(f"{key!r} is a list of the unknown type {element}")
+        return None
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return name, dimensions, type and offset of a tensor."""
+        name, num_dims = self._name(), self._number("I")
+        if not 1 <= num_dims <= MAX_DIMS:
+            raise GGUFError(f"tensor {name!r} has {num_dims} dimensions: 1 to {MAX_DIMS} are valid")
+        dims = tuple(self._number("Q") for _ in range(num_dims))
+        return name, dims, self._number("I"), self._number("Q")
+
+    def _place(
+        self, entry: tuple[str, tuple[int, ...], int, int], begin: int, alignment: int
+    ) -> TensorEntry:
+        name, dims, number, offset = entry
+        layout = TENSOR_TYPES.get(number)
+        if layout is None:
+            known = ", ".join(t.name for t in TENSOR_TYPES.values())
+            raise GGUFError(f"tensor {name!r} has the unknown type {number}; known are {known}")
+        if not all(dims) or dims[0] % layout.values:
+            raise GGUFError(
+                f"tensor {name!r} of {dims} values has no whole blocks of {layout.name}"
+            )
+        nbytes = prod(dims) // layout.values * layout.nbytes
+        if offset % alignment or begin + offset + nbytes > len(self.data):
+            raise GGUFError(
+                f"tensor {name!r} has {nbytes} bytes at {begin + offset}, the file {len(self.data)}"
+            )
+        return TensorEntry(name, layout, dims[::-1], begin + offset, nbytes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -30,7 +31,9 @@ def wrap_layer(layer: nn.Linear, **changes: Any) -> nn.Module:
 
 def make_shared_memory() -> nn.Module:
     layer = nn.Linear(IN, OUT).bfloat16()
-    return wrap_layer(layer, other=nn.Parameter(layer.weight.detach()))
+    model = wrap_layer(layer)
+    model.register_buffer("other", layer.weight.detach())
+    return model
 
 
 def make_parametrized() -> nn.Module:
@@ -60,7 +63,11 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "raw",
         "1 of class Linear",
     ),
-    "parametrized": (make_parametrized, "raw", "1 of class ParametrizedLinear"),
+    "parametrized": (
+        make_parametrized,
+        "raw",
+        "1 of class ParametrizedLinear, 1 of class ParametrizationList",
+    ),
     "meta": (lambda: wrap_layer(nn.Linear(IN, OUT, device="meta").bfloat16()), "raw", "1 on meta"),
     "small": (lambda: wrap_layer(nn.Linear(IN, 2).bfloat16()), "affine4", "1 too small"),
     "no rows": (lambda: wrap_layer(nn.Linear(IN, 0).bfloat16()), "raw", "1 too small"),
@@ -74,6 +81,16 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
+def test_matrices_of_other_modules_are_listed() -> None:
+    model = wrap_layer(nn.Linear(IN, OUT).bfloat16())
+    model.conv = nn.Conv1d(64, 64, 4)
+    model.experts = nn.Parameter(torch.zeros(4, 64, 64))
+    model.small = nn.Parameter(torch.zeros(4, 4))
+    packing = kvant.pack(model)
+    assert packing.left == {"experts": "of class Module", "conv.weight": "of class Conv1d"}
+    assert str(packing).endswith("left: 1 of class Module, 1 of class Conv1d")
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", LEFT)
 def test_other_layers_stay_dense_with_a_reason(name: str) -> None:
@@ -81,7 +98,7 @@ def test_other_layers_stay_dense_with_a_reason(name: str) -> None:
     model = build()
     before = list(model.parameters())
     packing = kvant.pack(model, format_name)
-    assert not packing.layers and packing.nbytes == 0 and len(packing.left) == 1
+    assert not packing.layers and packing.nbytes == 0
     assert str(packing) == f"0 layers packed, 0 B; left: {reason}"
     assert all(
         parameter is other for parameter, other in zip(before, model.parameters(), strict=True)

@@ -28,7 +28,7 @@ public:
         double row = 0, rows = 0, coded = 0;  // floating point: cannot overflow
         for (int64_t i = 0; i < r.sides; i++) {
             const kvant_side &side = *r.side[i].stored;
-            row += (double)(bytes(side) * r.heads);
+            row += (double)bytes(side) * (double)r.heads;
             coded += side.format != KVANT_RAW;
         }
         for (int64_t i = 0; i < steps.num_writes; i++)

@@ -148,6 +148,7 @@ def pack(
                 layers[name] = PackedLayer(matrix.format, packed.nbytes, matrix.nbytes, error)
             else:
                 left |= {name: packed for name, layer in group if isinstance(layer, nn.Linear)}
+        left |= _list_other_weights(model)
         norm_trials: norms.TrialResults = {}
         fused = sum(norms.fuse_norm(module, norm_trials) for module in model.modules())
     return Packing(layers, left, fused)
@@ -272,6 +273,17 @@ def _find_weight_holders(model: nn.Module) -> list[NamedLayers]:
                 (name, module)
             )
     return [sorted(g, key=lambda item: isinstance(item[1], nn.Embedding)) for g in groups.values()]
+
+
+def _list_other_weights(model: nn.Module) -> dict[str, str]:
+    """Return the matrices of modules that are no linear layers or embeddings, with the class."""
+    return {
+        f"{name}.{key}".lstrip("."): f"of class {type(module).__name__}"
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Linear | nn.Embedding)
+        for key, weight in module._parameters.items()
+        if weight is not None and weight.ndim > 1 and weight.numel() >= MIN_PACKED_VALUES
+    }
 
 
 def _iterate_tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -92,11 +92,12 @@ sanitize: $(SANITIZED)
 	$(call each,$(FUZZ) --iterations 2000 && $(PYTEST) -q -m "" -p no:cacheprovider \
 	  --library build/sanitize tests/attention/test_native.py tests/frames/test_native.py)
 
-# Sizes that lie, for so many seconds on each instruction set, and as long files whose headers were
-# forged: make fuzz SECONDS=600 SEED=7.
+# Sizes that lie, for so many seconds on each instruction set, and as long cache files and GGUF files
+# whose headers were forged: make fuzz SECONDS=600 SEED=7.
 fuzz: $(SANITIZED)
 	$(call each,$(FUZZ) --seconds $(SECONDS) --seed $(SEED))
 	$(BIN)/python tests/forged.py --seconds $(SECONDS) --seed $(SEED)
+	PYTHONPATH=tests $(BIN)/python tests/gguf/forged_gguf.py --seconds $(SECONDS) --seed $(SEED)
 
 # Tests whose requests are recorded, to replay them where Python has no torch.
 RECORDED := $(addprefix tests/attention/,test_native.py test_native_many.py test_native_pages.py \

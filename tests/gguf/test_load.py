@@ -2,106 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvant
 from kvant import checkpoints
 from kvant.gguf.blocks import CODED_TYPES
-from kvant.gguf.families import FAMILIES, LAYER_NAMES, MODEL_NAMES
+from kvant.gguf.families import FAMILIES
 from kvant.gguf.file import GGUFError
 from kvant.gguf.load import check_file, load_model
 from kvant.native import get_library
 from kvant.weights.packed_weight import PackedWeight
 
-gguf = pytest.importorskip("gguf", reason="pip install 'kvant[gguf]'")
+pytest.importorskip("gguf", reason="pip install 'kvant[gguf]'")
+from gguf_files import make_model, write_file
+
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
 )
-NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB = 2, 4, 2, 32, 64, 96, 300
 WRITABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
-MODEL_TYPES = {"gemma3": "gemma3_text"}
 IDS = torch.arange(3, 43)[None]
-
-
-def make_model(architecture: str) -> Any:
-    """Return a random model with the settings that a GGUF file can state."""
-    config = AutoConfig.for_model(
-        MODEL_TYPES.get(architecture, architecture),
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        hidden_size=HEADS * HEAD_DIM if architecture == "phi3" else HIDDEN,
-        intermediate_size=WIDTH,
-        vocab_size=VOCAB,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        sliding_window=16 if architecture.startswith("gemma") else None,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # zeros or ones show no mistake
-            torch.nn.init.uniform_(parameter.data, 0.5, 1.5)
-    return model
-
-
-def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: Any) -> None:
-    """Write a model as llama.cpp's converter does, its matrices in blocks of one type.
-
-    The model is changed to what its file holds.
-    """
-    config, family = model.config, FAMILIES[architecture]
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10_000.0))
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_pad_token_id(0)
-    if config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
-    for key, text in extra.items():
-        writer.add_string(key, text)
-    names = {hf: name for name, hf in MODEL_NAMES.items()}
-    parts = {hf: name for name, hf in (LAYER_NAMES | dict(family.layer_names)).items()}
-    for hf_name, parameter in model.named_parameters():
-        stem, _, suffix = hf_name.rpartition(".")
-        if stem in names:
-            name = names[stem]
-        else:
-            number, _, part = stem.removeprefix("model.layers.").partition(".")
-            name = f"blk.{number}.{parts[part]}"
-        number_type = gguf.GGMLQuantizationType[kind if parameter.ndim == 2 else "F32"]
-        rounded = gguf.dequantize(
-            gguf.quantize(parameter.detach().numpy(), number_type), number_type
-        )
-        values = np.ascontiguousarray(rounded)
-        parameter.data = torch.from_numpy(values.copy())
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.rpartition(".")[2])
-        if family.permutes_heads and heads:
-            split = values.reshape(heads, 2, -1, values.shape[-1])
-            values = split.swapaxes(1, 2).reshape(values.shape)
-        if family.norm_offset and name.endswith("norm"):
-            values = values + family.norm_offset
-        packed = gguf.quantize(np.ascontiguousarray(values), number_type)
-        writer.add_tensor(f"{name}.{suffix}", packed, raw_dtype=number_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @torch.no_grad()
@@ -195,6 +122,41 @@ def test_model_that_cannot_be_right_is_refused(
         message = message.replace("falcon", architecture[:5])
     with pytest.raises(GGUFError, match=message):
         check_file(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (b"llama.block_count", "its values state 1000002 layers, it has 2"),
+        (b"llama.embedding_length", r"'token_embd.weight' has shape \(300, 64\), its values state"),
+        (b"llama.feed_forward_length", "'blk.0.ffn_down.weight' has shape"),
+        (b"llama.attention.head_count_kv", "'blk.0.attn_k.weight' has shape"),
+        (b"llama.vocab_size", "'token_embd.weight' has shape"),
+    ],
+)
+def test_sizes_beyond_those_of_tensors_are_refused(
+    key: bytes, message: str, tmp_path: Path
+) -> None:
+    """Before a model of these sizes is made."""
+    path = tmp_path / "one.gguf"
+    write_file(path, "llama", make_model("llama"), "Q8_0")
+    content = bytearray(path.read_bytes())
+    at = content.index(len(key).to_bytes(8, "little") + key) + 8 + len(key) + 4
+    value = int.from_bytes(content[at : at + 4], "little") + 1_000_000
+    content[at : at + 4] = value.to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(GGUFError, match=message):
+        load_model(path, torch.float32)
+
+
+def test_forged_files_are_refused_or_load_a_model() -> None:
+    """In a separate process with bounded memory; a crash would end it, too."""
+    run = [sys.executable, str(Path(__file__).with_name("forged_gguf.py")), "--count", "120"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.run(run, capture_output=True, text=True, check=False, env=env)
+    assert process.returncode == 0, process.stderr[-3000:]
+    outcomes = json.loads(process.stdout.splitlines()[-1])
+    assert outcomes["refused"] > 40 and outcomes["taken"] > 10, outcomes
 
 
 def test_missing_and_foreign_tensors_are_named(tmp_path: Path) -> None:

@@ -83,8 +83,9 @@ def load_tokenizer(path: Path) -> Any:
 
 def load_model(path: Path, dtype: torch.dtype) -> Any:
     """Return the model with rows of `dtype`, its weights packed on the CPU."""
-    header = check_file(path)
-    model = _make_empty_model(load_config(path), dtype)
+    header, config = check_file(path), load_config(path)
+    _check_sizes(header, config)
+    model = _make_empty_model(config, dtype)
     filling = _Filling(model, header, dtype)
     with torch.no_grad():
         filling.fill()
@@ -93,6 +94,31 @@ def load_model(path: Path, dtype: torch.dtype) -> Any:
     pack(model)
     model.eval()
     return model
+
+
+def _check_sizes(header: GGUFHeader, config: Any) -> None:
+    """Compare the sizes that the values state with the tensors, before anything is allocated."""
+    blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    query_rows = config.num_attention_heads * head_dim
+    key_rows = config.num_key_value_heads * head_dim
+    stated = {
+        ("token_embd", 0): config.vocab_size,
+        ("token_embd", 1): config.hidden_size,
+        ("blk.0.ffn_down", 1): config.intermediate_size,
+        ("blk.0.attn_q", 0): query_rows,
+        ("blk.0.attn_k", 0): key_rows,
+        ("blk.0.attn_qkv", 0): query_rows + 2 * key_rows,
+    }
+    if config.num_hidden_layers != len(blocks):
+        raise GGUFError(f"its values state {config.num_hidden_layers} layers, it has {len(blocks)}")
+    for (name, axis), size in stated.items():
+        entry = header.tensors.get(f"{name}.weight")
+        if entry is not None and (len(entry.shape) != 2 or entry.shape[axis] != size):
+            raise GGUFError(
+                f"tensor {entry.name!r} has shape {entry.shape}, its values state {size}"
+            )
 
 
 def _make_empty_model(config: Any, dtype: torch.dtype) -> Any:

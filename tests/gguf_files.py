@@ -60,8 +60,9 @@ def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: An
     writer.add_pad_token_id(0)
     if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
-    for key, text in extra.items():
-        writer.add_string(key, text)
+    kinds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    for key, value in extra.items():
+        kinds[type(value)](key, value)
     names = {hf: name for name, hf in MODEL_NAMES.items()}
     parts = {hf: name for name, hf in (LAYER_NAMES | dict(family.layer_names)).items()}
     for hf_name, parameter in model.named_parameters():

@@ -108,6 +108,23 @@ def test_errors_are_at_most_those_of_torch(count: int) -> None:
     assert error <= 1.01 * compute_error(linear(x, dense), expected)
 
 
+@pytest.mark.usefixtures("every_isa")
+@pytest.mark.parametrize("name", ["bfloat16", "affine4"])
+def test_rows_may_begin_between_pairs(name: str) -> None:
+    matrix = make_matrix(name, 100, 96)
+    rows = draw_rows(40, 96, torch.bfloat16)
+    moved = torch.empty(1 + rows.numel(), dtype=rows.dtype)[1:].view(rows.shape).copy_(rows)
+    assert torch.equal(multiply(moved, matrix, None), multiply(rows, matrix, None))
+
+
+def test_more_rows_than_are_multiplied_together() -> None:
+    for name in ("bfloat16", "affine8"):
+        matrix = make_matrix(name, 70, 64)
+        rows = draw_rows(1030, 64, torch.float32)
+        expected = rows.double() @ matrix.to_dense().double().T
+        assert compute_error(multiply(rows, matrix, None), expected) < BOUNDS[torch.float32]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_share_any_number_of_outputs(name: str) -> None:
     threads = torch.get_num_threads()

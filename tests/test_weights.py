@@ -339,6 +339,34 @@ def test_writes_to_rounded_weights_are_refused(name: str) -> None:
     assert_close(packed(make_rows(2)), plain(make_rows(2)))
 
 
+@torch.no_grad()
+def test_weight_may_be_replaced_by_one_of_another_shape() -> None:
+    layer = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16))
+    kvant.pack(layer)
+    layer(make_rows(1))
+    weight: Any = layer[0].weight
+    weight.data = weight.data[: OUT // 2]
+    assert layer(make_rows(1)).shape == (1, OUT // 2)
+    layer[0].float()
+    assert weight.matrix.tensor.dtype == torch.float32  # the memory of 16 bits is free
+    assert_close(layer(make_rows(2).float()), make_rows(2).float() @ weight.T)
+
+
+def test_copies_of_rounded_weights_keep_their_settings() -> None:
+    model = Model()
+    kvant.pack(model, "affine8")
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in copy.deepcopy(model).parameters())
+
+
+def test_refused_rounding_changes_nothing() -> None:
+    model = Model()
+    kvant.pack(model, {"down": "affine8"})
+    with pytest.raises(ValueError, match="down is rounded to affine8, not to affine4"):
+        kvant.pack(model, "affine4")
+    assert not model.up.weight.is_rounded  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("format_name", FORMATS)
 @torch.no_grad()
 def test_packed_weight_can_be_copied_into_others(format_name: str) -> None:

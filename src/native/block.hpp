@@ -53,8 +53,8 @@ struct SealedBlock {
     int dim, group, groups, width;  // width: bytes of codes per row
     mutable Ahead ahead;
     int64_t to_next_scale;  // bytes from these scales to the next block's
-    int rows = BLOCK;       // a multiple of 32
-    float lowest = 0;       // without a bias: the value of code zero, in scales
+    int rows = BLOCK;       // rows to multiply by integers; a multiple of 32
+    float lowest = 0;       // if there is no bias: code c stands for (c + lowest) * scale
 };
 
 }  // namespace kvant::KVANT_TARGET

@@ -127,10 +127,12 @@ const char *check(const kvant_weight &w) {
         return "part: not a multiple of 32 and of the group that divides the width";
     const int64_t rows = (w.outs + BLOCK - 1) / BLOCK * BLOCK;
     const int64_t params = product({rows, w.width / w.group, 2});
-    const bool whole = holds(w.codes, w.codes_nbytes, product({rows, w.width / 8, w.bits}), 1) &&
-                       holds(w.scale, w.scale_nbytes, params, 2) &&
-                       (!w.bias || holds(w.bias, w.bias_nbytes, params, 2));
-    return whole ? nullptr : "weight: fewer than outputs";
+    if (!holds(w.codes, w.codes_nbytes, product({rows, w.width / 8, w.bits}), 1))
+        return "codes: fewer than outputs";
+    if (!holds(w.scale, w.scale_nbytes, params, 2)) return "scale: too small, or not aligned";
+    if (w.bias && !holds(w.bias, w.bias_nbytes, params, 2))
+        return "bias of the weight: too small, or not aligned";
+    return nullptr;
 }
 
 // Check a side by itself.

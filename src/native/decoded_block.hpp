@@ -99,8 +99,9 @@ struct Line {
     Line(const SealedBlock &block, int t, int u, float middle) {
         const int at = (t * block.groups + u) * 16;
         scale = load(block.scale + at);
-        bias = block.bias ? fma(scale, set1(middle), load(block.bias + at))
-                          : mul(scale, set1(block.lowest + middle));
+        const float zero_code = block.lowest + middle;
+        if (block.bias) bias = fma(scale, set1(middle), load(block.bias + at));
+        else bias = zero_code == 0 ? zero() : mul(scale, set1(zero_code));
     }
     F value(F x) const { return fma(x, scale, bias); }
 };

@@ -1,5 +1,5 @@
-// Products of rows with a weight as it is stored: fastest for few rows, which are limited by reading
-// the weight. A part of a block is read from memory once, and is in the cache for the rows after the
+// Products of rows with a weight as it is stored: for few rows, which are limited by reading the
+// weight, and for any number of them where codes are multiplied as integers. A part of a block is read from memory once, and is in the cache for the rows after the
 // first four.
 //
 // With codes, 64 x 256 of them are 8 KB (4 bits) or 16 KB (8 bits), multiplied as keys are
@@ -14,16 +14,16 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int64_t FEW_ROWS = 32;  // whose sums of a block are 10 KB
+constexpr int64_t FEW_ROWS = 32;  // always multiplied so; their sums of a block are 20 KB
 
 // Rows in the form that the weight is multiplied with.
 class ConvertedRows {
 public:
     ConvertedRows(const kvant_multiply_request &r, const WeightBlocks &blocks)
         : r(r), blocks(blocks), width(r.weight->width) {
-        halves = KVANT_BFLOAT_DOT && !blocks.coded && r.weight->dtype == KVANT_BF16 &&
+        bfloats = KVANT_BFLOAT_DOT && !blocks.coded && r.weight->dtype == KVANT_BF16 &&
                  r.dtype == KVANT_BF16;
-        if (halves) return;
+        if (bfloats) return;
         if (!blocks.coded) {
             floats.reset(new float[r.count * width]);
             return;
@@ -34,8 +34,8 @@ public:
     }
 
     void convert(int64_t row) {
-        if (halves) return;
-        if (!blocks.coded) return take(row, floats.get() + row * width);
+        if (bfloats) return;
+        if (!blocks.coded) return convert_dense(row, floats.get() + row * width);
         alignas(64) float values[MAX_DIM];
         for (int64_t p = 0; p < blocks.parts; p++) {
             const int64_t at = p * r.count + row;
@@ -45,8 +45,8 @@ public:
         }
     }
 
-    bool are_halves() const { return halves; }
-    const Bfloat *half_row(int64_t row, int64_t column) const {
+    bool are_bfloats() const { return bfloats; }
+    const Bfloat *bfloat_row(int64_t row, int64_t column) const {
         return (const Bfloat *)row_at(r, row) + column;
     }
     const float *float_row(int64_t row, int64_t column) const {
@@ -61,11 +61,11 @@ private:
     const kvant_multiply_request &r;
     const WeightBlocks &blocks;
     const int64_t width;
-    bool halves;
+    bool bfloats;
     std::unique_ptr<float[]> floats, steps, sums;
     std::unique_ptr<uint32_t[]> fours;
 
-    void take(int64_t row, float *to) const {
+    void convert_dense(int64_t row, float *to) const {
         read_row(r.dtype, row_at(r, row), width, to);
         if (r.weight->dtype != KVANT_BF16) return;
         for (int64_t d = 0; d < width; d += 16) store(to + d, split<Bfloat>(load(to + d)));
@@ -105,15 +105,17 @@ private:
         for (int64_t row; (row = all.next_row.fetch_add(1)) < all.r.count;) all.rows.convert(row);
     }
 
-    static void work(void *self) { ((FewRows *)self)->take(); }
+    static void work(void *self) { ((FewRows *)self)->run_tasks(); }
 
-    // Each thread knows its next task in advance, to prefetch its weights.
-    void take() {
+    // If there are enough tasks, a thread reserves its next one in advance, to prefetch its weights.
+    void run_tasks() {
         const int64_t room = std::min(r.count, PANEL);
-        const std::unique_ptr<float[]> sums(new float[2 * room * PITCH]);
+        const std::unique_ptr<float[]> sums(new float[2 * room * PITCH]());
+        const bool ahead = tasks() >= 4 * r.threads;
         for (int64_t task = next.fetch_add(1); task < tasks();) {
-            const int64_t after = next.fetch_add(1);
+            int64_t after = ahead ? next.fetch_add(1) : tasks();
             compute(task, after, sums.get(), sums.get() + room * PITCH);
+            if (!ahead) after = next.fetch_add(1);
             task = after;
         }
     }
@@ -123,14 +125,14 @@ private:
     void compute(int64_t task, int64_t after, float *sums, float *scores) {
         const OutputRange outs = range(task);
         const int64_t first = task % panels * PANEL, count = std::min(PANEL, r.count - first);
-        Ahead dense_ahead;  // over all parts
+        Ahead dense_ahead;  // of the next task; continues from part to part
         if (!blocks.coded && after < tasks()) dense_ahead = blocks.ahead(range(after));
         for (int64_t p = 0; p < blocks.parts; p++) {
             float *to = p ? scores : sums;
             if (blocks.coded) {
                 add_codes(coded_block(outs, p, after), p, first, (int)count, to);
             } else {
-                RowBlock block = blocks.rows(outs, p);
+                RowBlock block = blocks.dense(outs, p);
                 block.ahead = dense_ahead;
                 add_rows(block, p, first, (int)count, to);
                 dense_ahead = block.ahead;
@@ -178,8 +180,8 @@ private:
             constexpr int GN = decltype(n)::value;
             float *to = scores + m * PITCH;
 #if KVANT_BFLOAT_DOT
-            if (rows.are_halves())
-                return bfloat_scores<GN>(block, rows.half_row(first + m, column), width, dim, to);
+            if (rows.are_bfloats())
+                return bfloat_scores<GN>(block, rows.bfloat_row(first + m, column), width, dim, to);
 #endif
             const float *q = rows.float_row(first + m, column);
             if (r.weight->dtype == KVANT_BF16) row_scores<Bfloat, GN>(block, q, width, dim, to);

@@ -31,7 +31,8 @@ inline bool in_quads(const kvant_side &side) {
 }
 
 // FIXED is the largest query or weight in fixed point, FIXED_TABLE_QUERY the largest query of a
-// codebook. MAX_LEVEL is the largest level of a codebook, stored in steps of 1 / LEVEL_FRACTION. The sums of MAX_DIM products with levels, and of BLOCK of them, fit 32 bits.
+// codebook. MAX_LEVEL is the largest level of a codebook, stored in steps of 1 / LEVEL_FRACTION. The
+// sums of MAX_DIM products with levels, of BLOCK of them, and of a group of codes fit 32 bits.
 constexpr float FIXED = 16256.0f;  // 127 * 128
 #if KVANT_BYTE_DOT
 constexpr int MAX_LEVEL = 127, LEVEL_FRACTION = 128;
@@ -42,6 +43,7 @@ constexpr float FIXED_TABLE_QUERY = 4095.0f;
 #endif
 static_assert((int64_t)FIXED_TABLE_QUERY * MAX_LEVEL * MAX_DIM < INT32_MAX);
 static_assert((int64_t)FIXED * MAX_LEVEL * BLOCK < INT32_MAX);
+static_assert((int64_t)INT16_MAX * 255 * MAX_GROUP_WIDTH < INT32_MAX);
 
 // The magnitude whose bits are the largest; NaN if it is not finite.
 inline float finite_magnitude(I largest_bits) {

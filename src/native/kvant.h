@@ -225,19 +225,19 @@ typedef struct {
 /* The weight of a linear layer.
  *
  *   format   bits             group             codes
- *   raw      of the dtype     -                 the weight [outs, width], contiguous
+ *   raw      16               -                 the weight [outs, width], contiguous
  *   affine   2 to 6, 8        16, 32, 64, 128   [block][part], arranged as KVANT_KEYS
  *
  * A block has 64 outputs, and a part of it `part` columns: a page of 64 rows of `part` channels. The
- * last block is filled up with any finite values. Scale and bias are in the same order. Without a
+ * last block is filled up with any values. Scale and bias are in the same order. Without a
  * bias, the code c stands for (c - 2^(bits - 1)) * scale. */
 typedef struct {
-    int64_t format, bits, group, dtype; /* dtype: of a raw weight */
+    int64_t format, bits, group, dtype; /* dtype: bfloat16 or float16, of a raw weight */
     int64_t outs, width, part; /* coded: part is a multiple of 32 and of group, at most 256, and
                                   divides width; raw: width is a multiple of 32 */
     const void *codes;
     int64_t codes_nbytes;
-    const void *scale; /* 16-bit floats */
+    const void *scale; /* float16, as the bias */
     int64_t scale_nbytes;
     const void *bias; /* or null */
     int64_t bias_nbytes;
@@ -245,7 +245,9 @@ typedef struct {
 
 /* Multiply rows by the transposed weight of a linear layer and add a bias: summed in single
  * precision, rounded once to the dtype of the rows. Rows are multiplied by codes as fixed-point
- * numbers of 15 bits. A row has the same result with any other rows, if at most 32 are given. */
+ * numbers of 15 bits; with AVX-512, if more than 32 rows are given, by decoded codes, which are
+ * rounded to bfloat16 for rows of bfloat16. A row has the same result with any other rows, if at most
+ * 32 are given. The outputs of a row that is not finite are undefined. */
 typedef struct {
     const void *rows; /* [count, width], contiguous */
     int64_t rows_nbytes;

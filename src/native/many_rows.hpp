@@ -1,6 +1,6 @@
 // Products of many rows with a weight: a part of a block is decoded once for all of them
-// (decoded_block.hpp). If the processor multiplies pairs of 16-bit floats, and the rows and a dense
-// weight are such, they are multiplied as they are (Number is a pair); otherwise in single precision.
+// (decoded_block.hpp). If the processor multiplies pairs of bfloat16, and the rows are such, a weight
+// of bfloat16 or of codes is multiplied so (Number is a pair); otherwise in single precision.
 #pragma once
 
 #include <atomic>
@@ -16,10 +16,10 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Whether rows and weight are multiplied as pairs of 16-bit floats.
+// Whether rows and weight are multiplied as pairs of bfloat16.
 inline bool multiplies_pairs(const kvant_multiply_request &r) {
-    const bool halves = r.weight->format != KVANT_RAW || r.weight->dtype == KVANT_BF16;
-    return KVANT_BFLOAT_DOT && r.dtype == KVANT_BF16 && halves;
+    const bool paired = r.weight->format != KVANT_RAW || r.weight->dtype == KVANT_BF16;
+    return KVANT_BFLOAT_DOT && r.dtype == KVANT_BF16 && paired;
 }
 
 template <class Number> class ManyRows {
@@ -27,14 +27,15 @@ public:
     explicit ManyRows(const kvant_multiply_request &r)
         : r(r), blocks(*r.weight, MAX_DIM), side(make_side(*r.weight)), tables(side),
           width(r.weight->width / EACH<Number>), panel(choose_panel(r)),
-          panels((r.count + panel - 1) / panel), ranges((r.weight->outs + BLOCK - 1) / BLOCK) {
+          panels((r.count + panel - 1) / panel),
+          num_ranges((r.weight->outs + BLOCK - 1) / BLOCK) {
         if (sizeof(Number) != (size_t)size_of(r.dtype) * EACH<Number>)
             floats.reset(new float[r.count * width]);
     }
 
     void run() {
         if (floats) in_parallel((int)std::min(r.threads, r.count), convert_rows, this);
-        in_parallel((int)std::min(r.threads, ranges * panels), work, this);
+        in_parallel((int)std::min(r.threads, num_ranges * panels), work, this);
     }
 
 private:
@@ -42,7 +43,7 @@ private:
     const WeightBlocks blocks;
     const kvant_side side;
     const SideTables tables;
-    const int64_t width, panel, panels, ranges;  // width: numbers of a row
+    const int64_t width, panel, panels, num_ranges;  // width: numbers of a row
     std::unique_ptr<float[]> floats;
     std::atomic<int64_t> next_row{0}, next{0};
 
@@ -73,13 +74,13 @@ private:
 
     OutputRange range_at(int64_t out) const { return {out, std::min(r.weight->outs, out + BLOCK)}; }
 
-    static void work(void *self) { ((ManyRows *)self)->take(); }
+    static void work(void *self) { ((ManyRows *)self)->run_tasks(); }
 
-    void take() {
+    void run_tasks() {
         const std::unique_ptr<Scratch> scratch(new Scratch);
         const std::unique_ptr<float[]> sums(new float[(panel + TOGETHER) * PITCH]);
         const Products products;
-        for (int64_t task; (task = next.fetch_add(1)) < ranges * panels;)
+        for (int64_t task; (task = next.fetch_add(1)) < num_ranges * panels;)
             compute(products, task, *scratch, sums.get());
     }
 
@@ -108,15 +109,17 @@ private:
         if (blocks.coded)
             open_sealed<true>(blocks.codes(outs, p), tables, tile);
         else
-            open_dense<true>(blocks.rows(outs, p), r.weight->dtype, tile.width, tile);
+            open_dense<true>(blocks.dense(outs, p), r.weight->dtype, tile.width, tile);
     }
 
-    // The columns of a part of `count` rows. Tiles read TOGETHER rows, so fewer are copied.
+    // The columns of a part of `count` rows; copied if pairs are not aligned, or if tiles, which read
+    // TOGETHER rows, would read more.
     const Number *rows_from(int64_t row, int count, int64_t p, Number *scratch,
                             int64_t &stride) const {
         const Number *from = floats ? (const Number *)(const void *)floats.get() : (const Number *)r.rows;
         from += row * width + p * blocks.part / EACH<Number>;
-        if (!KVANT_TILES || count == TOGETHER) return from;
+        const bool aligned = (uintptr_t)from % alignof(Number) == 0;
+        if (aligned && (!KVANT_TILES || count == TOGETHER)) return from;
         const int64_t columns = blocks.columns(p) / EACH<Number>;
         for (int i = 0; i < count; i++)
             std::memcpy(scratch + i * columns, from + i * stride, columns * sizeof(Number));

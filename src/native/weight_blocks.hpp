@@ -6,7 +6,7 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int64_t LONG_PART = 1024;  // columns of a dense part: of four rows, half an L1 cache
+constexpr int64_t LONG_PART = 1024;  // columns of a dense part: four rows of floats are 16 KB
 
 // Outputs [first, stop) of a block of 64.
 struct OutputRange {
@@ -42,7 +42,7 @@ public:
         return block;
     }
 
-    RowBlock rows(const OutputRange &outs, int64_t p) const {
+    RowBlock dense(const OutputRange &outs, int64_t p) const {
         const int64_t stride = weight.width * size_of(weight.dtype);
         const char *data = (const char *)weight.codes + outs.first * stride;
         return {data + p * part * size_of(weight.dtype), stride, outs.count(), {}};
@@ -54,7 +54,7 @@ public:
             const SealedBlock block = codes(outs, p);
             return fetch_bytes((const char *)block.codes, block.rows * row_bytes);
         }
-        const RowBlock block = rows(outs, p);
+        const RowBlock block = dense(outs, p);
         for (int i = 0; i < block.count; i++)
             fetch_bytes(block.at(i), columns(p) * size_of(weight.dtype));
     }
@@ -67,7 +67,7 @@ public:
 
     // All parts of dense outputs, to prefetch.
     Ahead ahead(const OutputRange &outs) const {
-        const RowBlock block = rows(outs, 0);
+        const RowBlock block = dense(outs, 0);
         return {block.data, block.data + block.count * block.stride};
     }
 
@@ -98,7 +98,7 @@ private:
 
 // Add the bias to the sums of a row, and round them to its outputs.
 template <class T>
-inline void write_as(const kvant_multiply_request &r, int64_t row, const OutputRange &outs,
+inline void write_outputs(const kvant_multiply_request &r, int64_t row, const OutputRange &outs,
                      const float *bias, const float *sums) {
     T *const to = (T *)r.out + row * r.weight->outs + outs.first;
     T padded[BLOCK];
@@ -109,9 +109,9 @@ inline void write_as(const kvant_multiply_request &r, int64_t row, const OutputR
 
 inline void write_row(const kvant_multiply_request &r, int64_t row, const OutputRange &outs,
                       const float *bias, const float *sums) {
-    if (r.dtype == KVANT_F32) write_as<float>(r, row, outs, bias, sums);
-    if (r.dtype == KVANT_F16) write_as<Half>(r, row, outs, bias, sums);
-    if (r.dtype == KVANT_BF16) write_as<Bfloat>(r, row, outs, bias, sums);
+    if (r.dtype == KVANT_F32) write_outputs<float>(r, row, outs, bias, sums);
+    if (r.dtype == KVANT_F16) write_outputs<Half>(r, row, outs, bias, sums);
+    if (r.dtype == KVANT_BF16) write_outputs<Bfloat>(r, row, outs, bias, sums);
 }
 
 // The bias of a range of outputs in single precision, or zeros.
@@ -120,7 +120,7 @@ struct BiasRange {
     BiasRange(const kvant_multiply_request &r, const OutputRange &outs) {
         if (!r.bias) return;
         const int64_t size = size_of(r.bias_dtype);
-        char padded[BLOCK * sizeof(float)] = {};
+        alignas(64) char padded[BLOCK * sizeof(float)] = {};
         std::memcpy(padded, (const char *)r.bias + outs.first * size, outs.count() * size);
         read_row(r.bias_dtype, padded, BLOCK, values);
     }

@@ -15,9 +15,9 @@ import torch
 import kvant
 from kvant import checkpoints
 from kvant.gguf.blocks import CODED_TYPES
-from kvant.gguf.families import FAMILIES
+from kvant.gguf.families import FAMILIES, check_file
 from kvant.gguf.file import GGUFError
-from kvant.gguf.load import check_file, load_model
+from kvant.gguf.load import load_config, load_model
 from kvant.native import get_library
 from kvant.weights.packed_weight import PackedWeight
 
@@ -106,7 +106,10 @@ def test_name_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("change", "message"),
     [
         ({"general.architecture": "falcon"}, "architecture 'falcon' are not read from GGUF"),
-        ({"llama.rope.scaling.type": "yarn"}, "rotary scaling 'yarn' is not read"),
+        (
+            {"llama.rope.scaling.type": "yarn"},
+            r"llama\.rope\.scaling\.type = 'yarn' is not read from GGUF",
+        ),
     ],
     ids=str,
 )
@@ -157,6 +160,55 @@ def test_forged_files_are_refused_or_load_a_model() -> None:
     assert process.returncode == 0, process.stderr[-3000:]
     outcomes = json.loads(process.stdout.splitlines()[-1])
     assert outcomes["refused"] > 40 and outcomes["taken"] > 10, outcomes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, "scaling.factor = 4.0 is not read"),
+        ({"llama.rope.scale_linear": 2.0}, "scale_linear = 2.0 is not read"),
+        ({"llama.expert_count": 8}, "expert_count = 8 is not read"),
+        ({"split.count": 3}, "it is one of 3 parts: join them"),
+        ({"llama.attention.sliding_window_pattern": 3}, "pattern = 3 is not read"),
+    ],
+    ids=str,
+)
+def test_settings_that_would_change_results_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.gguf"
+    write_file(path, "llama", make_model("llama"), "Q8_0", **change)
+    with pytest.raises(GGUFError, match=message):
+        check_file(path)
+
+
+def test_settings_that_transformers_does_not_read_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    caps = {"gemma2.final_logit_softcapping": 7.0, "gemma2.attn_logit_softcapping": 9.0}
+    write_file(path, "gemma2", make_model("gemma2"), "Q8_0", **caps)
+    config = load_config(path)
+    assert (config.final_logit_softcapping, config.attn_logit_softcapping) == (7.0, 9.0)
+    write_file(path, "phi3", make_model("phi3"), "Q8_0", **{"phi3.attention.sliding_window": 16})
+    assert load_config(path).sliding_window == 16
+    write_file(path, "mistral", make_model("mistral"), "Q8_0")
+    assert load_config(path).sliding_window is None
+
+
+def test_tensors_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    """A small file would otherwise state any amount of memory."""
+    path = tmp_path / "one.gguf"
+    write_file(path, "llama", make_model("llama"), "F32")
+    content = bytearray(path.read_bytes())
+    header = check_file(path)
+    for entry in header.tensors.values():
+        name = entry.name.encode()
+        at = content.index(len(name).to_bytes(8, "little") + name) + 8 + len(name)
+        at += 4 + 8 * len(entry.shape) + 4
+        content[at : at + 8] = bytes(8)
+    del content[-(1 << 16) :]
+    path.write_bytes(content)
+    with pytest.raises(GGUFError, match="bytes"):
+        check_file(path)
 
 
 def test_missing_and_foreign_tensors_are_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from kvant.bench import harness
 from kvant.bench.harness import TimedCall, time_in_turn
-from kvant.native import get_library
+from kvant.native import WEIGHT_COLUMNS, get_library
 from kvant.platform.torch_runtime import DTYPES
 from kvant.weights.packed_matrix import CodedMatrix, DenseMatrix, WeightMatrix, multiply
 from kvant.weights.packing import WEIGHT_CODECS
@@ -40,7 +40,10 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     words = text.split(",")
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", word) for word in words):
         raise ValueError(f"--shapes {text}: outputs x inputs are needed, such as {QWEN3_SHAPES}")
-    return [(int(outs), int(width)) for outs, width in (word.split("x") for word in words)]
+    shapes = [(int(outs), int(width)) for outs, width in (word.split("x") for word in words)]
+    if any(width % WEIGHT_COLUMNS for _, width in shapes):
+        raise ValueError(f"--shapes {text}: inputs are a multiple of {WEIGHT_COLUMNS}")
+    return shapes
 
 
 def multiply_each(

@@ -136,6 +136,10 @@ class Engine:
         self._request_numbers = count()
         self._worker = EngineWorker(Batch(decoder, empty_cache, backend), scheduler, tokenizer)
         if weights is not None:
+            if model.device.type != "cpu":
+                raise ValueError(
+                    f"weights={weights!r}: they are rounded for a CPU, not for {model.device}"
+                )
             packing.pack(model, weights)
         cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
         warn_of_slow_weights(model, log.warning)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvant.gguf.file import GGUFError, GGUFHeader, read_header
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -55,6 +58,14 @@ class Family:
         return f"model.layers.{number}.{target}.{kind}"
 
 
+REQUIRED_SETTINGS: Mapping[str, tuple[object, ...]] = {  # with other values results would differ
+    "rope.scaling.type": (None, "none"),
+    "rope.scaling.factor": (None, 0.0, 1.0),
+    "rope.scale_linear": (None, 0.0, 1.0),
+    "expert_count": (None, 0),
+    "attention.sliding_window_pattern": (None, 6),
+}
+
 FAMILIES = {  # by general.architecture; Mistral's files have that of Llama
     "llama": Family(permutes_heads=True),
     "mistral": Family(permutes_heads=True),
@@ -64,3 +75,22 @@ FAMILIES = {  # by general.architecture; Mistral's files have that of Llama
     "gemma3": Family(GEMMA_NAMES, norm_offset=1.0),
     "phi3": Family(PHI_NAMES),
 }
+
+
+def check_file(path: Path) -> GGUFHeader:
+    """Read the header; raise GGUFError for a damaged file, or a model that would be wrong."""
+    header = read_header(path)
+    if header.architecture not in FAMILIES:
+        raise GGUFError(
+            f"models of architecture {header.architecture!r} are not read from GGUF: "
+            f"{', '.join(FAMILIES)} are; load the safetensors that it was made from"
+        )
+    if (parts := header.values.get("split.count", 1)) not in (0, 1):
+        raise GGUFError(f"it is one of {parts} parts: join them (llama-gguf-split --merge)")
+    for key, allowed in REQUIRED_SETTINGS.items():
+        if (value := header.get_setting(key)) not in allowed:
+            raise GGUFError(
+                f"{header.architecture}.{key} = {value!r} is not read from GGUF: load the "
+                "safetensors that it was made from"
+            )
+    return header

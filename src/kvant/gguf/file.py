@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_NAME_BYTES = 1 << 16
@@ -93,6 +93,10 @@ class GGUFHeader:
     def architecture(self) -> str:
         return str(self.values.get("general.architecture", ""))
 
+    def get_setting(self, key: str) -> Any:
+        """Return a value of the architecture, such as `block_count`; None if there is none."""
+        return self.values.get(f"{self.architecture}.{key}")
+
 
 def read_header(path: Path) -> GGUFHeader:
     """Read and check the header of a file; raise GGUFError if any of it is wrong."""
@@ -139,6 +143,8 @@ class _HeaderReader:
             if placed.name in tensors:
                 raise GGUFError(f"tensor {placed.name!r} occurs twice")
             tensors[placed.name] = placed
+        if (total := sum(entry.nbytes for entry in tensors.values())) > len(self.data):
+            raise GGUFError(f"its tensors have {total} bytes, the file {len(self.data)}")
         return GGUFHeader(self.path, values, tensors)
 
     def _take(self, count: int) -> bytes:

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from kvant.codecs.affine import Affine
 from kvant.contracts import Fields
 from kvant.gguf.blocks import CODED_TYPES, DENSE_TYPES, CodedType, view_dense
-from kvant.gguf.families import FAMILIES, ROPE_FACTORS, Family
-from kvant.gguf.file import GGUFError, GGUFHeader, TensorEntry, read_header
+from kvant.gguf.families import FAMILIES, ROPE_FACTORS, Family, check_file
+from kvant.gguf.file import GGUFError, GGUFHeader, TensorEntry
 from kvant.platform.sizes import format_count
 from kvant.weights.packed_matrix import (
     DENSE_DTYPES,
@@ -34,22 +35,16 @@ from kvant.weights.packed_matrix import (
 from kvant.weights.packed_weight import PackedWeight
 from kvant.weights.packing import pack
 
-ROPE_SCALING = ".rope.scaling.type"
+# Settings of a file, and the names in a configuration. Absent ones mean None, whatever the default.
+CONFIG_KEYS = {
+    "attention.key_length": ["head_dim"],
+    "attention.sliding_window": ["sliding_window"],
+    "attn_logit_softcapping": ["attn_logit_softcapping"],
+    "final_logit_softcapping": ["final_logit_softcapping"],
+}
+ABSENT_KEYS = ("attention.sliding_window",)
+GEMMA2_27B_LAYERS = 46  # its scores have another scale, which no file states
 log = logging.getLogger("kvant")
-
-
-def check_file(path: Path) -> GGUFHeader:
-    """Read the header; raise GGUFError for a damaged file, or a model that is not loaded."""
-    header = read_header(path)
-    if header.architecture not in FAMILIES:
-        raise GGUFError(
-            f"models of architecture {header.architecture!r} are not read from GGUF: "
-            f"{', '.join(FAMILIES)} are; load the safetensors that it was made from"
-        )
-    scaling = header.values.get(header.architecture + ROPE_SCALING, "none")
-    if scaling != "none":
-        raise GGUFError(f"rotary scaling {scaling!r} is not read from GGUF: load its safetensors")
-    return header
 
 
 def load_config(path: Path) -> Any:
@@ -57,10 +52,25 @@ def load_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     header = check_file(path)
+    if find_spec("gguf") is None:
+        raise GGUFError("reading it needs the package gguf: pip install 'kvant[gguf]'")
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    if (head_dim := header.values.get(f"{header.architecture}.attention.key_length")) is not None:
-        config.head_dim = head_dim  # transformers reads it for some families only
+    for key, names in CONFIG_KEYS.items():  # that transformers reads for some families only
+        value = header.get_setting(key)
+        for name in names:
+            if value is not None or (key in ABSENT_KEYS and hasattr(config, name)):
+                setattr(config, name, value)
+    head_dim = _get_head_dim(config)
+    if (rotated := header.get_setting("rope.dimension_count")) not in (None, head_dim):
+        raise GGUFError(f"it rotates {rotated} of {head_dim} channels, which is not read from GGUF")
+    if header.architecture == "gemma2" and config.num_hidden_layers == GEMMA2_27B_LAYERS:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     return config
+
+
+def _get_head_dim(config: Any) -> int:
+    head_dim: int | None = getattr(config, "head_dim", None)
+    return head_dim or config.hidden_size // config.num_attention_heads
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -99,8 +109,7 @@ def load_model(path: Path, dtype: torch.dtype) -> Any:
 def _check_sizes(header: GGUFHeader, config: Any) -> None:
     """Compare the sizes that the values state with the tensors, before anything is allocated."""
     blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    head_dim = _get_head_dim(config)
     query_rows = config.num_attention_heads * head_dim
     key_rows = config.num_key_value_heads * head_dim
     stated = {
@@ -113,9 +122,14 @@ def _check_sizes(header: GGUFHeader, config: Any) -> None:
     }
     if config.num_hidden_layers != len(blocks):
         raise GGUFError(f"its values state {config.num_hidden_layers} layers, it has {len(blocks)}")
+    fused = "blk.0.attn_qkv.weight" in header.tensors
+    unused = {"blk.0.attn_q", "blk.0.attn_k"} if fused else {"blk.0.attn_qkv"}
     for (name, axis), size in stated.items():
-        entry = header.tensors.get(f"{name}.weight")
-        if entry is not None and (len(entry.shape) != 2 or entry.shape[axis] != size):
+        if name in unused:
+            continue
+        if (entry := header.tensors.get(f"{name}.weight")) is None:
+            raise GGUFError(f"it has no tensor {name}.weight")
+        if len(entry.shape) != 2 or entry.shape[axis] != size:
             raise GGUFError(
                 f"tensor {entry.name!r} has shape {entry.shape}, its values state {size}"
             )
@@ -217,8 +231,8 @@ class _Filling:
         def read(first: int, stop: int) -> Fields:
             chosen = rows[first:stop] if order is None else rows[order[first:stop]]
             groups = coded.split(np.ascontiguousarray(chosen).reshape(-1, entry.type.nbytes))
-            if not np.isfinite(groups.scale).all():
-                raise GGUFError(f"tensor {entry.name!r} has scales that are not finite")
+            if not all(np.isfinite(x).all() for x in (groups.scale, groups.bias) if x is not None):
+                raise GGUFError(f"tensor {entry.name!r} has scales or minima that are not finite")
             fields = {"codes": groups.codes, "scale": groups.scale}
             if groups.bias is not None:
                 fields["bias"] = groups.bias

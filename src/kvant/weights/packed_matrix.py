@@ -247,6 +247,8 @@ _UNIT = {"codes": 4, "scale": 1, "bias": 1}  # neighbouring values of an output 
 
 def find_part_columns(width: int) -> int:
     """Return the largest multiple of 32, at most 256, that divides the width."""
+    if width % WEIGHT_COLUMNS:
+        raise ValueError(f"a weight of {width} columns: a multiple of {WEIGHT_COLUMNS} is needed")
     return next(n for n in range(MAX_PART_COLUMNS, 0, -WEIGHT_COLUMNS) if width % n == 0)
 
 

@@ -113,6 +113,9 @@ class PackedWeight(torch.Tensor):
         original = copy.deepcopy(self.original, memo)
         matrix = self.matrix if self.is_rounded else DenseMatrix(original.detach())
         memo[id(self)] = other = PackedWeight.from_matrix(matrix, original)
+        if self.is_rounded:
+            other.requires_grad_(self.requires_grad)
+            other.grad = copy.deepcopy(self.grad, memo)
         return other
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -131,7 +134,8 @@ def _return_same(original: Any) -> Any:
 
 
 def _is_same_memory(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and first.data_ptr() == second.data_ptr()
+    layouts = ((x.dtype, x.shape, x.stride(), x.data_ptr()) for x in (first, second))
+    return next(layouts) == next(layouts)
 
 
 def _get_operand(weight: PackedWeight) -> Tensor:
@@ -210,6 +214,7 @@ def _set_data(weight: Any, value: Any) -> bool | None:
     if weight.is_rounded:
         raise _make_refusal("assigning to the data")
     weight.original.data = value
+    weight._matrix = DenseMatrix(weight.original.detach())  # frees the memory before
     return True
 
 

@@ -73,6 +73,10 @@ class Packing:
     norms: int = 0  # number of fused norms
 
     @property
+    def has_rounded_layers(self) -> bool:
+        return any(layer.is_rounded for layer in self.layers.values())
+
+    @property
     def nbytes_before(self) -> int:
         return sum(layer.nbytes_before for layer in self.layers.values())
 
@@ -132,6 +136,7 @@ def pack(
     formats = _parse_formats(weights)
     holders = _find_weight_holders(model)
     _check_patterns(formats, [name for group in holders for name, _ in group])
+    _check_rounded(formats, holders)
     layers, left = dict[str, PackedLayer](), dict[str, str]()
     memory_counts = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
     with no_inference_mode(), torch.no_grad():
@@ -230,6 +235,20 @@ def _check_patterns(formats: Mapping[str, str], names: Iterable[str]) -> None:
             raise ValueError(f"weights: no layer matches {pattern!r}; the layers are {some}, ...")
 
 
+def _check_rounded(formats: Mapping[str, str], holders: Iterable[NamedLayers]) -> None:
+    """Raise ValueError for a layer that is rounded to another format already."""
+    for group in holders:
+        name, layer = group[0]
+        weight = layer._parameters.get(WEIGHT_NAME)
+        if not isinstance(weight, PackedWeight) or not weight.is_rounded:
+            continue
+        if (wanted := _find_format(formats, name)) not in (RAW_WEIGHTS, weight.matrix.format):
+            raise ValueError(
+                f"weights: {name} is rounded to {weight.matrix.format}, not to {wanted}: load the "
+                "model again to round it otherwise"
+            )
+
+
 def _find_format(formats: Mapping[str, str], name: str) -> str:
     return next((f for pattern, f in formats.items() if fnmatchcase(name, pattern)), RAW_WEIGHTS)
 
@@ -303,16 +322,11 @@ def _pack_group(
     group: NamedLayers, format_name: str, memory_counts: Mapping[int, int]
 ) -> PackedWeight | str:
     """Pack the weight that layers share; return why it is left if it cannot be packed."""
-    name, layer = group[0]
+    _, layer = group[0]
     weight: Any = layer._parameters.get(WEIGHT_NAME)
     if isinstance(weight, PackedWeight):
         if format_name in (RAW_WEIGHTS, weight.matrix.format):
             return weight
-        if weight.is_rounded:
-            raise ValueError(
-                f"weights: {name} is rounded to {weight.matrix.format}, not to {format_name}: load "
-                "the model again to round it otherwise"
-            )
         for _, layer in group:
             layer._parameters[WEIGHT_NAME] = weight.restore()
     reason = _explain_unpackable(group, format_name, memory_counts)

@@ -221,10 +221,8 @@ def find_config_file(name: str | None) -> Path | None:
 
 def check_checkpoint(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
     """Check that a folder has all files that loading needs; a hub name is not looked up."""
-    is_local = (
-        (name == SMOLLM2
-        and not Path(name).exists())
-        or (name is not None and Path(name).expanduser().is_file())
+    is_local = (name == SMOLLM2 and not Path(name).exists()) or (
+        name is not None and Path(name).expanduser().is_file()
     )
     if is_local and (file := find_gguf(name, flag)) is not None:
         from kvant.gguf.families import check_file

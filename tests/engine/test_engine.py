@@ -20,6 +20,7 @@ from kvant import Engine
 from kvant.engine import Stream
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache, get_attachments
+from kvant.native import get_library
 from kvant.weights.packing import is_packed
 
 VOCABULARY = 128
@@ -100,6 +101,18 @@ def test_slow_dtype_is_logged_once_per_model(
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("kvant", "WARNING")
     assert "dtype=torch.float32" in record.getMessage()
+
+
+@pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
+def test_engine_rounds_weights_which_stay_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvant.weights.packing.MIN_PACKED_VALUES", 1)
+    model = build("llama")
+    with make_engine(model, weights="affine8") as engine:
+        tokens = engine.submit(list(range(3, 40)), max_new_tokens=5, ignore_end=True).result()
+    assert len(tokens.tokens) == 5 and model.lm_head.weight.is_rounded
+    monkeypatch.setattr(type(model), "device", torch.device("meta"))
+    with pytest.raises(ValueError, match="rounded for a CPU, not for meta"):
+        make_engine(model, weights="affine8")
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=30,sinks=4", "turbo4v4"])

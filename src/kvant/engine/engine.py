@@ -135,12 +135,7 @@ class Engine:
         )
         self._request_numbers = count()
         self._worker = EngineWorker(Batch(decoder, empty_cache, backend), scheduler, tokenizer)
-        if weights is not None:
-            if model.device.type != "cpu":
-                raise ValueError(
-                    f"weights={weights!r}: they are rounded for a CPU, not for {model.device}"
-                )
-            packing.pack(model, weights)
+        _round_weights(model, weights)
         cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
         warn_of_slow_weights(model, log.warning)
         c_libraries.release_threads()  # the engine's thread computes from now on
@@ -261,3 +256,12 @@ class Engine:
     def load(self, tenant: str) -> dict[str, int]:
         """Count the waiting and running requests of a tenant, and its sequences."""
         return self._worker.scheduler.queue.load(tenant)
+
+
+def _round_weights(model: Any, weights: WeightFormats | None) -> None:
+    """Round a model's weights to formats, if any are requested."""
+    if weights is None:
+        return
+    if model.device.type != "cpu":
+        raise ValueError(f"weights={weights!r}: they are rounded for a CPU, not for {model.device}")
+    packing.pack(model, weights)

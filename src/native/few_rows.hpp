@@ -1,6 +1,6 @@
 // Products of rows with a weight as it is stored: for few rows, which are limited by reading the
-// weight, and for any number of them where codes are multiplied as integers. A part of a block is read from memory once, and is in the cache for the rows after the
-// first four.
+// weight, and for any number of them where codes are multiplied as integers. A part of a block is
+// read from memory once, and is in the cache for the rows after the first four.
 //
 // With codes, 64 x 256 of them are 8 KB (4 bits) or 16 KB (8 bits), multiplied as keys are
 // (integer_codes.hpp). Dense outputs are read in memory order, eight or sixteen together.

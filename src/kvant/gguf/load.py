@@ -35,31 +35,34 @@ from kvant.weights.packed_matrix import (
 from kvant.weights.packed_weight import PackedWeight
 from kvant.weights.packing import pack
 
-# Settings of a file, and the names in a configuration. Absent ones mean None, whatever the default.
-CONFIG_KEYS = {
-    "attention.key_length": ["head_dim"],
-    "attention.sliding_window": ["sliding_window"],
-    "attn_logit_softcapping": ["attn_logit_softcapping"],
-    "final_logit_softcapping": ["final_logit_softcapping"],
+# Settings of a file, and their names in a configuration.
+CONFIG_NAMES = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
-ABSENT_KEYS = ("attention.sliding_window",)
+WINDOW_KEY = "attention.sliding_window"  # without it there is no window, whatever the default
 GEMMA2_27B_LAYERS = 46  # its scores have another scale, which no file states
 log = logging.getLogger("kvant")
 
 
 def load_config(path: Path) -> Any:
     """Return the configuration of transformers."""
+    return _make_config(check_file(path))
+
+
+def _make_config(header: GGUFHeader) -> Any:
     from transformers import AutoConfig
 
-    header = check_file(path)
     if find_spec("gguf") is None:
         raise GGUFError("reading it needs the package gguf: pip install 'kvant[gguf]'")
+    path = header.path
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    for key, names in CONFIG_KEYS.items():  # that transformers reads for some families only
+    for key, name in CONFIG_NAMES.items():  # that transformers reads for some families only
         value = header.get_setting(key)
-        for name in names:
-            if value is not None or (key in ABSENT_KEYS and hasattr(config, name)):
-                setattr(config, name, value)
+        if value is not None or (key == WINDOW_KEY and hasattr(config, name)):
+            setattr(config, name, value)
     head_dim = _get_head_dim(config)
     if (rotated := header.get_setting("rope.dimension_count")) not in (None, head_dim):
         raise GGUFError(f"it rotates {rotated} of {head_dim} channels, which is not read from GGUF")
@@ -93,7 +96,8 @@ def load_tokenizer(path: Path) -> Any:
 
 def load_model(path: Path, dtype: torch.dtype) -> Any:
     """Return the model with rows of `dtype`, its weights packed on the CPU."""
-    header, config = check_file(path), load_config(path)
+    header = check_file(path)
+    config = _make_config(header)
     _check_sizes(header, config)
     model = _make_empty_model(config, dtype)
     filling = _Filling(model, header, dtype)
@@ -213,7 +217,8 @@ class _Filling:
             original = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=False)
             return PackedWeight.from_matrix(self._read_codes(entry, coded, order), original)
         dense = self._read_dense(entry)
-        dense = dense.clone() if order is None else dense[torch.from_numpy(order)]
+        if order is not None:
+            dense = dense[torch.from_numpy(order)]
         is_layer = len(entry.shape) == 2 and not entry.name.startswith("token_embd")
         if is_layer and dense.dtype in DENSE_DTYPES and explain_unreadable(dense.shape) is None:
             original = nn.Parameter(dense, requires_grad=False)

@@ -31,8 +31,7 @@ from kvant.contracts import AttentionRequest, Mask, View
 from kvant.page_table import LayerGroup
 from kvant.platform.torch_runtime import use_device
 
-BLOCK_ROWS = 64  # rows per iteration of a kernel; sealed pages are a multiple of it
-TARGET_PROGRAMS = 264  # two per multiprocessor of large GPUs: rows are split to reach it
+BLOCK_ROWS = 64  # sealed pages are a multiple of the rows of an iteration, at most these
 MIN_RANGE_ROWS = 4 * BLOCK_ROWS  # a shorter range costs more to merge than it saves
 MAX_PIPELINE_BYTES = 1 << 17  # for prefetched rows: leaves shared memory for a second program
 MIN_TILE_QUERIES = 16  # smallest tile of a matrix product
@@ -76,9 +75,30 @@ class KernelView:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How a program of the first kernel runs, as measured to be fastest on an H100."""
+
+    block_rows: int  # rows per iteration
+    num_programs: int  # rows are split to reach it; a large GPU has 132 multiprocessors
+    num_warps: int
+    num_stages: int  # of the compiler's pipeline, where shared memory suffices
+
+    @classmethod
+    def choose(cls, kernel_view: KernelView, tile_queries: int) -> Tuning:
+        if tile_queries > MIN_TILE_QUERIES or not kernel_view.max_sealed_rows:
+            # With 4 warps, the outputs of 64 queries would spill from registers.
+            return cls(BLOCK_ROWS, 2 * 132, 4 if tile_queries < 64 else 8, 3)
+        # Decoding codes waits more than it computes: twice the programs hide it. An iteration
+        # loads a slot, then the rows of its page: five stages prefetch the rows of two blocks.
+        narrow = all(side.form.bits in (2, 3, 4) for side in (kernel_view.keys, kernel_view.values))
+        return cls(BLOCK_ROWS // 2, 4 * 132, 2 if narrow else 4, 5)
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """How the queries and rows of each sequence are split into programs."""
 
+    tuning: Tuning
     tile_queries: int  # query rows of a tile, those of all heads of a group together
     num_tiles: int
     num_sealed_ranges: int
@@ -94,15 +114,17 @@ class LaunchPlan:
         max_tile = 32 if keys.dtype == torch.float32 else 64
         tile = min(max_tile, max(MIN_TILE_QUERIES, next_power_of_2(num_queries)))
         available = get_available_shared_bytes(keys.device)
-        while tile > MIN_TILE_QUERIES and compute_shared_bytes(keys, values, tile, 1) > available:
+        while tile > MIN_TILE_QUERIES and compute_shared_bytes(keys, values, tile) > available:
             tile //= 2
         tiles = -(-num_queries // tile)
         sealed_rows = kernel_view.max_sealed_rows
         dense_rows = max(kernel_view.page_table.max_open_rows, kernel_view.num_new)
-        ranges = max(1, TARGET_PROGRAMS // (num_heads * tiles))
+        tuning = Tuning.choose(kernel_view, tile)
+        ranges = max(1, tuning.num_programs // (num_heads * tiles))
         range_rows = max(MIN_RANGE_ROWS, -(-(sealed_rows + dense_rows) // ranges))
         range_rows = -(-range_rows // BLOCK_ROWS) * BLOCK_ROWS
-        return cls(tile, tiles, -(-sealed_rows // range_rows), max(1, -(-dense_rows // range_rows)))
+        num_ranges = -(-sealed_rows // range_rows), max(1, -(-dense_rows // range_rows))
+        return cls(tuning, tile, tiles, *num_ranges)
 
     @property
     def num_ranges(self) -> int:
@@ -151,7 +173,7 @@ def _launch_queries(
         selected = selected[:, :, query_range.start : query_range.stop].contiguous()
     attend.attend[plan.num_tiles * batch * heads, plan.num_ranges](
         partials,
-        _make_attention_args(request, q, kernel_view),
+        _make_attention_args(request, q, kernel_view, plan.tuning.block_rows),
         page_table.integers,
         page_table.integers.shape[1],
         page_table.open_offset,
@@ -162,8 +184,8 @@ def _launch_queries(
         page_table.integers if selected is None else selected,
         0 if selected is None else selected.shape[3],
         TILE=plan.tile_queries,
-        num_warps=4 if plan.tile_queries < 64 else 8,  # with 4, outputs would spill from registers
-        num_stages=_choose_num_stages(kernel_view, plan.tile_queries),
+        num_warps=plan.tuning.num_warps,
+        num_stages=_limit_num_stages(kernel_view, plan),
         enable_fp_fusion=True,
     )
     logits = None if request.sink_logits is None else request.sink_logits.contiguous()
@@ -185,12 +207,18 @@ def _launch_queries(
     )
 
 
-def compute_shared_bytes(keys: Tensor, values: Tensor, tile_queries: int, num_stages: int) -> int:
+def compute_shared_bytes(
+    keys: Tensor,
+    values: Tensor,
+    tile_queries: int,
+    num_stages: int = 1,
+    block_rows: int = BLOCK_ROWS,
+) -> int:
     """Return an upper bound on a program's shared memory: blocks of rows, queries, weights."""
     size = max(keys.element_size(), values.element_size())
-    blocks = _compute_block_bytes(keys, values)
+    blocks = _compute_block_bytes(block_rows, keys, values)
     rows = max(blocks) if num_stages == 1 else num_stages * sum(blocks)
-    return rows + tile_queries * (next_power_of_2(keys.shape[3]) + BLOCK_ROWS) * size
+    return rows + tile_queries * (next_power_of_2(keys.shape[3]) + block_rows) * size
 
 
 @lru_cache(maxsize=64)
@@ -203,22 +231,28 @@ def get_available_shared_bytes(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 1 << 16)
 
 
-def _choose_num_stages(kernel_view: KernelView, tile_queries: int) -> int:
+def _limit_num_stages(kernel_view: KernelView, plan: LaunchPlan) -> int:
     """Return the number of pipeline stages: as many prefetched blocks as shared memory holds."""
-    keys, values = kernel_view.keys.open, kernel_view.values.open
-    stages = max(1, min(3, MAX_PIPELINE_BYTES // sum(_compute_block_bytes(keys, values))))
+    keys, values, rows = kernel_view.keys.open, kernel_view.values.open, plan.tuning.block_rows
+    block_bytes = sum(_compute_block_bytes(rows, keys, values))
+    stages = max(1, min(plan.tuning.num_stages, MAX_PIPELINE_BYTES // block_bytes))
     available = get_available_shared_bytes(keys.device)
-    while stages > 1 and compute_shared_bytes(keys, values, tile_queries, stages) > available:
+    while (
+        stages > 1
+        and compute_shared_bytes(keys, values, plan.tile_queries, stages, rows) > available
+    ):
         stages -= 1
     return stages
 
 
-def _compute_block_bytes(*sides: Tensor) -> list[int]:
+def _compute_block_bytes(block_rows: int, *sides: Tensor) -> list[int]:
     """Return the bytes of a block of rows of each side."""
-    return [BLOCK_ROWS * next_power_of_2(pages.shape[3]) * pages.element_size() for pages in sides]
+    return [block_rows * next_power_of_2(pages.shape[3]) * pages.element_size() for pages in sides]
 
 
-def _make_attention_args(request: AttentionRequest, q: Tensor, kernel_view: KernelView) -> Any:
+def _make_attention_args(
+    request: AttentionRequest, q: Tensor, kernel_view: KernelView, block_rows: int
+) -> Any:
     flags = (
         request.q.shape[2] > 1,
         kernel_view.num_new > 0,
@@ -229,7 +263,7 @@ def _make_attention_args(request: AttentionRequest, q: Tensor, kernel_view: Kern
         _make_side_args(kernel_view.keys),
         _make_side_args(kernel_view.values),
         _make_visibility_args(request, kernel_view),
-        make_constexpr(BLOCK_ROWS),
+        make_constexpr(block_rows),
         *map(make_constexpr, flags),
     )
 

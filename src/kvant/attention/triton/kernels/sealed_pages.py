@@ -152,16 +152,32 @@ def decode_rows_by_word(page, layout, rows, visible):
         decoded, [rows.shape[0], layout.num_units, layout.unit_bytes * layout.values_per_byte]
     )
     group, mask = rows[:, None, None] * layout.num_units + unit, visible[:, None, None]
-    scale = tl.load(page.scale + group, mask=mask, other=0.0)
     if layout.kind == AFFINE:
+        scale = tl.load(page.scale + group, mask=mask, other=0.0)
         bias = tl.load(page.bias + group, mask=mask, other=0.0)
         # Relies on a fused multiply-add: the product alone may exceed float16.
         values = values * _limit_scale(scale, bias, layout) + bias
     else:
+        scale = _load_row_scales(page.scale, rows, visible)
         values *= (scale.to(tl.float32) * (1 / MAX_LEVEL)).to(tl.float16)
     return tl.reshape(
         values, [rows.shape[0], layout.num_units * layout.unit_bytes * layout.values_per_byte]
     )
+
+
+@triton.jit
+def _load_row_scales(scales, rows, visible):
+    """Load the float16 scales of rows from an even one on, [N, 1, 1], two in a word of 32 bits.
+
+    The compiler prefetches no loads of 16 bits.
+    """
+    words: tl.constexpr = rows.shape[0] // 2
+    pair = tl.min(rows, 0) // 2 + tl.arange(0, words)
+    word = tl.load(scales.to(tl.pointer_type(tl.int32)) + pair)
+    even = word.to(tl.int16).to(tl.float16, bitcast=True)
+    odd = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    scale = tl.where(visible, tl.reshape(tl.join(even, odd), [rows.shape[0]]), 0.0)
+    return scale[:, None, None]
 
 
 @triton.jit

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import kvant
 from cache.tagged import make_layer, make_rows
+from hf.zoo import build
 from kvant import Cache, CacheSpec, RecurrentSpec, Shape, SharedSpec, SpecError, plan
 from kvant.cache.layout import make_layer_group
 from kvant.pages.storage import pages_nbytes
+from kvant.weights import packing
 from thin import thin_rows
 
 GIB = 1 << 30
@@ -275,3 +279,29 @@ def test_window_grown_by_a_long_chunk_allocates_the_plan() -> None:
         cache[0].append(*torch.zeros(2, 1, 1, count, 16))
     shape = Shape(1, 1, 16, 16, torch.float32)
     assert cache.nbytes == plan(shape, cache.spec, context=267).nbytes
+
+
+@pytest.mark.parametrize("weights", ["raw", "affine8", {"lm_head": "affine4", "*": "affine8"}])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "falcon_h1"])
+def test_planned_weights_are_those_of_the_packed_model(
+    name: str, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_PACKED_VALUES", 1)
+    model = build(name)
+    for parameter in model.parameters():  # buffers of rotary embeddings stay in float32
+        parameter.data = parameter.data.bfloat16()
+    planned = plan(model.config, weights=weights).weight_nbytes
+    assert plan(model, weights=weights).weight_nbytes == planned
+    kvant.pack(model, weights)
+    assert plan(model, weights=weights).weight_nbytes == planned
+
+
+def test_weights_are_within_the_budget_of_a_plan() -> None:
+    model = build("llama")
+    alone, together = plan(model), plan(model, weights="affine8")
+    assert alone.weight_nbytes is None and together.weight_nbytes is not None
+    budget = alone.nbytes + together.weight_nbytes
+    assert together.largest_context(budget) == alone.largest_context(alone.nbytes)
+    assert "weights" in str(together) and "weights" not in str(alone)
+    with pytest.raises(ValueError, match="not shapes"):
+        plan(Shape(1, 2, 32, 32), weights="raw")

@@ -197,8 +197,10 @@ def load_config(name: str | None) -> Any:
 
 
 def read_config(path: str | PathLike[str]) -> Any:
-    """Read a config.json, that of a folder, or that of a name on the hub."""
+    """Read a config.json, that of a folder, or that of a GGUF file or a name on the hub."""
     local = Path(path).expanduser()
+    if local.suffix == GGUF_SUFFIX:
+        return load_config(str(path))
     file = local / CONFIG_NAME if local.is_dir() else local
     if isinstance(path, str) and not local.exists() and local.suffix != ".json":
         return load_config(path)

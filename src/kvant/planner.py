@@ -8,7 +8,7 @@ are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -18,7 +18,7 @@ import torch
 
 from kvant.cache.layout import has_per_head_tables, make_layer_group
 from kvant.cache.pruning import count_retained_nbytes
-from kvant.checkpoints import read_config
+from kvant.checkpoints import find_gguf, make_meta_model, read_config
 from kvant.errors import CapacityError, SpecError
 from kvant.models import layer_shapes
 from kvant.models.shapes import LayerShape, Shape, fit_spec
@@ -26,15 +26,18 @@ from kvant.page_table import LayerGroup
 from kvant.pages.storage import Geometry, pages_nbytes
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.recipes import (
+    RAW_WEIGHTS,
     AnySpec,
     CacheSpec,
     GroupSpec,
     LayerSpec,
     Recipe,
     RecurrentSpec,
+    WeightFormats,
     iterate_attention,
 )
 from kvant.spec import as_spec
+from kvant.weights.packing import count_weight_nbytes
 
 UNLIMITED_CONTEXT = 1 << 40  # tokens: more than any memory holds
 
@@ -55,6 +58,7 @@ class Plan:
     context: int
     sequences: int
     layer_nbytes: tuple[int, ...] = field(repr=False)
+    weight_nbytes: int | None = None  # None: not asked for
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +121,12 @@ class Plan:
     uncounted = uncounted_layers  # the public name
 
     def largest_context(self, budget: int | str) -> int | None:
-        """Return the longest context within `budget` bytes; None if the context needs no limit."""
-        low, high, limit = 0, 1 + _find_max_context(self.spec), as_bytes(budget)
+        """Return the longest context within `budget` bytes; None if the context needs no limit.
+
+        Weights that the plan counts are within the budget too.
+        """
+        limit = as_bytes(budget) - (self.weight_nbytes or 0)
+        low, high = 0, 1 + _find_max_context(self.spec)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._count_nbytes(middle) <= limit else (low, middle)
@@ -140,6 +148,7 @@ class Plan:
             f"{format_size(self.nbytes)} for {self.sequences} x {self.context} tokens, "
             f"{self.nbytes_per_token:.0f} bytes a token"
             + (f", rows in {' and '.join(dtypes)}" if dtypes else "")
+            + ("" if self.weight_nbytes is None else f", weights {format_size(self.weight_nbytes)}")
             + (f", {len(missing)} layers not counted" if missing else "")
         )
 
@@ -150,12 +159,13 @@ def plan(
     *,
     context: int | None = None,
     sequences: int = 1,
+    weights: WeightFormats | None = None,
 ) -> Plan:
     """Predict the bytes of a cache for layer shapes, a configuration or a model.
 
     A configuration is an object or a mapping. A string or a path names a `config.json`, a folder
     with one, or a model on the hub. The default context is 8192 tokens, or the spec's capacity if
-    that is less.
+    that is less. With `weights`, formats as in `kvant.pack`, the weights are counted too.
 
     >>> config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}
     >>> config |= {"num_attention_heads": 32, "num_key_value_heads": 8}
@@ -175,7 +185,34 @@ def plan(
     layer_nbytes = tuple(
         _count_layer_nbytes(recipe, layer, sequences, context) for recipe, layer in pairs
     )
-    return Plan(layers, full, context, sequences, layer_nbytes)
+    weight_nbytes = None if weights is None else count_weights(model, weights)
+    return Plan(layers, full, context, sequences, layer_nbytes, weight_nbytes)
+
+
+def count_weights(model: Any, weights: WeightFormats) -> int:
+    """Return the bytes of the weights of a model, or of one with this configuration or name."""
+    if isinstance(model, Shape | Sequence) and not isinstance(model, str):
+        raise ValueError("weights=: a model, a configuration or a name is needed, not shapes")
+    if isinstance(model, str | PathLike):
+        if (file := find_gguf(str(model))) is not None and weights == RAW_WEIGHTS:
+            from kvant.gguf.load import count_weight_nbytes as count_gguf_weights
+
+            return count_gguf_weights(file)
+        model = read_config(model)
+    if not isinstance(model, torch.nn.Module):
+        dtype = layer_shapes(model)[0].dtype
+        model = make_meta_model(_make_config(model))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return count_weight_nbytes(model, weights)
+
+
+def _make_config(config: Any) -> Any:
+    if not isinstance(config, Mapping):
+        return config
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**config)
 
 
 def _resolve_layers(model: Any, spec: AnySpec) -> tuple[tuple[LayerShape, ...], CacheSpec]:

@@ -143,6 +143,27 @@ def test_bundled_model_is_planned_by_default(call: Any) -> None:
     assert report["notes"] == ["8192 tokens are more than the 2048 this model supports"]
 
 
+def test_weights_are_planned_within_the_budget(call: Any) -> None:
+    words = ("plan", "--json", "--budget", "20MiB", "--kv-cache", "raw")
+    plain, counted = (json.loads(call(*words, *more)[1]) for more in ((), ("--weights", "affine4")))
+    assert plain["weight_nbytes"] is None and counted["weight_nbytes"] > 3 << 20
+    contexts = [report["formats"][0]["largest_context"] for report in (plain, counted)]
+    assert contexts[0] > contexts[1]
+    assert "weights in affine4: 3.45 MiB" in counted["notes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--weights", "affine4", "--budget", "1MiB"), "the weights take 3.45 MiB in affine4"),
+        (("--weights", "int4"), "weights='int4': unknown"),
+    ],
+)
+def test_impossible_weights_are_refused(words: Any, reason: str, call: Any) -> None:
+    code, _, error = call("plan", *words)
+    assert code == 2 and reason in error
+
+
 def test_differing_layers_are_listed(call: Any, tmp_path: Path) -> None:
     code, out, _ = call("plan", "--config", write_config(tmp_path, QWEN3_NEXT))
     assert code == 0

@@ -56,6 +56,16 @@ def test_weights_stay_as_they_are(kind: str, tmp_path: Path) -> None:
     assert (isinstance(weight, PackedWeight) and weight.is_rounded) == (kind in CODED_TYPES)
 
 
+@pytest.mark.parametrize("kind", WRITABLE)
+def test_planned_weights_are_those_that_are_loaded(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    write_file(path, "llama", make_model("llama"), kind)
+    model = load_model(path, torch.bfloat16)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())  # which no file contains
+    planned = kvant.plan(str(path), weights="raw").weight_nbytes
+    assert kvant.plan(model, weights="raw").weight_nbytes == planned + buffers
+
+
 def test_rows_may_be_of_16_bits(tmp_path: Path) -> None:
     path, model = tmp_path / "one.gguf", make_model("llama")
     write_file(path, "llama", model, "Q8_0")

@@ -207,6 +207,12 @@ def plan(
         str | None, Option(help="Memory for the cache, such as 8GiB: shows the tokens that fit.")
     ] = None,
     kv_cache: Annotated[list[str] | None, Option(help="Spec to plan; may be repeated.")] = None,
+    weights: Annotated[
+        str | None,
+        Option(
+            help="Count weights too, in the budget as well: raw, affine8, affine4, or by layer."
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Compute the bytes of a model's cache in each format."""
@@ -214,9 +220,17 @@ def plan(
     for spec in kv_cache or []:
         check_spec_or_auto(spec)
     from kvant.models import layer_shapes, max_context
+    from kvant.planner import count_weights
     from kvant.planner import plan as plan_cache
 
     name, model_config = _load_config(model, config)
+    weight_nbytes = 0 if weights is None else count_weights(model or model_config, weights)
+    room = None if limit is None else limit - weight_nbytes
+    if room is not None and room <= 0:
+        raise ValueError(
+            f"--budget {budget}: the weights take {format_size(weight_nbytes)} in {weights}; give "
+            "more memory, or weights of fewer bits"
+        )
     layers, max_length = layer_shapes(model_config), max_context(model_config)
     auto_specs = [spec for spec in kv_cache or [] if is_auto(spec)]
     fixed_specs = [spec for spec in kv_cache or [] if not is_auto(spec)]
@@ -227,8 +241,10 @@ def plan(
     raw_plan = plan_cache(layers, RAW, context=context, sequences=sequences)
     plans = [plan_cache(layers, spec, context=context, sequences=sequences) for spec in specs]
     plan_by_spec = [*zip(specs, plans, strict=True)]
-    rows = [_make_row(spec, cache_plan, raw_plan, limit) for spec, cache_plan in plan_by_spec]
+    rows = [_make_row(spec, cache_plan, raw_plan, room) for spec, cache_plan in plan_by_spec]
     notes = _make_notes(raw_plan, max_length, model_config) + unsupported
+    if weights is not None:
+        notes.append(f"weights in {weights}: {format_size(weight_nbytes)}")
     notes += [
         f"{spec}: {format_size(cache_plan.nbytes_kept)} after prefill of {context} tokens"
         for spec, cache_plan in plan_by_spec
@@ -252,6 +268,7 @@ def plan(
         report = {"model": name, "context": raw_plan.context, "sequences": sequences}
         report |= {"dtype": _format_dtype(layers[0].dtype), "max_context": max_length}
         report |= {"budget": limit, "layers": len(layers)}
+        report |= {"weights": weights, "weight_nbytes": weight_nbytes or None}
         report |= {"uncounted": raw_plan.uncounted_layers, "notes": notes, "formats": rows}
         print(json_text.dumps(report))
     else:

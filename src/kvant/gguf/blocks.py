@@ -39,6 +39,7 @@ class CodedType(NamedTuple):
 
     bits: int
     group: int
+    has_bias: bool
     split: Callable[[Bytes], Groups]
 
 
@@ -117,14 +118,14 @@ def _split_q6_k(blocks: Bytes) -> Groups:
 
 
 CODED_TYPES = {
-    "Q4_0": CodedType(4, 32, _split_q4_0),
-    "Q4_1": CodedType(4, 32, _split_q4_1),
-    "Q5_0": CodedType(5, 32, _split_q5_0),
-    "Q5_1": CodedType(5, 32, _split_q5_1),
-    "Q8_0": CodedType(8, 32, _split_q8_0),
-    "Q4_K": CodedType(4, 32, _split_q4_k),
-    "Q5_K": CodedType(5, 32, _split_q5_k),
-    "Q6_K": CodedType(6, 16, _split_q6_k),
+    "Q4_0": CodedType(4, 32, False, _split_q4_0),
+    "Q4_1": CodedType(4, 32, True, _split_q4_1),
+    "Q5_0": CodedType(5, 32, False, _split_q5_0),
+    "Q5_1": CodedType(5, 32, True, _split_q5_1),
+    "Q8_0": CodedType(8, 32, False, _split_q8_0),
+    "Q4_K": CodedType(4, 32, True, _split_q4_k),
+    "Q5_K": CodedType(5, 32, True, _split_q5_k),
+    "Q6_K": CodedType(6, 16, False, _split_q6_k),
 }
 DENSE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

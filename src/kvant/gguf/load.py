@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def _make_config(header: GGUFHeader) -> Any:
 def _get_head_dim(config: Any) -> int:
     head_dim: int | None = getattr(config, "head_dim", None)
     return head_dim or config.hidden_size // config.num_attention_heads
+
+
+def count_weight_nbytes(path: Path) -> int:
+    """Return the bytes of the weights of a file once they are loaded as they are in it."""
+    return sum(_count_nbytes(entry) for entry in check_file(path).tensors.values())
+
+
+def _count_nbytes(entry: TensorEntry) -> int:
+    if len(entry.shape) == 2 and (coded := CODED_TYPES.get(entry.type.name)) is not None:
+        codec, shape = Affine(coded.bits, coded.group), torch.Size(entry.shape)
+        return CodedMatrix.count_nbytes(shape, codec, with_bias=coded.has_bias)
+    return 2 * prod(entry.shape)  # 16 bits, unless other rows are asked for
 
 
 def load_tokenizer(path: Path) -> Any:

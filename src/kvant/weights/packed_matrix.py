@@ -54,6 +54,10 @@ class WeightMatrix(Protocol):
         """Return the rows of an embedding."""
         ...
 
+    def take_part(self, first: int, stop: int) -> WeightMatrix:
+        """Return neighbouring rows as a matrix, which shares the memory."""
+        ...
+
 
 def explain_unreadable(shape: torch.Size) -> str | None:
     """Explain why kernels cannot multiply by a weight of this shape; None if they can."""
@@ -128,6 +132,15 @@ class DenseMatrix:
     def take_rows(self, rows: Tensor) -> Tensor:
         return self.tensor[rows]
 
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], DenseMatrix]:
+        return {}
+
+    def take_part(self, first: int, stop: int) -> DenseMatrix:
+        if (part := self._parts.get((first, stop))) is None:
+            part = self._parts[first, stop] = DenseMatrix(self.tensor[first:stop])
+        return part
+
 
 @dataclass(frozen=True, eq=False)
 class CodedMatrix:
@@ -197,6 +210,20 @@ class CodedMatrix:
                 NATIVE_TILES.pack(f"keys.{name}", tiles, into=into)
         return cls(shape, dtype, codec, fields)
 
+    @staticmethod
+    def count_nbytes(shape: torch.Size, codec: Affine, *, with_bias: bool = True) -> int:
+        """Return the bytes of the codes of a weight of this shape."""
+        num_outputs, width = shape
+        part = find_part_columns(width)
+        fields = codec.fields(part).items()
+        used = [field for name, field in fields if with_bias or name != "bias"]
+        row_nbytes = (
+            width
+            // part
+            * sum(field.width * (field.dtype or torch.uint8).itemsize for field in used)
+        )
+        return -(-num_outputs // BLOCK_OUTPUTS) * BLOCK_OUTPUTS * row_nbytes
+
     @property
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self.fields.values())
@@ -240,6 +267,19 @@ class CodedMatrix:
         if "bias" not in fields:  # a power of two times the scale, which is exact
             fields["bias"] = fields["scale"].float() * -(2 ** (self.codec.bits - 1))
         return self.codec.open(fields).flatten(-2).to(self.dtype)
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], CodedMatrix]:
+        return {}
+
+    def take_part(self, first: int, stop: int) -> CodedMatrix:
+        """Return rows from a multiple of 64 on; their number is one too, or they are the last."""
+        if (part := self._parts.get((first, stop))) is None:
+            blocks = slice(first // BLOCK_OUTPUTS, -(-stop // BLOCK_OUTPUTS))
+            fields = {name: values[blocks] for name, values in self.fields.items()}
+            shape = torch.Size((stop - first, self.shape[1]))
+            part = self._parts[first, stop] = CodedMatrix(shape, self.dtype, self.codec, fields)
+        return part
 
 
 _UNIT = {"codes": 4, "scale": 1, "bias": 1}  # neighbouring values of an output in a tile

@@ -3,6 +3,12 @@
 A linear layer multiplies with the matrix, an embedding reads rows of it; every other operation gets
 the dense weight. In 16 bits that is the original parameter, which can be written. Codes are decoded
 into a copy, and writes raise an error.
+
+    parameter                        matrix               multiplied by
+    [out, in]                        [out, in]            functional.linear
+    [in, out] of GPT-2's Conv1D      [out, in]            torch.addmm
+    [experts, out, in]               [experts * out, in]  functional.linear, expert by expert
+    its transpose                    [experts * out, in]  functional.grouped_mm
 """
 
 from __future__ import annotations
@@ -34,32 +40,61 @@ class PackedWeight(torch.Tensor):
     _is_param = True  # so that isinstance(weight, nn.Parameter) holds
 
     original: nn.Parameter  # emptied if its values are codes
+    is_transposed: bool
+    _coded_shape: torch.Size
     _matrix: WeightMatrix
 
     @classmethod
-    def from_matrix(cls, matrix: WeightMatrix, original: nn.Parameter) -> PackedWeight:
+    def from_matrix(
+        cls,
+        matrix: WeightMatrix,
+        original: nn.Parameter,
+        shape: torch.Size | None = None,  # default: the matrix's
+        *,
+        is_transposed: bool = False,
+    ) -> PackedWeight:
+        shape = matrix.shape if shape is None else shape
         weight: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
-            matrix.shape,
+            shape,
             dtype=original.dtype,
             device=original.device,
             requires_grad=original.requires_grad,
         )
         weight.__dict__.update(original.__dict__)
         weight.original, weight._matrix = original, matrix
+        weight._coded_shape, weight.is_transposed = shape, is_transposed
         return weight
+
+    def _with_matrix(self, matrix: WeightMatrix, original: nn.Parameter) -> PackedWeight:
+        return PackedWeight.from_matrix(
+            matrix, original, self.dense_shape, is_transposed=self.is_transposed
+        )
 
     @property
     def is_rounded(self) -> bool:
         return isinstance(self._matrix, CodedMatrix)
 
     @property
+    def dense_shape(self) -> torch.Size:
+        """The parameter's shape; a dense one may be assigned another."""
+        return self._coded_shape if self.is_rounded else self.original.shape
+
+    @property
     def matrix(self) -> WeightMatrix:
         """The matrix; a dense one follows the original to another memory."""
         matrix = self._matrix
-        if isinstance(matrix, DenseMatrix) and not _is_same_memory(self.original, matrix.tensor):
-            matrix = self._matrix = DenseMatrix(self.original.detach())
+        is_followed = isinstance(matrix, DenseMatrix) and not self.is_transposed
+        if is_followed and not _is_same_memory(self.original, matrix.tensors[0]):
+            matrix = self._matrix = make_dense_matrix(self.original)
         return matrix
+
+    def decode(self) -> Tensor:
+        """Return the values in the parameter's shape."""
+        *experts, rows, columns = self.dense_shape
+        if not self.is_transposed:
+            return self.matrix.to_dense().view(self.dense_shape)
+        return self.matrix.to_dense().view(*experts, columns, rows).transpose(-2, -1)
 
     @property
     def operand(self) -> Tensor:
@@ -69,7 +104,7 @@ class PackedWeight(torch.Tensor):
     def restore(self) -> nn.Parameter:
         """Return the original parameter, with its values restored."""
         if self.is_rounded and self.original.numel() == 0:
-            self.original.data = self.matrix.to_dense()
+            self.original.data = self.decode().contiguous()
             self.original.requires_grad_(self.requires_grad)
             self.original.grad = self.grad
         return self.original
@@ -111,8 +146,8 @@ class PackedWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Return a packed copy. Codes are shared, since they are never written to."""
         original = copy.deepcopy(self.original, memo)
-        matrix = self.matrix if self.is_rounded else DenseMatrix(original.detach())
-        memo[id(self)] = other = PackedWeight.from_matrix(matrix, original)
+        matrix = self.matrix if self.is_rounded else make_dense_matrix(original)
+        memo[id(self)] = other = self._with_matrix(matrix, original)
         if self.is_rounded:
             other.requires_grad_(self.requires_grad)
             other.grad = copy.deepcopy(self.grad, memo)
@@ -122,19 +157,24 @@ class PackedWeight(torch.Tensor):
         """Pickle the dense weight."""
         if not self.is_rounded:
             return _return_same, (self.original,)
-        dense: Any = nn.Parameter(self.matrix.to_dense(), self.requires_grad)
+        dense: Any = nn.Parameter(self.decode().contiguous(), self.requires_grad)
         return dense.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({list(self.shape)}, {self._matrix.format})"
+        return f"{type(self).__name__}({list(self.dense_shape)}, {self._matrix.format})"
 
 
 def _return_same(original: Any) -> Any:
     return original
 
 
+def make_dense_matrix(original: Tensor) -> DenseMatrix:
+    """Return the matrix of a dense parameter, which shares its memory if it is contiguous."""
+    return DenseMatrix(original.detach().flatten(0, -2))
+
+
 def _is_same_memory(first: Tensor, second: Tensor) -> bool:
-    layouts = ((x.dtype, x.shape, x.stride(), x.data_ptr()) for x in (first, second))
+    layouts = ((x.dtype, x.numel(), x.stride()[-2:], x.data_ptr()) for x in (first, second))
     return next(layouts) == next(layouts)
 
 
@@ -145,7 +185,7 @@ def _get_operand(weight: PackedWeight) -> Tensor:
 
 def _decode(weight: PackedWeight) -> Tensor:
     _refuse_compilers()
-    return weight.matrix.to_dense()
+    return weight.decode()
 
 
 def _refuse_compilers() -> None:
@@ -156,24 +196,133 @@ def _refuse_compilers() -> None:
 
 def _compute_linear(rows: Any, weight: Any, bias: Any = None) -> Tensor | None:
     """Compute `functional.linear` by a kernel, of rows of any dtype; None: it needs torch."""
-    if type(weight) is not PackedWeight or type(rows) is not Tensor or not _is_plain_forward(rows):
+    if type(weight) is not PackedWeight or weight.is_transposed or len(weight.dense_shape) > 2:
         return None
-    if torch.is_grad_enabled() and any(
-        operand is not None and operand.requires_grad for operand in (rows, weight, bias)
-    ):
+    return _multiply(rows, weight, bias)
+
+
+def _multiply(rows: Any, weight: PackedWeight, bias: Any) -> Tensor | None:
+    """Multiply rows by all of a weight's matrix; None: it needs torch."""
+    if not _needs_no_torch(rows, weight, bias):
         return None
     matrix = weight.matrix
-    if not _is_kernel_weight(weight) or not can_multiply(rows, matrix, bias):
+    if not can_multiply(rows, matrix, bias):
         return None
     _refuse_compilers()
     return multiply(rows, matrix, bias)
+
+
+def _needs_no_torch(rows: Any, weight: PackedWeight, bias: Any) -> bool:
+    """Tell whether a kernel may compute a product: no gradient or transform is to see it."""
+    if type(rows) is not Tensor or not _is_plain_forward(rows):
+        return False
+    if torch.is_grad_enabled() and any(
+        operand is not None and operand.requires_grad for operand in (rows, weight, bias)
+    ):
+        return False
+    return _is_kernel_weight(weight)
+
+
+def _compute_addmm(
+    bias: Any, rows: Any, weight: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Tensor | None:
+    """Compute `torch.addmm` with a transposed weight; None: it needs torch."""
+    if type(weight) is not PackedWeight or not weight.is_transposed or out is not None:
+        return None
+    if len(weight.dense_shape) > 2 or beta != 1 or alpha != 1 or rows.ndim != 2:
+        return None
+    return _multiply(rows, weight, bias)
+
+
+def _take_rows(weight: Any, index: Any) -> Tensor | None:
+    """Index a weight: return one expert packed, other rows dense; None: it needs torch."""
+    if type(weight) is not PackedWeight or weight.is_transposed:
+        return None
+    if weight.requires_grad and torch.is_grad_enabled():
+        return None
+    if len(weight.dense_shape) == 3 and _is_number(index):
+        return _take_expert(weight, int(index))
+    if not weight.is_rounded or not isinstance(index, slice | Tensor):
+        return None
+    if isinstance(index, slice):
+        index = torch.arange(len(weight), device="cpu")[index]
+    if index.dtype not in (torch.int32, torch.int64):
+        return None
+    if len(weight.dense_shape) == 2:
+        return weight.matrix.take_rows(index)
+    if index.ndim != 1 or not len(index):
+        return None
+    return torch.stack([_decode(_take_expert(weight, int(number))) for number in index])
+
+
+def _is_number(index: Any) -> bool:
+    if isinstance(index, Tensor):
+        return index.ndim == 0 and index.dtype in (torch.int32, torch.int64)
+    return type(index) is int
+
+
+def _take_expert(weight: PackedWeight, expert: int) -> PackedWeight:
+    count, *shape = weight.dense_shape
+    if not -count <= expert < count:
+        raise IndexError(f"expert {expert}: experts from 0 to {count - 1} exist")
+    if weight.is_rounded:
+        values = torch.empty(0, dtype=weight.dtype)
+    else:
+        values = weight.original.detach()[expert]
+    original = nn.Parameter(values, requires_grad=False)
+    matrix = _take_matrix(weight, expert % count)
+    return PackedWeight.from_matrix(matrix, original, torch.Size(shape))
+
+
+def _take_matrix(weight: PackedWeight, expert: int) -> WeightMatrix:
+    """Return the matrix of one expert of a stack."""
+    num_outputs = weight.matrix.shape[0] // weight.dense_shape[0]
+    return weight.matrix.take_part(expert * num_outputs, (expert + 1) * num_outputs)
+
+
+def _transpose_experts(weight: Any, first: Any, second: Any) -> Tensor | None:
+    """Return all experts transposed, for `grouped_mm`; None: it needs torch."""
+    if type(weight) is not PackedWeight or len(weight.dense_shape) != 3 or weight.is_transposed:
+        return None
+    if {first % 3, second % 3} != {1, 2} or (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    experts, num_outputs, width = weight.dense_shape
+    original = weight.original
+    if not weight.is_rounded:
+        original = nn.Parameter(original.detach().transpose(1, 2), requires_grad=False)
+    shape = torch.Size((experts, width, num_outputs))
+    return PackedWeight.from_matrix(weight.matrix, original, shape, is_transposed=True)
+
+
+def _multiply_groups(
+    rows: Any, weight: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor | None:
+    """Compute `functional.grouped_mm`: each group of rows by its expert; None: it needs torch."""
+    if type(weight) is not PackedWeight or len(weight.dense_shape) != 3 or offs is None:
+        return None
+    if not weight.is_transposed or bias is not None or out_dtype not in (None, rows.dtype):
+        return None
+    if rows.ndim != 2 or not _needs_no_torch(rows, weight, None):
+        return None
+    if not can_multiply(rows, _take_matrix(weight, 0), None):
+        return None
+    _refuse_compilers()
+    products: Tensor = rows.new_zeros(len(rows), weight.dense_shape[2])
+    first = 0
+    for expert, stop in enumerate(offs.tolist()):
+        if stop > first:
+            products[first:stop] = multiply(rows[first:stop], _take_matrix(weight, expert), None)
+        first = stop
+    return products
 
 
 def _is_kernel_weight(weight: PackedWeight) -> bool:
     """Tell whether the kernels read the weight; a dense one may have been converted since."""
     original = weight.original
     return weight.is_rounded or (
-        original.dtype in DENSE_DTYPES and original.is_cpu and original.is_contiguous()
+        original.dtype in DENSE_DTYPES
+        and original.is_cpu
+        and (original.is_contiguous() or weight.is_transposed)
     )
 
 
@@ -203,7 +352,7 @@ def _get_data(weight: PackedWeight) -> Any:
     if not weight.is_rounded:
         return weight.original.data
     original = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
-    return PackedWeight.from_matrix(weight.matrix, original)
+    return weight._with_matrix(weight.matrix, original)
 
 
 def _set_data(weight: Any, value: Any) -> bool | None:
@@ -214,7 +363,7 @@ def _set_data(weight: Any, value: Any) -> bool | None:
     if weight.is_rounded:
         raise _make_refusal("assigning to the data")
     weight.original.data = value
-    weight._matrix = DenseMatrix(weight.original.detach())  # frees the memory before
+    weight._matrix = make_dense_matrix(weight.original)  # frees the memory before
     return True
 
 
@@ -247,6 +396,10 @@ def _make_refusal(operation: str) -> CacheError:
 FUNCTION_OVERRIDES: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _compute_linear,
     functional.embedding: _look_up_rows,
+    torch._grouped_mm: _multiply_groups,  # called by functional.grouped_mm
+    torch.addmm: _compute_addmm,
+    torch.Tensor.__getitem__: _take_rows,
+    torch.Tensor.transpose: _transpose_experts,
     torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.__setitem__: _make_refuser("writing to rows"),

@@ -1,8 +1,8 @@
 """Multiply with a model's weights by kvant's kernels: in 16 bits, or rounded to 8 or fewer.
 
-A `PackedWeight` replaces the parameter of a linear layer or an embedding, or of both if they share
-it (packed_weight.py). Modules, names, shapes and dtypes do not change. `pack` also fuses norms
-(norms.py).
+A `PackedWeight` replaces the parameter of a linear layer, an embedding, or experts, or of layers
+that share it (packed_weight.py). Modules, names, shapes and dtypes do not change. `pack` also fuses
+norms (norms.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,13 @@ from kvant.platform.torch_runtime import no_inference_mode
 from kvant.recipes import RAW_WEIGHTS, WeightFormats
 from kvant.weights import norms
 from kvant.weights.packed_matrix import (
+    BLOCK_OUTPUTS,
     DENSE_DTYPES,
     CodedMatrix,
-    DenseMatrix,
     explain_unreadable,
     multiply,
 )
-from kvant.weights.packed_weight import PackedWeight
+from kvant.weights.packed_weight import PackedWeight, make_dense_matrix
 
 # Formats of rounded weights by name.
 WEIGHT_CODECS = {f"affine{bits}": Affine(bits, 32) for bits in (8, 6, 5, 4, 3, 2)}
@@ -135,15 +135,14 @@ def pack(
         )
     formats = _parse_formats(weights)
     holders = _find_weight_holders(model)
-    _check_patterns(formats, [name for group in holders for name, _ in group])
+    _check_patterns(formats, [holder.name for group in holders for holder in group])
     _check_rounded(formats, holders)
     layers, left = dict[str, PackedLayer](), dict[str, str]()
     memory_counts = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
     with no_inference_mode(), torch.no_grad():
         inputs = {} if probe is None else _capture_inputs(model, probe)
         for group in holders:
-            name, layer = group[0]
-            weight: Any = layer._parameters.get(WEIGHT_NAME)
+            name, weight = group[0].name, group[0].weight
             expected = linear(x, weight) if (x := inputs.get(name)) is not None else None
             packed = _pack_group(group, _find_format(formats, name), memory_counts)
             if isinstance(packed, PackedWeight):
@@ -152,11 +151,34 @@ def pack(
                     error = _compute_error(multiply(x, matrix, None), expected)
                 layers[name] = PackedLayer(matrix.format, packed.nbytes, matrix.nbytes, error)
             else:
-                left |= {name: packed for name, layer in group if isinstance(layer, nn.Linear)}
-        left |= _list_other_weights(model)
+                left |= {h.name: packed for h in group if not isinstance(h.module, nn.Embedding)}
+        left |= _list_other_weights(model, holders)
         norm_trials: norms.TrialResults = {}
         fused = sum(norms.fuse_norm(module, norm_trials) for module in model.modules())
     return Packing(layers, left, fused)
+
+
+def count_weight_nbytes(model: nn.Module, weights: WeightFormats = RAW_WEIGHTS) -> int:
+    """Return the bytes of a model's parameters and buffers once it is packed.
+
+    The model may be on the meta device, without memory.
+    """
+    _check_model(model)
+    formats, holders = _parse_formats(weights), _find_weight_holders(model)
+    _check_patterns(formats, [holder.name for group in holders for holder in group])
+    memory_counts = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
+    nbytes = {id(tensor): tensor.nbytes for tensor in _iterate_tensors(model)}
+    for group in holders:
+        weight, format_name = group[0].weight, _find_format(formats, group[0].name)
+        if isinstance(weight, PackedWeight):
+            nbytes[id(weight)] = weight.matrix.nbytes
+        elif (
+            format_name != RAW_WEIGHTS
+            and _explain_unpackable(group, format_name, memory_counts) is None
+        ):
+            shape, codec = _get_matrix_shape(group[0]), WEIGHT_CODECS[format_name]
+            nbytes[id(weight)] = CodedMatrix.count_nbytes(shape, codec)
+    return sum(nbytes.values())
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -235,11 +257,10 @@ def _check_patterns(formats: Mapping[str, str], names: Iterable[str]) -> None:
             raise ValueError(f"weights: no layer matches {pattern!r}; the layers are {some}, ...")
 
 
-def _check_rounded(formats: Mapping[str, str], holders: Iterable[NamedLayers]) -> None:
+def _check_rounded(formats: Mapping[str, str], holders: Iterable[Holders]) -> None:
     """Raise ValueError for a layer that is rounded to another format already."""
     for group in holders:
-        name, layer = group[0]
-        weight = layer._parameters.get(WEIGHT_NAME)
+        name, weight = group[0].name, group[0].weight
         if not isinstance(weight, PackedWeight) or not weight.is_rounded:
             continue
         if (wanted := _find_format(formats, name)) not in (RAW_WEIGHTS, weight.matrix.format):
@@ -253,7 +274,42 @@ def _find_format(formats: Mapping[str, str], name: str) -> str:
     return next((f for pattern, f in formats.items() if fnmatchcase(name, pattern)), RAW_WEIGHTS)
 
 
-NamedLayers = list[tuple[str, nn.Module]]
+class Holder(NamedTuple):
+    """A module's parameter that may be packed."""
+
+    name: str  # the layer's; of experts, the parameter's
+    module: nn.Module
+    key: str = WEIGHT_NAME
+
+    @property
+    def weight(self) -> Any:
+        return self.module._parameters.get(self.key)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the parameter has a row for each input."""
+        return _is_conv1d(self.module)
+
+    def replace(self, weight: Tensor) -> None:
+        self.module._parameters[self.key] = cast(nn.Parameter, weight)
+
+
+Holders = list[Holder]  # those that share a parameter
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Tell whether a module is transformers' Conv1D, a linear layer with a transposed weight."""
+    weight = module._parameters.get(WEIGHT_NAME)
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2
+
+
+def _find_expert_keys(module: nn.Module) -> list[str]:
+    """Return the parameters [experts, out, in] of transformers' experts."""
+    if getattr(module, "is_transposed", True) or not hasattr(module, "has_gate"):
+        return []
+    return [
+        key for key, weight in module._parameters.items() if weight is not None and weight.ndim == 3
+    ]
 
 
 def _capture_inputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
@@ -281,27 +337,33 @@ def _compute_error(outputs: Tensor, expected: Tensor) -> float:
     return float((outputs.float() - expected.float()).norm() / expected.float().norm())
 
 
-def _find_weight_holders(model: nn.Module) -> list[NamedLayers]:
-    """Return linear layers and embeddings, those together that share a weight, layers first."""
-    groups: dict[int, NamedLayers] = {}
+def _find_weight_holders(model: nn.Module) -> list[Holders]:
+    """Return linear layers, embeddings and experts, those together that share a weight."""
+    groups: dict[int, Holders] = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get(WEIGHT_NAME)
-        if isinstance(module, nn.Linear | nn.Embedding):
+        keys = _find_expert_keys(module)
+        holders = [Holder(f"{name}.{key}".lstrip("."), module, key) for key in keys]
+        if isinstance(module, nn.Linear | nn.Embedding) or _is_conv1d(module):
+            holders = [Holder(name, module)]
+        for holder in holders:
+            weight = holder.weight
             original = weight.original if isinstance(weight, PackedWeight) else weight
-            groups.setdefault(id(module if original is None else original), []).append(
-                (name, module)
-            )
-    return [sorted(g, key=lambda item: isinstance(item[1], nn.Embedding)) for g in groups.values()]
+            groups.setdefault(id(module if original is None else original), []).append(holder)
+    # A layer comes before an embedding that shares its weight.
+    return [sorted(g, key=lambda h: isinstance(h.module, nn.Embedding)) for g in groups.values()]
 
 
-def _list_other_weights(model: nn.Module) -> dict[str, str]:
-    """Return the matrices of modules that are no linear layers or embeddings, with the class."""
+def _list_other_weights(model: nn.Module, holders: Iterable[Holders]) -> dict[str, str]:
+    """Return the other matrices of the model, with their module's class."""
+    found = {(id(holder.module), holder.key) for group in holders for holder in group}
     return {
         f"{name}.{key}".lstrip("."): f"of class {type(module).__name__}"
         for name, module in model.named_modules()
-        if not isinstance(module, nn.Linear | nn.Embedding)
         for key, weight in module._parameters.items()
-        if weight is not None and weight.ndim > 1 and weight.numel() >= MIN_PACKED_VALUES
+        if weight is not None
+        and weight.ndim > 1
+        and weight.numel() >= MIN_PACKED_VALUES
+        and (id(module), key) not in found
     }
 
 
@@ -319,59 +381,73 @@ def _get_memory_key(tensor: Tensor) -> int:
 
 
 def _pack_group(
-    group: NamedLayers, format_name: str, memory_counts: Mapping[int, int]
+    group: Holders, format_name: str, memory_counts: Mapping[int, int]
 ) -> PackedWeight | str:
     """Pack the weight that layers share; return why it is left if it cannot be packed."""
-    _, layer = group[0]
-    weight: Any = layer._parameters.get(WEIGHT_NAME)
+    weight = group[0].weight
     if isinstance(weight, PackedWeight):
         if format_name in (RAW_WEIGHTS, weight.matrix.format):
             return weight
-        for _, layer in group:
-            layer._parameters[WEIGHT_NAME] = weight.restore()
+        original = weight.restore()
+        for holder in group:
+            holder.replace(original)
     reason = _explain_unpackable(group, format_name, memory_counts)
+    if reason is None and weight.device.type != "cpu":
+        reason = f"on {weight.device}"
     return reason or _pack_weight(group, WEIGHT_CODECS.get(format_name))
 
 
 def _explain_unpackable(
-    group: NamedLayers, format_name: str, memory_counts: Mapping[int, int]
+    group: Holders, format_name: str, memory_counts: Mapping[int, int]
 ) -> str | None:
     """Return why layers that share a weight cannot be packed, or None."""
-    name, layer = group[0]
-    weight = layer._parameters.get(WEIGHT_NAME)
-    dtypes = DENSE_DTYPES if format_name == RAW_WEIGHTS else CODED_DTYPES
+    holder = group[0]
+    layer, weight = holder.module, holder.weight
+    is_rounded = format_name != RAW_WEIGHTS
     if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
         return f"of class {type(layer).__name__}"
     if type(weight) is not nn.Parameter:
         return "without a plain weight"
-    if isinstance(layer, nn.Embedding) and format_name == RAW_WEIGHTS:
+    if isinstance(layer, nn.Embedding) and not is_rounded:
         return "an embedding"
-    if weight.dtype not in dtypes:
+    if holder.is_transposed and not is_rounded:
+        return f"of class {type(layer).__name__}"
+    if weight.dtype not in (CODED_DTYPES if is_rounded else DENSE_DTYPES):
         return f"of {str(weight.dtype).removeprefix('torch.')}"
-    if weight.device.type != "cpu":
-        return f"on {weight.device}"
     if weight.numel() < MIN_PACKED_VALUES:
         return "too small"
     if not weight.is_contiguous():
         return "not contiguous"
-    if name.rpartition(".")[2] in EXTERNALLY_READ_LAYERS:
+    if holder.name.rpartition(".")[2] in EXTERNALLY_READ_LAYERS:
         return "read by other code"
-    if format_name != RAW_WEIGHTS and memory_counts[_get_memory_key(weight)] > len(group):
+    if is_rounded and memory_counts[_get_memory_key(weight)] > len(group):
         return "sharing its memory"
-    return explain_unreadable(weight.shape)
+    if is_rounded and weight.ndim == 3 and weight.shape[1] % BLOCK_OUTPUTS:
+        return f"of experts whose outputs are no multiple of {BLOCK_OUTPUTS}"
+    return explain_unreadable(_get_matrix_shape(holder))
 
 
-def _pack_weight(group: NamedLayers, codec: Affine | None) -> PackedWeight:
+def _get_matrix_shape(holder: Holder) -> torch.Size:
+    """Return [outputs, inputs]; of experts, the outputs of all."""
+    shape = holder.weight.shape
+    if holder.is_transposed:
+        return torch.Size((shape[1], shape[0]))
+    return torch.Size((shape[:-1].numel(), shape[-1]))
+
+
+def _pack_weight(group: Holders, codec: Affine | None) -> PackedWeight:
     """Replace the weight that layers share; with a codec, by its codes."""
-    original = group[0][1]._parameters[WEIGHT_NAME]
-    assert original is not None
+    original, is_transposed = group[0].weight, group[0].is_transposed
     if codec is None:
-        packed = PackedWeight.from_matrix(DenseMatrix(original.detach()), original)
+        packed = PackedWeight.from_matrix(make_dense_matrix(original), original, original.shape)
     else:
-        packed = PackedWeight.from_matrix(CodedMatrix.encode(original, codec), original)
+        rows = original.t() if is_transposed else original.flatten(0, -2)
+        packed = PackedWeight.from_matrix(
+            CodedMatrix.encode(rows, codec), original, original.shape, is_transposed=is_transposed
+        )
         packed.grad, original.grad = original.grad, None
-    for _, layer in group:
-        layer._parameters[WEIGHT_NAME] = cast(nn.Parameter, packed)
+    for holder in group:
+        holder.replace(packed)
     if codec is not None:
         original.data = original.new_empty(0)  # last, so that an interrupt loses nothing
     return packed

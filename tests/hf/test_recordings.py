@@ -25,7 +25,13 @@ FEW = ("llama", "qwen3", "gemma3", "mistral", "phi3", "gptj", "mamba", "deepseek
 PROMPT, TOKENS = 55, 16  # a page is sealed after the first replays, and another begins
 CELLS = [
     pytest.param(family, spec, packed, marks=[] if few else pytest.mark.laws)
-    for spec, packed in (("raw", True), ("affine8", True), ("affine4,tail=3", False))
+    for spec, packed in (
+        ("raw", "raw"),
+        ("affine8", "raw"),
+        ("affine4,tail=3", None),
+        ("raw", "affine8"),  # rows of 32 bits
+        ("affine8", "affine4"),  # of 16
+    )
     for family in family_names("decoder") + family_names("recurrent")
     for few in [family in FEW]
 ]
@@ -44,11 +50,16 @@ def make_decoder_pair(model: Any, spec: str) -> list[tuple[TransformersDecoder, 
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize(("family", "spec", "packed"), CELLS)
 def test_tokens_equal_those_of_ordinary_forwards(
-    family: str, spec: str, packed: bool, attached: bool
+    family: str,
+    spec: str,
+    packed: str | None,
+    attached: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(weights, "MIN_PACKED_VALUES", 1)
     model, spec = build(family), valid_spec(family, spec)
-    if packed:
-        kvant.pack(model.bfloat16())
+    if packed is not None:
+        kvant.pack(model if packed == "affine8" else model.bfloat16(), packed)
     if attached:
         kvant.attach(model, spec, guard=False)
     text = FAMILIES[family].inputs(tokens=PROMPT + TOKENS)["input_ids"][0].tolist()

@@ -23,7 +23,7 @@ from kvant.codecs.packing import pack_codes
 from kvant.contracts import Fields
 from kvant.native import DTYPE_CODES, WEIGHT_COLUMNS, get_library, multiply_rows
 from kvant.native.header import NULL_POINTER, WEIGHT_STRUCT
-from kvant.platform.torch_runtime import is_tracing
+from kvant.platform.torch_runtime import is_tracing, no_inference_mode
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16)  # of weights that kernels read as they are
 BLOCK_OUTPUTS = 64
@@ -254,11 +254,16 @@ class CodedMatrix:
             dense[first:stop] = self.take_rows(torch.arange(first, stop, device="cpu"))
         return dense
 
+    @cached_property
+    def _row_markers(self) -> Tensor:
+        with no_inference_mode():
+            return torch.zeros(1, 1, device="cpu").expand(self.shape[0], 1)
+
     def take_rows(self, rows: Tensor) -> Tensor:
         """Decode rows; a negative or too large number raises IndexError, as in a dense weight."""
+        # Checks the numbers by an operator, so that a forward with this can be recorded.
+        nn.functional.embedding(rows, self._row_markers)
         block, lane = rows // BLOCK_OUTPUTS, rows % BLOCK_OUTPUTS
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.shape[0]:
-            raise IndexError(f"rows from 0 to {self.shape[0] - 1} exist")
         fields = {}
         for name, values in self.fields.items():
             tiles = values.view(*values.shape[:2], BLOCK_OUTPUTS // 16, -1, 16, _UNIT[name])

@@ -303,5 +303,7 @@ def test_weights_are_within_the_budget_of_a_plan() -> None:
     budget = alone.nbytes + together.weight_nbytes
     assert together.largest_context(budget) == alone.largest_context(alone.nbytes)
     assert "weights" in str(together) and "weights" not in str(alone)
+    with pytest.raises(ValueError, match="no model_type"):
+        plan({"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}, weights="raw")
     with pytest.raises(ValueError, match="not shapes"):
         plan(Shape(1, 2, 32, 32), weights="raw")

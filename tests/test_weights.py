@@ -340,6 +340,28 @@ def test_writes_to_rounded_weights_are_refused(name: str) -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_rows_of_rounded_weights_are_taken_by_number() -> None:
+    layer = nn.Linear(96, 128)
+    kvant.pack(layer, "affine8")
+    dense = layer.weight + 0
+    for index in (torch.tensor([-1, 5]), slice(3, 9), torch.tensor([[0, 1], [2, -128]])):
+        assert torch.equal(layer.weight[index], dense[index])
+    assert torch.equal(layer.weight.transpose(dim0=0, dim1=1), dense.t())
+    assert torch.equal(
+        nn.functional.linear(input=dense, weight=layer.weight, bias=layer.bias), layer(dense)
+    )
+    with pytest.raises(IndexError):
+        layer.weight[torch.tensor([128])]
+
+
+def test_memory_of_a_16_bit_weight_may_be_freed() -> None:
+    layer = nn.Linear(96, 128).bfloat16()
+    kvant.pack(layer)
+    layer.weight.data = torch.empty(0)
+    assert layer.weight.numel() == 0
+
+
 def test_weight_may_be_replaced_by_one_of_another_shape() -> None:
     layer = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16))
     kvant.pack(layer)

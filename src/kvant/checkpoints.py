@@ -113,8 +113,7 @@ def _load_gguf(
     flag: str,
 ) -> tuple[Any, Any]:
     """Load a GGUF file, whose weights stay as they are; rows are bfloat16 by default."""
-    if weights not in (None, RAW_WEIGHTS):
-        raise ValueError(f"--weights {weights}: the weights of {file} have formats of their own")
+    check_gguf_weights(file, weights)
     if device.type != "cpu":
         raise ValueError(
             f"{flag} {file}: weights of GGUF files are multiplied on a CPU, not on {device}: add "
@@ -141,6 +140,12 @@ def _report_gguf_errors(file: Path, flag: str) -> Iterator[None]:
     except Exception as error:  # transformers may raise any exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{flag} {file}: {reason}") from error
+
+
+def check_gguf_weights(file: Path, weights: WeightFormats | None) -> None:
+    """Raise ValueError if the weights of a file are to be rounded again."""
+    if weights not in (None, RAW_WEIGHTS):
+        raise ValueError(f"--weights {weights}: the weights of {file} have formats of their own")
 
 
 def find_gguf(name: str | None, flag: str = "--model") -> Path | None:

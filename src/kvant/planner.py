@@ -18,7 +18,7 @@ import torch
 
 from kvant.cache.layout import has_per_head_tables, make_layer_group
 from kvant.cache.pruning import count_retained_nbytes
-from kvant.checkpoints import find_gguf, make_meta_model, read_config
+from kvant.checkpoints import check_gguf_weights, find_gguf, make_meta_model, read_config
 from kvant.errors import CapacityError, SpecError
 from kvant.models import layer_shapes
 from kvant.models.shapes import LayerShape, Shape, fit_spec
@@ -26,7 +26,6 @@ from kvant.page_table import LayerGroup
 from kvant.pages.storage import Geometry, pages_nbytes
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.recipes import (
-    RAW_WEIGHTS,
     AnySpec,
     CacheSpec,
     GroupSpec,
@@ -194,9 +193,10 @@ def count_weights(model: Any, weights: WeightFormats) -> int:
     if isinstance(model, Shape | Sequence) and not isinstance(model, str):
         raise ValueError("weights=: a model, a configuration or a name is needed, not shapes")
     if isinstance(model, str | PathLike):
-        if (file := find_gguf(str(model))) is not None and weights == RAW_WEIGHTS:
+        if (file := find_gguf(str(model))) is not None:
             from kvant.gguf.load import count_weight_nbytes as count_gguf_weights
 
+            check_gguf_weights(file, weights)
             return count_gguf_weights(file)
         model = read_config(model)
     if not isinstance(model, torch.nn.Module):
@@ -210,6 +210,8 @@ def count_weights(model: Any, weights: WeightFormats) -> int:
 def _make_config(config: Any) -> Any:
     if not isinstance(config, Mapping):
         return config
+    if "model_type" not in config:
+        raise ValueError("weights=: the configuration has no model_type")
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**config)

@@ -64,6 +64,8 @@ def test_planned_weights_are_those_that_are_loaded(kind: str, tmp_path: Path) ->
     buffers = sum(buffer.nbytes for buffer in model.buffers())  # which no file contains
     planned = kvant.plan(str(path), weights="raw").weight_nbytes
     assert kvant.plan(model, weights="raw").weight_nbytes == planned + buffers
+    with pytest.raises(ValueError, match="have formats of their own"):
+        kvant.plan(str(path), weights="affine4")
 
 
 def test_rows_may_be_of_16_bits(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_experts_are_indexed_like_a_parameter(format_name: str) -> None:
         assert torch.equal(weight[index], dense[index])
     with pytest.raises(IndexError):
         weight[EXPERTS]
+    last = weight.transpose(dim0=-1, dim1=-2)
+    assert torch.equal(last + 0, dense.transpose(1, 2) + 0)
     assert torch.equal(weight.transpose(1, 2) + 0, dense.transpose(1, 2) + 0)
     assert torch.equal(weight.transpose(0, 1), dense.transpose(0, 1))
 
@@ -120,6 +122,17 @@ def test_gradients_of_experts_are_those_of_dense_weights() -> None:
     for module in (experts, plain):
         module(*routed).sum().backward()
     assert torch.equal(experts.down_proj.grad, plain.down_proj.grad)
+
+
+@torch.no_grad()
+def test_experts_may_be_assigned_other_memory() -> None:
+    experts = make_experts(torch.bfloat16)
+    kvant.pack(experts)
+    plain, routed = unpack_copy(experts), make_routed(5, torch.bfloat16)
+    for module in (experts, plain):
+        module.down_proj.data = module.down_proj.data.transpose(1, 2).contiguous().transpose(1, 2)
+    assert experts.down_proj.matrix is experts.down_proj.matrix
+    assert_close(experts(*routed), plain(*routed))
 
 
 def test_experts_that_blocks_cannot_hold_are_left() -> None:
@@ -138,8 +151,12 @@ def test_transposed_layers_are_rounded(format_name: str, monkeypatch: pytest.Mon
     plain, x = unpack_copy(layer), torch.randn(3, 7, 96)
     assert torch.equal(layer.weight + 0, plain.weight + 0) and plain.weight.is_contiguous()
     assert torch.equal(layer.weight[5:9], plain.weight[5:9])
+    assert torch.equal(layer.weight.view(-1), plain.weight.view(-1))
     monkeypatch.setattr(CodedMatrix, "to_dense", None)
     assert_close(layer(x), plain(x))
+    rows = x.view(-1, 96)
+    by_name = torch.addmm(input=layer.bias, mat1=rows, mat2=layer.weight)
+    assert torch.equal(by_name, layer(rows))
 
 
 def test_transposed_layers_of_16_bits_are_left() -> None:

@@ -21,7 +21,7 @@ from kvant.weights import packing as weights
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
 )
-FEW = ("llama", "qwen3", "gemma3", "mistral", "phi3", "gptj", "mamba", "deepseek_v3")
+FEW = ("llama", "qwen3", "gemma3", "mistral", "phi3", "gptj", "mamba", "mixtral", "deepseek_v3")
 PROMPT, TOKENS = 55, 16  # a page is sealed after the first replays, and another begins
 CELLS = [
     pytest.param(family, spec, packed, marks=[] if few else pytest.mark.laws)
@@ -71,7 +71,9 @@ def test_tokens_equal_those_of_ordinary_forwards(
         assert torch.equal(plain, replayed_logits)
     replays = pair[1][1].context.replay_stats
     assert (replays.num_tokens == TOKENS - 4) == (replays.refusal is None)
-    if family in ("llama", "qwen3", "phi3") or (attached and family in ("gemma3", "mistral")):
+    if family in ("llama", "qwen3", "phi3", "mixtral") or (
+        attached and family in ("gemma3", "mistral")
+    ):
         assert replays.refusal is None
 
 

@@ -30,6 +30,7 @@ from kvant.platform.terminal import make_table, run_app
 
 TimedCall = Callable[[], Any]
 Name = TypeVar("Name")
+Result = TypeVar("Result")
 DYNAMIC, STATIC = "dynamic", "static"  # caches of transformers
 HOLD_CYCLES = 50_000_000  # 25 ms of a GPU: longer than Python takes to launch a turn of calls
 
@@ -212,8 +213,8 @@ def time_in_turn(
     return laps
 
 
-def run_in_process(function: Callable[..., int | None], *args: Any) -> int | None:
-    """Run a measurement of a peak in a new process, as an allocator keeps freed memory."""
+def run_in_process(function: Callable[..., Result], *args: Any) -> Result:
+    """Run a measurement in a new process, as an allocator keeps freed memory."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

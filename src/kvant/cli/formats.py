@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from kvant import demo
-from kvant.checkpoints import load_config, read_config
+from kvant.checkpoints import find_gguf, load_config, read_config
 from kvant.cli import options, print_line, print_table
 from kvant.platform.sizes import format_size, parse_size
 from kvant.platform.terminal import make_table
@@ -204,7 +204,8 @@ def plan(
     context: Annotated[int | None, Option(min=1, help="Tokens per sequence.")] = None,
     sequences: Annotated[int, Option(min=1, help="Number of sequences.")] = 1,
     budget: Annotated[
-        str | None, Option(help="Memory for the cache, such as 8GiB: shows the tokens that fit.")
+        str | None,
+        Option(help="Memory, such as 8GiB, for the cache (and --weights): shows what fits."),
     ] = None,
     kv_cache: Annotated[list[str] | None, Option(help="Spec to plan; may be repeated.")] = None,
     weights: Annotated[
@@ -224,7 +225,8 @@ def plan(
     from kvant.planner import plan as plan_cache
 
     name, model_config = _load_config(model, config)
-    weight_nbytes = 0 if weights is None else count_weights(model or model_config, weights)
+    source = model_config if model is None or find_gguf(model) is None else model
+    weight_nbytes = 0 if weights is None else count_weights(source, weights)
     room = None if limit is None else limit - weight_nbytes
     if room is not None and room <= 0:
         raise ValueError(

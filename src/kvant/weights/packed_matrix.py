@@ -13,15 +13,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
 from kvant.attention.native.structs import FORMAT_CODES, NATIVE_TILES
 from kvant.codecs.affine import Affine
 from kvant.codecs.packing import pack_codes
 from kvant.contracts import Fields
-from kvant.native import DTYPE_CODES, WEIGHT_COLUMNS, get_library, multiply_rows
+from kvant.native import (
+    DTYPE_CODES,
+    WEIGHT_COLUMNS,
+    capture_requests,
+    get_library,
+    multiply_rows,
+)
 from kvant.native.header import NULL_POINTER, WEIGHT_STRUCT
 from kvant.platform.torch_runtime import is_tracing, no_inference_mode
 
@@ -93,6 +101,34 @@ def _is_readable_bias(bias: Tensor, num_outputs: int) -> bool:
 def multiply(x: Tensor, matrix: WeightMatrix, bias: Tensor | None) -> Tensor:
     """Compute `torch.nn.functional.linear` of rows that `can_multiply` accepts."""
     return multiply_rows(x.contiguous(), matrix.struct, bias, matrix.shape[0])
+
+
+def multiply_groups(x: Tensor, offs: Tensor, matrix: WeightMatrix, num_groups: int) -> Tensor:
+    """Multiply groups of rows, each by as many outputs of a matrix; `offs` are the groups' ends.
+
+    It is one operator, so a recorded forward reads the groups of every token again.
+    """
+    _grouped_matrices[id(matrix)] = matrix
+    products: Tensor = _multiply_groups_op(x, offs, id(matrix), num_groups)
+    return products
+
+
+_grouped_matrices: WeakValueDictionary[int, WeightMatrix] = WeakValueDictionary()
+
+
+@custom_op("kvant::multiply_groups", mutates_args=())
+def _multiply_groups_op(x: Tensor, offs: Tensor, matrix_id: int, num_groups: int) -> Tensor:
+    matrix = _grouped_matrices[matrix_id]
+    num_outputs = matrix.shape[0] // num_groups
+    products = x.new_zeros(len(x), num_outputs)
+    first = 0
+    with capture_requests(lambda request: None):  # these requests are of this call's groups
+        for group, stop in enumerate(offs.tolist()):
+            if stop > first:
+                part = matrix.take_part(group * num_outputs, (group + 1) * num_outputs)
+                products[first:stop] = multiply(x[first:stop], part, None)
+            first = stop
+    return products
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +314,7 @@ class CodedMatrix:
         return {}
 
     def take_part(self, first: int, stop: int) -> CodedMatrix:
-        """Return rows from a multiple of 64 on; their number is one too, or they are the last."""
+        """Return rows; `first` is a multiple of 64, and so is `stop` unless it is the end."""
         if (part := self._parts.get((first, stop))) is None:
             blocks = slice(first // BLOCK_OUTPUTS, -(-stop // BLOCK_OUTPUTS))
             fields = {name: values[blocks] for name, values in self.fields.items()}

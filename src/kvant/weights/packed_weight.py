@@ -26,22 +26,26 @@ from kvant.errors import CacheError
 from kvant.platform.torch_runtime import is_dual_level_open, is_transforming
 from kvant.weights.packed_matrix import (
     DENSE_DTYPES,
+    SLICE_VALUES,
     CodedMatrix,
     DenseMatrix,
     WeightMatrix,
     can_multiply,
     multiply,
+    multiply_groups,
 )
+
+LAST_TWO_DIMS = tuple(pair for a in (1, -2) for b in (2, -1) for pair in ((a, b), (b, a)))
 
 
 class PackedWeight(torch.Tensor):
-    """The weight of a linear layer or an embedding whose values are in a matrix for the kernels."""
+    """A weight of layers, an embedding or experts whose values are in a matrix for the kernels."""
 
     _is_param = True  # so that isinstance(weight, nn.Parameter) holds
 
     original: nn.Parameter  # emptied if its values are codes
     is_transposed: bool
-    _coded_shape: torch.Size
+    _shape: torch.Size
     _matrix: WeightMatrix
 
     @classmethod
@@ -63,7 +67,7 @@ class PackedWeight(torch.Tensor):
         )
         weight.__dict__.update(original.__dict__)
         weight.original, weight._matrix = original, matrix
-        weight._coded_shape, weight.is_transposed = shape, is_transposed
+        weight._shape, weight.is_transposed = shape, is_transposed
         return weight
 
     def _with_matrix(self, matrix: WeightMatrix, original: nn.Parameter) -> PackedWeight:
@@ -78,7 +82,7 @@ class PackedWeight(torch.Tensor):
     @property
     def dense_shape(self) -> torch.Size:
         """The parameter's shape; a dense one may be assigned another."""
-        return self._coded_shape if self.is_rounded else self.original.shape
+        return self._shape if self.is_rounded else self.original.shape
 
     @property
     def matrix(self) -> WeightMatrix:
@@ -94,7 +98,8 @@ class PackedWeight(torch.Tensor):
         *experts, rows, columns = self.dense_shape
         if not self.is_transposed:
             return self.matrix.to_dense().view(self.dense_shape)
-        return self.matrix.to_dense().view(*experts, columns, rows).transpose(-2, -1)
+        dense = self.matrix.to_dense().view(*experts, columns, rows)
+        return dense.transpose(-2, -1).contiguous()
 
     @property
     def operand(self) -> Tensor:
@@ -104,7 +109,7 @@ class PackedWeight(torch.Tensor):
     def restore(self) -> nn.Parameter:
         """Return the original parameter, with its values restored."""
         if self.is_rounded and self.original.numel() == 0:
-            self.original.data = self.decode().contiguous()
+            self.original.data = self.decode()
             self.original.requires_grad_(self.requires_grad)
             self.original.grad = self.grad
         return self.original
@@ -157,7 +162,7 @@ class PackedWeight(torch.Tensor):
         """Pickle the dense weight."""
         if not self.is_rounded:
             return _return_same, (self.original,)
-        dense: Any = nn.Parameter(self.decode().contiguous(), self.requires_grad)
+        dense: Any = nn.Parameter(self.decode(), self.requires_grad)
         return dense.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -169,8 +174,14 @@ def _return_same(original: Any) -> Any:
 
 
 def make_dense_matrix(original: Tensor) -> DenseMatrix:
-    """Return the matrix of a dense parameter, which shares its memory if it is contiguous."""
-    return DenseMatrix(original.detach().flatten(0, -2))
+    """Return the matrix of a dense parameter, on the same memory."""
+    values = original.detach()
+    return DenseMatrix(values.flatten(0, -2) if _is_stack(values) else values)
+
+
+def _is_stack(values: Tensor) -> bool:
+    """Tell whether values [experts, out, in] are the rows of one matrix."""
+    return values.ndim == 3 and values.is_contiguous()
 
 
 def _is_same_memory(first: Tensor, second: Tensor) -> bool:
@@ -194,11 +205,14 @@ def _refuse_compilers() -> None:
         raise CacheError("packed weights cannot be compiled: call kvant.unpack(model) first")
 
 
-def _compute_linear(rows: Any, weight: Any, bias: Any = None) -> Tensor | None:
+# Overrides have the parameter names of torch's functions.
+
+
+def _compute_linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:  # noqa: A002
     """Compute `functional.linear` by a kernel, of rows of any dtype; None: it needs torch."""
-    if type(weight) is not PackedWeight or weight.is_transposed or len(weight.dense_shape) > 2:
+    if type(weight) is not PackedWeight or weight.is_transposed or len(weight.dense_shape) != 2:
         return None
-    return _multiply(rows, weight, bias)
+    return _multiply(input, weight, bias)
 
 
 def _multiply(rows: Any, weight: PackedWeight, bias: Any) -> Tensor | None:
@@ -224,41 +238,52 @@ def _needs_no_torch(rows: Any, weight: PackedWeight, bias: Any) -> bool:
 
 
 def _compute_addmm(
-    bias: Any, rows: Any, weight: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
+    input: Any,  # noqa: A002
+    mat1: Any,
+    mat2: Any,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Any = None,
 ) -> Tensor | None:
     """Compute `torch.addmm` with a transposed weight; None: it needs torch."""
-    if type(weight) is not PackedWeight or not weight.is_transposed or out is not None:
+    if type(mat2) is not PackedWeight or not mat2.is_transposed or out is not None:
         return None
-    if len(weight.dense_shape) > 2 or beta != 1 or alpha != 1 or rows.ndim != 2:
+    if len(mat2.dense_shape) != 2 or beta != 1 or alpha != 1 or mat1.ndim != 2:
         return None
-    return _multiply(rows, weight, bias)
+    return _multiply(mat1, mat2, input)
 
 
 def _take_rows(weight: Any, index: Any) -> Tensor | None:
     """Index a weight: return one expert packed, other rows dense; None: it needs torch."""
-    if type(weight) is not PackedWeight or weight.is_transposed:
+    if type(weight) is not PackedWeight or weight.is_transposed or is_transforming():
         return None
     if weight.requires_grad and torch.is_grad_enabled():
         return None
-    if len(weight.dense_shape) == 3 and _is_number(index):
+    if isinstance(index, slice) and weight.is_rounded:
+        numbers = range(len(weight))[index]
+        if len(numbers) * weight.dense_shape[-1] > SLICE_VALUES:
+            return None
+        index = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    is_tensor = type(index) is Tensor and index.dtype in (torch.int32, torch.int64)
+    if not is_tensor and type(index) is not int:
+        return None
+    _refuse_compilers()
+    if len(weight.dense_shape) == 3:
+        return _take_experts(weight, index)
+    if not weight.is_rounded or not is_tensor:
+        return None
+    return weight.matrix.take_rows(torch.where(index < 0, index + len(weight), index))
+
+
+def _take_experts(weight: PackedWeight, index: Tensor | int) -> Tensor | None:
+    if not weight.is_rounded and not _is_stack(weight.original):
+        return None
+    if isinstance(index, int) or index.ndim == 0:
         return _take_expert(weight, int(index))
-    if not weight.is_rounded or not isinstance(index, slice | Tensor):
+    if not weight.is_rounded or index.ndim != 1 or not len(index):
         return None
-    if isinstance(index, slice):
-        index = torch.arange(len(weight), device="cpu")[index]
-    if index.dtype not in (torch.int32, torch.int64):
-        return None
-    if len(weight.dense_shape) == 2:
-        return weight.matrix.take_rows(index)
-    if index.ndim != 1 or not len(index):
-        return None
-    return torch.stack([_decode(_take_expert(weight, int(number))) for number in index])
-
-
-def _is_number(index: Any) -> bool:
-    if isinstance(index, Tensor):
-        return index.ndim == 0 and index.dtype in (torch.int32, torch.int64)
-    return type(index) is int
+    return torch.stack([_take_expert(weight, int(number)).decode() for number in index])
 
 
 def _take_expert(weight: PackedWeight, expert: int) -> PackedWeight:
@@ -266,7 +291,7 @@ def _take_expert(weight: PackedWeight, expert: int) -> PackedWeight:
     if not -count <= expert < count:
         raise IndexError(f"expert {expert}: experts from 0 to {count - 1} exist")
     if weight.is_rounded:
-        values = torch.empty(0, dtype=weight.dtype)
+        values = torch.empty(0, dtype=weight.dtype, device="cpu")
     else:
         values = weight.original.detach()[expert]
     original = nn.Parameter(values, requires_grad=False)
@@ -275,29 +300,33 @@ def _take_expert(weight: PackedWeight, expert: int) -> PackedWeight:
 
 
 def _take_matrix(weight: PackedWeight, expert: int) -> WeightMatrix:
-    """Return the matrix of one expert of a stack."""
+    """Return the matrix of one expert."""
     num_outputs = weight.matrix.shape[0] // weight.dense_shape[0]
     return weight.matrix.take_part(expert * num_outputs, (expert + 1) * num_outputs)
 
 
-def _transpose_experts(weight: Any, first: Any, second: Any) -> Tensor | None:
+def _transpose_experts(self: Any, dim0: Any, dim1: Any) -> Tensor | None:
     """Return all experts transposed, for `grouped_mm`; None: it needs torch."""
+    weight = self
     if type(weight) is not PackedWeight or len(weight.dense_shape) != 3 or weight.is_transposed:
         return None
-    if {first % 3, second % 3} != {1, 2} or (weight.requires_grad and torch.is_grad_enabled()):
+    if (dim0, dim1) not in LAST_TWO_DIMS or (weight.requires_grad and torch.is_grad_enabled()):
         return None
     experts, num_outputs, width = weight.dense_shape
     original = weight.original
     if not weight.is_rounded:
+        if not _is_stack(original):
+            return None
         original = nn.Parameter(original.detach().transpose(1, 2), requires_grad=False)
     shape = torch.Size((experts, width, num_outputs))
     return PackedWeight.from_matrix(weight.matrix, original, shape, is_transposed=True)
 
 
 def _multiply_groups(
-    rows: Any, weight: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor | None:
     """Compute `functional.grouped_mm`: each group of rows by its expert; None: it needs torch."""
+    rows, weight = self, mat2
     if type(weight) is not PackedWeight or len(weight.dense_shape) != 3 or offs is None:
         return None
     if not weight.is_transposed or bias is not None or out_dtype not in (None, rows.dtype):
@@ -307,13 +336,7 @@ def _multiply_groups(
     if not can_multiply(rows, _take_matrix(weight, 0), None):
         return None
     _refuse_compilers()
-    products: Tensor = rows.new_zeros(len(rows), weight.dense_shape[2])
-    first = 0
-    for expert, stop in enumerate(offs.tolist()):
-        if stop > first:
-            products[first:stop] = multiply(rows[first:stop], _take_matrix(weight, expert), None)
-        first = stop
-    return products
+    return multiply_groups(rows, offs, weight.matrix, weight.dense_shape[0])
 
 
 def _is_kernel_weight(weight: PackedWeight) -> bool:
@@ -334,24 +357,30 @@ def _is_plain_forward(x: Tensor) -> bool:
 
 
 def _look_up_rows(
-    ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, *_: Any, **__: Any
+    input: Any,  # noqa: A002
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    *_: Any,
+    **__: Any,
 ) -> Tensor | None:
     """Compute `functional.embedding` from codes; None: it needs torch."""
     if type(weight) is not PackedWeight or not weight.is_rounded or max_norm is not None:
         return None
-    if type(ids) is not Tensor or is_transforming() or is_dual_level_open():
+    if type(input) is not Tensor or is_transforming() or is_dual_level_open():
         return None
     if weight.requires_grad and torch.is_grad_enabled():
         return None
     _refuse_compilers()
-    return weight.matrix.take_rows(ids)
+    return weight.matrix.take_rows(input)
 
 
 def _get_data(weight: PackedWeight) -> Any:
     """Return a weight's `data`; a dense copy would lose what is written to it."""
     if not weight.is_rounded:
         return weight.original.data
-    original = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+    values = torch.empty(0, dtype=weight.dtype, device="cpu")
+    original = nn.Parameter(values, requires_grad=False)
     return weight._with_matrix(weight.matrix, original)
 
 

@@ -116,10 +116,11 @@ def pack(
     that weights are rounded to, which frees the dense ones layer by layer: "affine8" or "affine4"
     (also affine6, 5, 3, 2). Formats by pattern of layer names are a mapping, or text such as
     "lm_head=affine8,*=affine4"; the first pattern that matches counts. Embeddings are rounded too.
-    One that shares its weight with a layer is kept once, so `tied` is deprecated.
+    One that shares its weight with a layer is kept once, so `tied` is deprecated. The experts of a
+    mixture have the name of their parameter: "*.experts.down_proj".
 
-    With a `probe`, the input of a forward such as token ids, each rounded layer's error of outputs
-    is measured on it. RMSNorms are fused. Under autograd a layer uses its dense weight.
+    With a `probe`, the input of a forward such as token ids, each rounded linear layer's error of
+    outputs is measured on it. RMSNorms are fused. Under autograd a layer uses its dense weight.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128))
     >>> packing = kvant.pack(model, {"1": "affine8", "*": "affine4"})
@@ -299,8 +300,8 @@ Holders = list[Holder]  # those that share a parameter
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Tell whether a module is transformers' Conv1D, a linear layer with a transposed weight."""
-    weight = module._parameters.get(WEIGHT_NAME)
-    return type(module).__name__ == "Conv1D" and weight is not None and weight.ndim == 2
+    names = type(module).__module__, type(module).__name__
+    return names == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _find_expert_keys(module: nn.Module) -> list[str]:
@@ -392,7 +393,7 @@ def _pack_group(
         for holder in group:
             holder.replace(original)
     reason = _explain_unpackable(group, format_name, memory_counts)
-    if reason is None and weight.device.type != "cpu":
+    if reason is None and weight.is_meta:
         reason = f"on {weight.device}"
     return reason or _pack_weight(group, WEIGHT_CODECS.get(format_name))
 
@@ -414,6 +415,8 @@ def _explain_unpackable(
         return f"of class {type(layer).__name__}"
     if weight.dtype not in (CODED_DTYPES if is_rounded else DENSE_DTYPES):
         return f"of {str(weight.dtype).removeprefix('torch.')}"
+    if weight.device.type not in ("cpu", "meta"):  # plans count models on meta
+        return f"on {weight.device}"
     if weight.numel() < MIN_PACKED_VALUES:
         return "too small"
     if not weight.is_contiguous():

@@ -31,7 +31,7 @@ from kvant.contracts import AttentionRequest, Mask, View
 from kvant.page_table import LayerGroup
 from kvant.platform.torch_runtime import use_device
 
-BLOCK_ROWS = 64  # sealed pages are a multiple of the rows of an iteration, at most these
+BLOCK_ROWS = 64  # most rows of an iteration; the rows of a sealed page are a multiple of it
 MIN_RANGE_ROWS = 4 * BLOCK_ROWS  # a shorter range costs more to merge than it saves
 MAX_PIPELINE_BYTES = 1 << 17  # for prefetched rows: leaves shared memory for a second program
 MIN_TILE_QUERIES = 16  # smallest tile of a matrix product
@@ -76,10 +76,10 @@ class KernelView:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a program of the first kernel runs, as measured to be fastest on an H100."""
+    """The settings of a launch of the first kernel that were fastest on an H100."""
 
     block_rows: int  # rows per iteration
-    num_programs: int  # rows are split to reach it; a large GPU has 132 multiprocessors
+    num_programs: int  # rows are split until there are as many; a large GPU has 132 multiprocessors
     num_warps: int
     num_stages: int  # of the compiler's pipeline, where shared memory suffices
 

@@ -151,8 +151,8 @@ def decode_rows_by_word(page, layout, rows, visible):
     values = tl.reshape(
         decoded, [rows.shape[0], layout.num_units, layout.unit_bytes * layout.values_per_byte]
     )
-    group, mask = rows[:, None, None] * layout.num_units + unit, visible[:, None, None]
     if layout.kind == AFFINE:
+        group, mask = rows[:, None, None] * layout.num_units + unit, visible[:, None, None]
         scale = tl.load(page.scale + group, mask=mask, other=0.0)
         bias = tl.load(page.bias + group, mask=mask, other=0.0)
         # Relies on a fused multiply-add: the product alone may exceed float16.

@@ -78,9 +78,11 @@ class Affine:
             "bias": Field(torch.float16, groups),
         }
 
-    def seal(self, rows: Tensor) -> Fields:
+    def seal(self, rows: Tensor, *, num_fits: int = 1) -> Fields:
+        """Seal rows; each further fit of scales to codes reduces the error, by less each time."""
         check_dim(rows.shape[-1])
-        sealed = [self._seal_groups(part) for part in self._split_groups(rows.detach())]
+        parts = self._split_groups(rows.detach())
+        sealed = [self._seal_groups(part, num_fits) for part in parts]
         codes, scale, bias = (torch.cat(parts, dim=-1) for parts in zip(*sealed, strict=True))
         return {"codes": pack_codes(codes, self.bits), "scale": scale, "bias": bias}
 
@@ -101,14 +103,14 @@ class Affine:
         parts = [x[..., :full].reshape(groups)] if full else []
         return parts if full == x.shape[-1] else [*parts, x[..., full:].unsqueeze(-2)]
 
-    def _seal_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _seal_groups(self, x: Tensor, num_fits: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes [..., groups * group], and scale and bias [..., groups]."""
         scale, bias, broken = self._compute_covering_scale(
             x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         )
         x = saturate(x)
         codes = self._find_nearest_codes(x, scale, bias)
-        if self.corrected:
+        for _ in range(num_fits if self.corrected else 0):
             scale, bias = _fit_scale(x, codes, scale, bias)
             codes = self._find_nearest_codes(x, scale, bias)
         codes = codes.masked_fill_(broken, 0)

@@ -36,6 +36,7 @@ from kvant.platform.torch_runtime import is_tracing, no_inference_mode
 DENSE_DTYPES = (torch.bfloat16, torch.float16)  # of weights that kernels read as they are
 BLOCK_OUTPUTS = 64
 MAX_PART_COLUMNS = 256
+NUM_FITS = 4  # of scales to codes: more than while decoding
 SLICE_VALUES = 1 << 18  # encoded or decoded together, which limits the memory
 WeightStruct = ctypes.Array[ctypes.c_char]
 
@@ -194,7 +195,7 @@ class CodedMatrix:
 
         def seal(first: int, stop: int) -> Fields:
             rows = weight.detach()[first:stop].to(torch.float32)
-            return codec.seal(rows.view(len(rows), -1, part))
+            return codec.seal(rows.view(len(rows), -1, part), num_fits=NUM_FITS)
 
         return cls._arrange(weight.shape, weight.dtype, codec, seal)
 

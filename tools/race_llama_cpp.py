@@ -77,6 +77,7 @@ def measure_transformers(task: Task) -> Figures:
     model = load_model(task.file, device="cpu")
     with warnings.catch_warnings(action="ignore"):
         unpack(model)
+    model.to(torch.bfloat16)
     ids, begin = torch.tensor([draw_tokens(task.context)]), perf_counter()
     with torch.inference_mode():
         cache = DynamicCache(config=model.config)
@@ -194,14 +195,14 @@ def main(
     candidates |= {f"kvant {name}": partial(measure_kvant, name) for name in split_specs(formats)}
     candidates["transformers"] = measure_transformers
     threads = threads or torch.get_num_threads()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    facts = {"file": path.name, "rounds": rounds, "tokens": tokens, "rows": rows}
     for count, numbers in ((1, contexts), (streams, batches)):
         for context in harness.parse_numbers("contexts", numbers):
             task = Task(str(path), context, count, tokens, threads)
             rows += race(candidates, task, rounds)
-    facts = {"file": path.name, "rounds": rounds, "tokens": tokens}
-    if output is not None:
-        output.write_text(harness.format_report("race", facts | {"rows": rows}) + "\n", "utf-8")
+            if output is not None:  # an interrupted run leaves results
+                output.write_text(harness.format_report("race", facts) + "\n", "utf-8")
     harness.print_table("race", rows)
 
 

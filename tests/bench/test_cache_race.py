@@ -56,11 +56,11 @@ def test_packed_weights_are_measured_along_with_dense_ones(
 ) -> None:
     packings: list[kvant.Packing] = []
 
-    def pack_and_record(model: Any) -> None:
-        packings.append(kvant.pack(model))
+    def pack_and_record(model: Any, weights: str) -> None:
+        packings.append(kvant.pack(model, weights))
 
     monkeypatch.setattr(cache_race, "pack", pack_and_record)
-    decode.main("8", formats="raw,affine8", repeats=3, layers=2, pack=True, peaks=False)
+    decode.main("8", formats="raw,affine8", repeats=3, layers=2, weights="affine4", peaks=False)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     names = ["dynamic", "raw", "raw packed", "dynamic", "affine8", "affine8 packed"]
     assert [row["cache"] for row in rows] == names
@@ -109,8 +109,8 @@ def test_invalid_arguments_are_refused(
 
 
 def test_packed_weights_need_a_cpu() -> None:
-    with pytest.raises(ValueError, match="--pack: weights are packed for a CPU, not for cuda"):
-        cache_race.RaceTask(device=DEVICES["cuda"], pack=True)
+    with pytest.raises(ValueError, match="--weights: they are packed for a CPU, not for cuda"):
+        cache_race.RaceTask(device=DEVICES["cuda"], weights="raw")
 
 
 def test_static_baseline_holds_the_same_rows_and_recompiles_per_length(

@@ -37,6 +37,7 @@ from kvant.generation import TransformersDecoder
 from kvant.hf import cache_for, get_cache_argument
 from kvant.replay import NATIVE_REPLAY
 from kvant.spec import split_specs
+from kvant.weights.packing import pack
 
 WARMUP_TOKENS = NATIVE_REPLAY.num_warmup_forwards + 2  # per cache, before the timed tokens
 
@@ -151,6 +152,9 @@ def main(
         int | None, typer.Option("--beams", min=2, help="Measure beam search with this many beams")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="With --beams: tokens to generate")] = 128,
+    weights: Annotated[
+        str | None, typer.Option(help="Pack the weights: raw, affine8, affine4")
+    ] = None,
     threads: harness.Threads = None,
     json: harness.Json = False,
 ) -> None:
@@ -161,6 +165,8 @@ def main(
     if context <= counts[-1] // 2:
         raise ValueError(f"--context {context}: more than {counts[-1] // 2} rows are needed")
     model, facts = open_model(shape, layers, threads)
+    if weights is not None:
+        pack(model, weights)
     names = split_specs(formats)
     if beam is not None:
         title, rows = "beams", measure_beams(model, names, beam, context, tokens, repeats)
@@ -169,7 +175,7 @@ def main(
         rows = [
             row for name in names for row in measure_batches(model, name, context, counts, repeats)
         ]
-    harness.print_report(title, rows, facts | {"context": context}, quiet=json)
+    harness.print_report(title, rows, facts | {"context": context, "weights": weights}, quiet=json)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class RaceTask:
     device: BenchDevice = CPU
     baseline: str = CPU.baseline
     compiled: bool = False  # kvant's forward, too
-    pack: bool = False  # also with packed weights
+    weights: str | None = None  # also with weights packed so
     peaks: bool = True  # also the memory
     apart: bool = False  # kernels run on kvant's own threads
 
@@ -114,8 +114,8 @@ class RaceTask:
                 raise ValueError(f"--{option} {value}: known are {', '.join(choices)}")
         if self.compiled and self.device.name == CPU.name:
             raise ValueError("--compile: only the CUDA graph of a GPU can be compiled")
-        if self.pack and self.device.name != CPU.name:
-            raise ValueError(f"--pack: weights are packed for a CPU, not for {self.device.name}")
+        if self.weights is not None and self.device.name != CPU.name:
+            raise ValueError(f"--weights: they are packed for a CPU, not for {self.device.name}")
 
     @property
     def warmup_tokens(self) -> int:
@@ -289,9 +289,9 @@ def run_race(lengths: Sequence[int], task: RaceTask) -> list[dict[str, Any]]:
     harness.show_progress("building the model")
     model = build_model(task.model_sizes, task.device, task.compiled)
     packed = None
-    if task.pack:
+    if task.weights is not None:
         packed = copy.deepcopy(model)
-        pack(packed)
+        pack(packed, task.weights)
     for name in names:
         cache_for(model, name)  # raises for a spec that does not fit the model
     rows: list[dict[str, Any]] = []

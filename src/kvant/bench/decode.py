@@ -372,8 +372,9 @@ def main(
     compiled: Annotated[
         bool | None, typer.Option("--compile", help="With --contexts, on a GPU: compile kvant, too")
     ] = None,
-    pack: Annotated[
-        bool | None, typer.Option("--pack", help="With --contexts, on a CPU: also packed weights")
+    weights: Annotated[
+        str | None,
+        typer.Option(help="With --contexts, on a CPU: also packed: raw, affine8, affine4"),
     ] = None,
     peaks: Annotated[
         bool | None,
@@ -400,7 +401,7 @@ def main(
     generation = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generation |= {"runs": runs, "dtype": dtype}
     race = {"shape": shape, "layers": layers, "baseline": baseline}
-    race |= {"compiled": compiled, "pack": pack, "peaks": peaks, "apart": apart}
+    race |= {"compiled": compiled, "weights": weights, "peaks": peaks, "apart": apart}
     if contexts is None:
         settings = choose_options(shared | generation, race, "with")
         run_generation(model, DecodeSettings(**settings), bench_device, plot, quiet=json)

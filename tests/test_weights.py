@@ -7,7 +7,6 @@ import json
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kvant.native import get_library
 from kvant.weights import packed_matrix
 from kvant.weights import packing as weights
 from kvant.weights.packed_weight import PackedWeight
+from unpacked import unpack_copy
 
 IN, OUT = 96, 128
 FORMATS = ("raw", "affine8", "affine4")
@@ -48,15 +48,6 @@ class Model(nn.Module):
 def make_rows(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(*shape, IN, generator=generator).bfloat16()
-
-
-def unpack_copy(packed: Any) -> Any:
-    """Return a dense copy, which keeps rounded values."""
-    plain = copy.deepcopy(packed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kvant.unpack(plain)
-    return plain
 
 
 def make_model_pair(name: str = "raw", dtype: torch.dtype = torch.bfloat16) -> tuple[Model, Model]:

@@ -17,7 +17,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from ctypes import c_int8
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -93,11 +93,18 @@ def measure_decoding(model: Any, cache_name: str, row_name: str, task: Task) -> 
     return float(found[0]["tokens_s"])
 
 
-def measure_llama_cpp(cache_type: str, task: Task) -> Figures:
+@lru_cache(maxsize=1)
+def import_llama_cpp() -> Any:
+    """Import llama.cpp, and silence its log."""
     from llama_cpp import llama_cpp as lib
 
-    silence = lib.llama_log_callback(lambda level, text, data: None)
-    lib.llama_log_set(silence, None)
+    lib.silence = lib.llama_log_callback(lambda level, text, data: None)
+    lib.llama_log_set(lib.silence, None)
+    return lib
+
+
+def measure_llama_cpp(cache_type: str, task: Task) -> Figures:
+    lib = import_llama_cpp()
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(task.file.encode(), lib.llama_model_default_params())
     options = lib.llama_context_default_params()

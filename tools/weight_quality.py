@@ -17,7 +17,6 @@ from __future__ import annotations
 import pydoc_data.topics
 import tempfile
 import warnings
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from kvant.bench import harness
 from kvant.bench.harness import show_progress
 from kvant.checkpoints import find_gguf, load, load_model
 from kvant.gguf.file import read_header
+from race_llama_cpp import import_llama_cpp
 from random_model import write_gguf
 
 WINDOW = 1024
@@ -48,16 +48,6 @@ def compute_perplexity(model: Any, windows: torch.Tensor) -> float:
         losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
     show_progress("")
     return float(torch.stack(losses).mean().exp())
-
-
-@lru_cache(maxsize=1)
-def import_llama_cpp() -> Any:
-    """Import llama.cpp, and silence its log."""
-    from llama_cpp import llama_cpp as lib
-
-    lib.silence = lib.llama_log_callback(lambda level, text, data: None)
-    lib.llama_log_set(lib.silence, None)
-    return lib
 
 
 def compare_tokens(tokenizer: Any) -> str:

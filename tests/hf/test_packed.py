@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from kvant.hf import compute_model_fingerprint
 from kvant.native import get_library
 from kvant.weights import packing
 from kvant.weights.packed_matrix import CodedMatrix, DenseMatrix
+from unpacked import unpack_copy
 
 DEFAULT = ("llama", "gpt2", "gpt_oss", "mixtral", "deepseek_v3", "falcon_h1", "mamba", "bart")
 EVERY = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.laws) for name in NAMES]
@@ -84,15 +83,6 @@ def test_packed_family_computes_as_its_dense_copy(
         expected = compute_outputs(plain, name, attached=attached)
         assert_close(compute_outputs(model, name, attached=attached), expected)
     assert not decoded
-
-
-def unpack_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a dense copy, which keeps rounded values."""
-    plain = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kvant.unpack(plain)
-    return plain
 
 
 def test_model_is_packed_while_attached() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -17,6 +16,7 @@ import kvant
 from kvant.native import get_library
 from kvant.weights.packed_matrix import CodedMatrix
 from kvant.weights.packed_weight import PackedWeight
+from unpacked import unpack_copy
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
@@ -32,14 +32,6 @@ def make_experts(dtype: torch.dtype, implementation: str = "grouped_mm", width: 
     for weight in experts.parameters():
         nn.init.normal_(weight, std=0.1)
     return experts.to(dtype)
-
-
-def unpack_copy(module: Any) -> Any:
-    plain = copy.deepcopy(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kvant.unpack(plain)
-    return plain
 
 
 def make_routed(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -104,6 +104,12 @@ def multiply(x: Tensor, matrix: WeightMatrix, bias: Tensor | None) -> Tensor:
     return multiply_rows(x.contiguous(), matrix.struct, bias, matrix.shape[0])
 
 
+def take_group(matrix: WeightMatrix, group: int, num_groups: int) -> WeightMatrix:
+    """Return the rows of one of several groups of equal size, such as experts."""
+    num_outputs = matrix.shape[0] // num_groups
+    return matrix.take_part(group * num_outputs, (group + 1) * num_outputs)
+
+
 def multiply_groups(x: Tensor, offs: Tensor, matrix: WeightMatrix, num_groups: int) -> Tensor:
     """Multiply groups of rows, each by as many outputs of a matrix; `offs` are the groups' ends.
 
@@ -120,13 +126,12 @@ _grouped_matrices: WeakValueDictionary[int, WeightMatrix] = WeakValueDictionary(
 @custom_op("kvant::multiply_groups", mutates_args=())
 def _multiply_groups_op(x: Tensor, offs: Tensor, matrix_id: int, num_groups: int) -> Tensor:
     matrix = _grouped_matrices[matrix_id]
-    num_outputs = matrix.shape[0] // num_groups
-    products = x.new_zeros(len(x), num_outputs)
+    products = x.new_zeros(len(x), matrix.shape[0] // num_groups)
     first = 0
     with capture_requests(lambda request: None):  # these requests are of this call's groups
         for group, stop in enumerate(offs.tolist()):
             if stop > first:
-                part = matrix.take_part(group * num_outputs, (group + 1) * num_outputs)
+                part = take_group(matrix, group, num_groups)
                 products[first:stop] = multiply(x[first:stop], part, None)
             first = stop
     return products

@@ -33,6 +33,7 @@ from kvant.weights.packed_matrix import (
     can_multiply,
     multiply,
     multiply_groups,
+    take_group,
 )
 
 LAST_TWO_DIMS = tuple(pair for a in (1, -2) for b in (2, -1) for pair in ((a, b), (b, a)))
@@ -258,7 +259,7 @@ def _take_rows(weight: Any, index: Any) -> Tensor | None:
     """Index a weight: return one expert packed, other rows dense; None: it needs torch."""
     if type(weight) is not PackedWeight or weight.is_transposed or is_transforming():
         return None
-    if weight.requires_grad and torch.is_grad_enabled():
+    if _needs_gradient(weight):
         return None
     if isinstance(index, slice) and weight.is_rounded:
         numbers = range(len(weight))[index]
@@ -295,14 +296,8 @@ def _take_expert(weight: PackedWeight, expert: int) -> PackedWeight:
     else:
         values = weight.original.detach()[expert]
     original = nn.Parameter(values, requires_grad=False)
-    matrix = _take_matrix(weight, expert % count)
+    matrix = take_group(weight.matrix, expert % count, count)
     return PackedWeight.from_matrix(matrix, original, torch.Size(shape))
-
-
-def _take_matrix(weight: PackedWeight, expert: int) -> WeightMatrix:
-    """Return the matrix of one expert."""
-    num_outputs = weight.matrix.shape[0] // weight.dense_shape[0]
-    return weight.matrix.take_part(expert * num_outputs, (expert + 1) * num_outputs)
 
 
 def _transpose_experts(self: Any, dim0: Any, dim1: Any) -> Tensor | None:
@@ -310,7 +305,7 @@ def _transpose_experts(self: Any, dim0: Any, dim1: Any) -> Tensor | None:
     weight = self
     if type(weight) is not PackedWeight or len(weight.dense_shape) != 3 or weight.is_transposed:
         return None
-    if (dim0, dim1) not in LAST_TWO_DIMS or (weight.requires_grad and torch.is_grad_enabled()):
+    if (dim0, dim1) not in LAST_TWO_DIMS or _needs_gradient(weight):
         return None
     experts, num_outputs, width = weight.dense_shape
     original = weight.original
@@ -333,10 +328,15 @@ def _multiply_groups(
         return None
     if rows.ndim != 2 or not _needs_no_torch(rows, weight, None):
         return None
-    if not can_multiply(rows, _take_matrix(weight, 0), None):
+    num_experts = weight.dense_shape[0]
+    if not can_multiply(rows, take_group(weight.matrix, 0, num_experts), None):
         return None
     _refuse_compilers()
-    return multiply_groups(rows, offs, weight.matrix, weight.dense_shape[0])
+    return multiply_groups(rows, offs, weight.matrix, num_experts)
+
+
+def _needs_gradient(weight: PackedWeight) -> bool:
+    return weight.requires_grad and torch.is_grad_enabled()
 
 
 def _is_kernel_weight(weight: PackedWeight) -> bool:
@@ -369,7 +369,7 @@ def _look_up_rows(
         return None
     if type(input) is not Tensor or is_transforming() or is_dual_level_open():
         return None
-    if weight.requires_grad and torch.is_grad_enabled():
+    if _needs_gradient(weight):
         return None
     _refuse_compilers()
     return weight.matrix.take_rows(input)

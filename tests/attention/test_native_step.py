@@ -52,10 +52,12 @@ class SteppingPair:
     def __init__(self, cache: Cache, other: Cache) -> None:
         self.cache, self.other = cache, other
         self.step: NativeDecodeStep | None = None
+        self.new_rows: list[tuple[Tensor, Tensor]] = []
 
     def token(self) -> None:
         batch = self.cache.batch
         new, q = make_rows(1, batch), make_queries(batch)
+        self.new_rows.append(new)  # kept alive, so that the next rows have other addresses
         expected = attend(q, self.other[0].append(*new), backend="native")
         (change,) = plan_token(self.cache, seals=True)
         pages = self.cache[0].make_view(change)

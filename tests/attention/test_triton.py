@@ -74,17 +74,10 @@ def make_queries(
     return torch.randn(view.batch, heads * group, queries, dim, device=DEVICE).to(dtype)
 
 
-def has_levels(view: View) -> bool:
-    forms = (side.codec.form for side in (view.keys, view.values))
-    return any(form is not None and form.kind == "codebook" for form in forms)
-
-
 def check_against_reference(q: Tensor, view: View, tolerance: float = 1e-5, **options: Any) -> None:
     """Compare outputs, relative to their size, and log-sum-exp with the reference over the same
     rows.
     """
-    if GPU and view.keys.open.dtype == torch.float32 and has_levels(view):
-        pytest.skip("on a GPU, codebooks in float32 are refused")
     ours, lse = attend(q, view, backend=NAME, return_lse=True, **options)
     theirs, other = attend(q.double(), view, backend="reference", return_lse=True, **options)
     assert torch.equal(ours.isnan(), theirs.isnan())
@@ -388,7 +381,7 @@ def test_kernels_launch_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyP
     attend(make_queries(view, 2, 1), view, backend=NAME)
     step = make_step(cache)
     step(make_queries(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
-    assert devices == [DEVICE] * (4 if GPU else 3)
+    assert [device.type for device in devices] == [DEVICE.type] * (4 if GPU else 3)
 
 
 def make_step(cache: Cache) -> TritonDecodeStep:
@@ -459,10 +452,6 @@ def test_unsupported_views_give_a_reason() -> None:
         view = make_view(text, 1)
         with pytest.raises(UnsupportedView, match=reason):
             attend(make_queries(view, 1, 1), view, backend=NAME)
-    if GPU:
-        view = make_view("turbo4", 1)
-        with pytest.raises(UnsupportedView, match="keys of a codebook in float32"):
-            attend(make_queries(view, 1, 1), view, backend=NAME)
     view = make_view("affine8", 1, dims=(40, 40))
     with pytest.raises(UnsupportedView, match="keys 40 wide: a multiple of 16 up to 256"):
         attend(make_queries(view, 1, 1), view, backend=NAME)
@@ -531,7 +520,7 @@ def test_tiles_and_stages_fit_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
         assert plan.tile_queries == tile
         assert kernel_launch._limit_num_stages(kernel_view, plan) == stages
     narrow = KernelView.from_view(make_view("raw", 1, dims=(64, 64), dtype=torch.bfloat16))
-    sealed = KernelView.from_view(make_view("affine8", 1, dims=(64, 64), dtype=torch.bfloat16))
+    sealed = KernelView.from_view(make_view("affine4", 1, dims=(64, 64), dtype=torch.bfloat16))
     for room, stages, sealed_stages in ((227, 3, 5), (55, 3, 5), (48, 2, 5), (20, 1, 2)):
         monkeypatch.setattr(
             kernel_launch, "get_available_shared_bytes", lambda device, room=room: room << 10

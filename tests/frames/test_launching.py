@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def gpu_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_same_as_torch(x: Tensor) -> None:
     rotation, on_device = Rotation(3), x.to(DEVICE)
     for act in (rotation.transform_rows, rotation.restore_outputs, rotation.transform_queries):
-        ours, theirs = act(on_device), rotate_with_torch(act, x)
+        ours, theirs = act(on_device), rotate_with_torch(act, x.cpu())
         assert ours.is_contiguous() and ours.dtype == theirs.dtype and ours.shape == theirs.shape
         assert torch.equal(to_bits(ours.cpu()), to_bits(theirs))
 
@@ -95,10 +96,9 @@ def test_each_rotation_is_one_launch(
 
 def test_nothing_is_cached_from_fake_or_meta_tensors() -> None:
     x = torch.randn(1, 2, 3, 64).to(DEVICE, torch.bfloat16)
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(AssertionError, match="outputs without storage"),
-    ):
+    # On a GPU the rows are left to torch; here the kernel is forced to run.
+    refused = nullcontext() if GPU else pytest.raises(AssertionError, match="without storage")
+    with FakeTensorMode(allow_non_fake_inputs=True), refused:
         Rotation(12).transform_rows(x)
     assert type(Rotation(12).transform_rows(x)) is Tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvant.native import (
     map_elements,
     norm_rows,
 )
-from kvant.replay.capture import Capture, ReplayBuffers, capture_forward
+from kvant.replay.capture import Capture, ReplayBuffers, capture_forward, capture_graph
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
@@ -210,3 +211,26 @@ def test_calls_of_other_threads_are_not_captured() -> None:
         other.join()
         norm_rows(torch.randn(1, 64), torch.ones(64), 1e-6)
     assert names == ["norm"]
+
+
+def test_failed_graph_capture_leaves_the_synchronization_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch warns of the mode once, after setting it; a warning may be an error."""
+    modes: list[Any] = [0]
+
+    def set_mode(mode: Any) -> None:
+        modes.append(mode)
+        if mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    def synchronize(ids: Tensor, lengths: Tensor) -> Tensor:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            capture_graph(synchronize, torch.zeros(1), torch.zeros(1))
+    assert modes == [0, "error", 0]

@@ -128,7 +128,9 @@ class Affine:
         low, high = (saturate(t).masked_fill(broken, 0) for t in (low, high))
         # amin and amax may return -0.0 or 0.0, by order of the values; adding 0.0 gives 0.0.
         bias = round_down(low + 0.0)
-        scale = round_up((high + 0.0 - bias.to(torch.float32)) / (2**self.bits - 1))
+        extent = high + 0.0 - bias.to(torch.float32)
+        # A GPU multiplies by the reciprocal of a number, but divides by a tensor exactly.
+        scale = round_up(extent / torch.full_like(extent, 2**self.bits - 1))
         return scale, bias, broken
 
 

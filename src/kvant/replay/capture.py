@@ -13,6 +13,7 @@ a forward that reads the value of a tensor raises UnsupportedView.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -374,8 +375,10 @@ def capture_graph(forward: StaticForward, ids: Tensor, lengths: Tensor) -> Stati
 def _check_no_synchronization(forward: StaticForward, ids: Tensor, lengths: Tensor) -> None:
     """Raise an error if the forward synchronizes: inside a capture it could not be undone."""
     previous_mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # as an error, this one would keep the mode on
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         forward(ids, lengths)
     finally:
         torch.cuda.set_sync_debug_mode(previous_mode)

@@ -106,8 +106,6 @@ def _explain_unsupported_side(tensors: PagedTensors, name: str, view: View) -> s
         return f"{name} in a {type(rows).__name__}"
     if (reason := explain_unsupported_codec(tensors.codec)) is not None:
         return f"{name} of {reason}"
-    if _has_levels(tensors) and rows.is_cuda and rows.dtype == torch.float32:
-        return f"{name} of a codebook in float32: results on a GPU were not exact; use bfloat16"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
     if (reason := explain_unloadable_rows(name, rows)) is not None:
@@ -121,10 +119,6 @@ def _explain_unsupported_side(tensors: PagedTensors, name: str, view: View) -> s
     if new_rows.dtype != rows.dtype or type(new_rows) not in PLAIN_TENSOR_TYPES:
         return f"new {name} in a {type(new_rows).__name__} of {new_rows.dtype}"
     return None
-
-
-def _has_levels(tensors: PagedTensors) -> bool:
-    return tensors.codec.form is not None and tensors.codec.form.kind == "codebook"
 
 
 def _explain_unsupported_request(request: AttentionRequest) -> str | None:

@@ -89,9 +89,10 @@ class Tuning:
             # With 4 warps, the outputs of 64 queries would spill from registers.
             return cls(BLOCK_ROWS, 2 * 132, 4 if tile_queries < 64 else 8, 3)
         # Decoding codes waits more than it computes: twice the programs hide it. An iteration
-        # loads a slot, then the rows of its page: five stages prefetch the rows of two blocks.
+        # loads a slot, then the rows of its page: three stages prefetch the rows of one block,
+        # five those of two.
         narrow = all(side.form.bits in (2, 3, 4) for side in (kernel_view.keys, kernel_view.values))
-        return cls(BLOCK_ROWS // 2, 4 * 132, 2 if narrow else 4, 5)
+        return cls(BLOCK_ROWS // 2, 4 * 132, *((2, 5) if narrow else (4, 3)))
 
 
 @dataclass(frozen=True)

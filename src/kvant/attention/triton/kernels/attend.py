@@ -260,7 +260,8 @@ def accumulate_block(
     out = out * fade[:, None]
     if MULTI_QUERY:  # zero times NaN is NaN: a masked row must not spoil a query's output
         wide = values.to(tl.float32)
-        nonfinite = wide - wide != 0
+        # A difference of products may be fused, and then x - x is not zero.
+        nonfinite = ~(tl.abs(wide) < float("inf"))
         if tl.max(tl.max(nonfinite.to(tl.int32), 1), 0) > 0:
             spoiled = tl.dot(visible.to(tl.float16), nonfinite.to(tl.float16))
             out = tl.where(spoiled > 0, float("nan"), out)
@@ -297,7 +298,7 @@ def _attend_dense_rows(args, sequence, tile, row_offset, num_rows):
         position = position0 + tl.arange(0, args.block)
         is_sink = (position >= sequence.first_visible) & (position < num_sinks)
         visible = evaluate_mask(args.rule, query, position) & valid[:, None] & is_sink[None, :]
-        any_visible = tl.max(visible.to(tl.int32), 0) > 0
+        any_visible = _find_visible_rows(visible, args.multi_query)
         slot = _load_open_slot(args, sequence, position0, position)
         k = _load_dense_rows(args.key_side, args, sequence, tile, slot, position, any_visible)
         s = compute_scores(high, low, size, k, args.queries, split)
@@ -311,7 +312,7 @@ def _attend_dense_rows(args, sequence, tile, row_offset, num_rows):
             position[None, :] >= dense_from[:, None]
         )
         visible &= ((position >= begin) & (position < end))[None, :]
-        any_visible = tl.max(visible.to(tl.int32), 0) > 0
+        any_visible = _find_visible_rows(visible, args.multi_query)
         slot = _load_open_slot(args, sequence, position0, position)
         k = _load_dense_rows(args.key_side, args, sequence, tile, slot, position, any_visible)
         s = compute_scores(high, low, size, k, args.queries, split)
@@ -362,7 +363,7 @@ def _attend_sealed_pages(args, sequence, tile, row_offset, num_rows, selected_pa
     split: tl.constexpr = (
         args.queries.split_queries and args.key_side.layout.dot_dtype == tl.bfloat16
     )
-    channel, is_channel = _compute_channels(args.key_side.layout)
+    channel, is_channel = _compute_channels(args.key_side.layout, False)
     high, low, size = load_queries(
         args, tile, channel, is_channel, args.key_side.layout.dot_dtype, split
     )
@@ -370,7 +371,7 @@ def _attend_sealed_pages(args, sequence, tile, row_offset, num_rows, selected_pa
     query, dense_from, valid = get_query_positions(args, sequence, tile)
     top = tl.full(tile.positions.shape, float("-inf"), tl.float32)
     total = tl.zeros(tile.positions.shape, tl.float32)
-    channel, is_channel = _compute_channels(args.value_side.layout)
+    channel, is_channel = _compute_channels(args.value_side.layout, True)
     out = tl.zeros([tile.positions.shape[0], channel.shape[0]], tl.float32)
     if args.has_selection:
         begin = row_offset // args.block
@@ -394,20 +395,30 @@ def _attend_sealed_pages(args, sequence, tile, row_offset, num_rows, selected_pa
             visible &= number >= 0
         visible &= (position >= tl.maximum(args.rule.layer_sinks, sequence.first_visible))[None, :]
         visible &= position[None, :] < dense_from[:, None]
-        any_visible = tl.max(visible.to(tl.int32), 0) > 0
+        any_visible = _find_visible_rows(visible, args.multi_query)
         slot = tl.load(sequence.sealed + first // args.rule.page)
         row = first % args.rule.page + tl.arange(0, args.block)
-        k = _decode_page_rows(args.key_side, slot, tile.head, row, any_visible)
+        k = _decode_page_rows(args.key_side, slot, tile.head, row, any_visible, False)
         s = compute_scores(high, low, size, k, args.queries, split)
-        v = _decode_page_rows(args.value_side, slot, tile.head, row, any_visible)
+        v = _decode_page_rows(args.value_side, slot, tile.head, row, any_visible, True)
         top, total, out = accumulate_block(s, visible, v, top, total, out, args.multi_query)
     return top, total, out * get_value_multiplier(args.value_side.layout), channel, is_channel
 
 
 @triton.jit
-def _compute_channels(layout):
+def _find_visible_rows(visible, MULTI_QUERY: tl.constexpr):
+    """Return which rows any query sees, [N]."""
+    if MULTI_QUERY:
+        rows = tl.max(visible.to(tl.int32), 0) > 0
+    else:  # no exchange between threads
+        rows = tl.reshape(visible, [visible.shape[1]])
+    return rows
+
+
+@triton.jit
+def _compute_channels(layout, CODES_FIRST: tl.constexpr):
     if layout.by_words:
-        channel = compute_word_channels(layout)
+        channel = compute_word_channels(layout, CODES_FIRST)
         is_channel = channel >= 0
     else:
         channel, is_channel = compute_channels(layout)
@@ -415,7 +426,7 @@ def _compute_channels(layout):
 
 
 @triton.jit
-def _decode_page_rows(side, slot, head, rows, visible):
+def _decode_page_rows(side, slot, head, rows, visible, CODES_FIRST: tl.constexpr):
     """Decode rows of one page of one head."""
     codes = slot * side.sealed.codes_slot_stride + head * side.sealed.codes_head_stride
     scale = slot * side.sealed.scale_slot_stride + head * side.sealed.scale_head_stride
@@ -430,7 +441,7 @@ def _decode_page_rows(side, slot, head, rows, visible):
         0,
     )
     if side.layout.by_words:
-        values = decode_rows_by_word(page, side.layout, rows, visible)
+        values = decode_rows_by_word(page, side.layout, rows, visible, CODES_FIRST)
     else:
         values = decode_rows(page, side.layout, rows, visible)
     return values

@@ -109,9 +109,12 @@ MAX_LEVEL = tl.constexpr(4.0)  # bound on the magnitude of codebook levels
 
 
 @triton.jit
-def compute_word_channels(layout):
+def compute_word_channels(layout, CODES_FIRST: tl.constexpr):
     """Return the channel of each value of `decode_rows_by_word`."""
     x = tl.arange(0, layout.num_units * layout.unit_bytes * layout.values_per_byte)
+    if CODES_FIRST:
+        words: tl.constexpr = layout.num_units * layout.unit_bytes // 4
+        x = x % words * (4 * layout.values_per_byte) + x // words
     byte = x // (4 * layout.values_per_byte) * 4 + x % 2 * 2 + x // (2 * layout.values_per_byte) % 2
     part = x // 2 % layout.values_per_byte
     step: tl.constexpr = layout.interleave_block // layout.values_per_byte
@@ -125,8 +128,13 @@ def get_value_multiplier(layout):
 
 
 @triton.jit
-def decode_rows_by_word(page, layout, rows, visible):
-    """Decode rows of a page, [N, values]; rows that are not visible decode to zeros."""
+def decode_rows_by_word(page, layout, rows, visible, CODES_FIRST: tl.constexpr):
+    """Decode rows of a page, [N, values]; rows that are not visible decode to zeros.
+
+    The values have the order of the words, or with CODES_FIRST those of the first code of all words
+    come first. Each order lets one operand of a matrix product be decoded in place: words for keys,
+    whose channels are summed, and codes first for values.
+    """
     words: tl.constexpr = layout.unit_bytes // 4
     unit, word = tl.arange(0, layout.num_units)[None, :, None], tl.arange(0, words)[None, None, :]
     index = rows[:, None, None] * (layout.stride // 4) + unit * words + word
@@ -142,27 +150,51 @@ def decode_rows_by_word(page, layout, rows, visible):
             _decode_byte_pair(codes << 1, high, layout),
             _decode_byte_pair(codes >> 7, higher, layout),
         )
-    if layout.values_per_byte == 1:
-        decoded = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 3))
-    elif layout.values_per_byte == 2:
-        decoded = tl.permute(tl.join(even, odd), (0, 1, 2, 5, 4, 3))
-    else:
-        decoded = tl.permute(tl.join(even, odd), (0, 1, 2, 6, 5, 4, 3))
-    values = tl.reshape(
-        decoded, [rows.shape[0], layout.num_units, layout.unit_bytes * layout.values_per_byte]
-    )
+    values = tl.join(even, odd)
     if layout.kind == AFFINE:
         group, mask = rows[:, None, None] * layout.num_units + unit, visible[:, None, None]
         scale = tl.load(page.scale + group, mask=mask, other=0.0)
         bias = tl.load(page.bias + group, mask=mask, other=0.0)
         # Relies on a fused multiply-add: the product alone may exceed float16.
-        values = values * _limit_scale(scale, bias, layout) + bias
+        values *= _append_axes(_limit_scale(scale, bias, layout), len(values.shape))
+        values += _append_axes(bias, len(values.shape))
     else:
         scale = _load_row_scales(page.scale, rows, visible)
-        values *= (scale.to(tl.float32) * (1 / MAX_LEVEL)).to(tl.float16)
+        scale = (scale.to(tl.float32) * (1 / MAX_LEVEL)).to(tl.float16)
+        values *= _append_axes(scale, len(values.shape))
     return tl.reshape(
-        values, [rows.shape[0], layout.num_units * layout.unit_bytes * layout.values_per_byte]
+        _order_values(values, layout, CODES_FIRST),
+        [rows.shape[0], layout.num_units * layout.unit_bytes * layout.values_per_byte],
     )
+
+
+@triton.jit
+def _append_axes(x, ndim: tl.constexpr):
+    """Append axes of one element to x [N, units, 1] until it has `ndim`."""
+    for axis in tl.static_range(3, ndim):
+        x = tl.expand_dims(x, axis)
+    return x
+
+
+@triton.jit
+def _order_values(values, layout, CODES_FIRST: tl.constexpr):
+    """Order values [N, units, words, 2, ...] by word and then by code, or by code first."""
+    if layout.values_per_byte == 1:
+        if CODES_FIRST:
+            values = tl.permute(values, (0, 4, 3, 1, 2))
+        else:
+            values = tl.permute(values, (0, 1, 2, 4, 3))
+    elif layout.values_per_byte == 2:
+        if CODES_FIRST:
+            values = tl.permute(values, (0, 5, 4, 3, 1, 2))
+        else:
+            values = tl.permute(values, (0, 1, 2, 5, 4, 3))
+    else:
+        if CODES_FIRST:
+            values = tl.permute(values, (0, 6, 5, 4, 3, 1, 2))
+        else:
+            values = tl.permute(values, (0, 1, 2, 6, 5, 4, 3))
+    return values
 
 
 @triton.jit

@@ -29,10 +29,14 @@ inline void fetch(const void *p) { __builtin_prefetch(p); }
 
 struct Ahead {
     const char *at = nullptr, *stop = nullptr;
+    const char *next_at = nullptr, *next_stop = nullptr;  // continues there
 
     // Prefetch the next BYTES (as many as the caller has just read), in whole lines.
     template <int64_t BYTES> void fetch_next() {
-        if (at >= stop) return;
+        if (at >= stop) {
+            if (next_at >= next_stop) return;
+            at = next_at, stop = next_at = next_stop;
+        }
         for (int64_t i = 0; i < BYTES; i += LINE) fetch(at + i);
         at += (BYTES + LINE - 1) / LINE * LINE;
     }

@@ -9,15 +9,18 @@
 namespace kvant::KVANT_TARGET {
 
 // Queries [GN][stride] at q, their channels as `split<T>` orders them; scores [GN][PITCH] at s.
-template <class T, int GN>
+// R rows are read together.
+template <class T, int GN, int R = DOTS / GN>
 void row_scores(const RowBlock &rows, const float *q, int64_t stride, int dim, float *s) {
-    constexpr int R = DOTS / GN;
+    static_assert(GN * R <= DOTS, "their sums fit registers");
     for (int first = 0; first < rows.count; first += R) {
         const T *row[R];
         for (int r = 0; r < R; r++) row[r] = (const T *)rows.at(first + r);
         Dot acc[DOTS];
+        Ahead ahead = rows.ahead;  // in registers
+#pragma GCC unroll 2
         for (int d = 0; d < dim; d += 16) {
-            rows.ahead.template fetch_next<R * 16 * sizeof(T)>();
+            ahead.template fetch_next<R * 16 * sizeof(T)>();
             F k[R];
             for (int r = 0; r < R; r++) k[r] = load_split(row[r] + d);
             for (int g = 0; g < GN; g++) {
@@ -26,9 +29,10 @@ void row_scores(const RowBlock &rows, const float *q, int64_t stride, int dim, f
                 for (int r = 0; r < R; r++) dot(acc[g * R + r], k[r], x);
             }
         }
+        rows.ahead = ahead;
         float total[DOTS];
         store_dots(total, acc);
-        for (int i = 0; i < DOTS; i++) s[i / R * PITCH + first + i % R] = total[i];
+        for (int i = 0; i < GN * R; i++) s[i / R * PITCH + first + i % R] = total[i];
     }
 }
 

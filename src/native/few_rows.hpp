@@ -125,8 +125,8 @@ private:
     void compute(int64_t task, int64_t after, float *sums, float *scores) {
         const OutputRange outs = range(task);
         const int64_t first = task % panels * PANEL, count = std::min(PANEL, r.count - first);
-        Ahead dense_ahead;  // of the next task; continues from part to part
-        if (!blocks.coded && after < tasks()) dense_ahead = blocks.ahead(range(after));
+        Ahead dense_ahead;  // continues from part to part
+        if (!blocks.coded) dense_ahead = blocks.ahead(outs, after < tasks() ? range(after) : OutputRange{});
         for (int64_t p = 0; p < blocks.parts; p++) {
             float *to = p ? scores : sums;
             if (blocks.coded) {
@@ -177,15 +177,15 @@ private:
         const int dim = blocks.columns(p);
         const int64_t column = p * blocks.part, width = r.weight->width;
         by_four(count, [&](auto n, int m) {
-            constexpr int GN = decltype(n)::value;
+            constexpr int GN = decltype(n)::value, R = std::min(DOTS / GN, WEIGHT_ROWS);
             float *to = scores + m * PITCH;
 #if KVANT_BFLOAT_DOT
             if (rows.are_bfloats())
                 return bfloat_scores<GN>(block, rows.bfloat_row(first + m, column), width, dim, to);
 #endif
             const float *q = rows.float_row(first + m, column);
-            if (r.weight->dtype == KVANT_BF16) row_scores<Bfloat, GN>(block, q, width, dim, to);
-            if (r.weight->dtype == KVANT_F16) row_scores<Half, GN>(block, q, width, dim, to);
+            if (r.weight->dtype == KVANT_BF16) row_scores<Bfloat, GN, R>(block, q, width, dim, to);
+            if (r.weight->dtype == KVANT_F16) row_scores<Half, GN, R>(block, q, width, dim, to);
         });
     }
 };

@@ -65,13 +65,19 @@ public:
         return {(const char *)block.codes, (const char *)block.codes + block.rows * row_bytes};
     }
 
-    // All parts of dense outputs, to prefetch.
-    Ahead ahead(const OutputRange &outs) const {
-        const RowBlock block = dense(outs, 0);
-        return {block.data, block.data + block.count * block.stride};
+    // Dense outputs to prefetch while `outs` are read: those after the first WEIGHT_ROWS and some
+    // KB, then as many of the next range.
+    Ahead ahead(const OutputRange &outs, const OutputRange &next) const {
+        const RowBlock now = dense(outs, 0), then = dense(next, 0);
+        const int64_t distance = WEIGHT_ROWS * now.stride + AHEAD_BYTES;
+        const char *const stop = now.data + now.count * now.stride;
+        return {std::min(now.data + distance, stop), stop, then.data,
+                then.data + std::min(distance, then.count * then.stride)};
     }
 
 private:
+    static constexpr int64_t AHEAD_BYTES = 1 << 13;
+
     static void fetch_bytes(const char *from, int64_t count) {
         for (int64_t i = 0; i < count; i += LINE) fetch(from + i);
     }

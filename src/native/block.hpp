@@ -29,7 +29,7 @@ inline void fetch(const void *p) { __builtin_prefetch(p); }
 
 struct Ahead {
     const char *at = nullptr, *stop = nullptr;
-    const char *next_at = nullptr, *next_stop = nullptr;  // continues there
+    const char *next_at = nullptr, *next_stop = nullptr;  // prefetched after `stop`
 
     // Prefetch the next BYTES (as many as the caller has just read), in whole lines.
     template <int64_t BYTES> void fetch_next() {

@@ -3,7 +3,7 @@
 // read from memory once, and is in the cache for the rows after the first four.
 //
 // With codes, 64 x 256 of them are 8 KB (4 bits) or 16 KB (8 bits), multiplied as keys are
-// (integer_codes.hpp). Dense outputs are read in memory order, eight or sixteen together.
+// (integer_codes.hpp). Dense outputs are read in memory order, a few of them together.
 #pragma once
 
 #include <atomic>
@@ -125,8 +125,9 @@ private:
     void compute(int64_t task, int64_t after, float *sums, float *scores) {
         const OutputRange outs = range(task);
         const int64_t first = task % panels * PANEL, count = std::min(PANEL, r.count - first);
+        const OutputRange next = after < tasks() ? range(after) : OutputRange{};
         Ahead dense_ahead;  // continues from part to part
-        if (!blocks.coded) dense_ahead = blocks.ahead(outs, after < tasks() ? range(after) : OutputRange{});
+        if (!blocks.coded) dense_ahead = blocks.ahead(outs, next);
         for (int64_t p = 0; p < blocks.parts; p++) {
             float *to = p ? scores : sums;
             if (blocks.coded) {

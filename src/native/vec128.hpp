@@ -115,7 +115,7 @@ template <int N> inline I repeated(const void *p) {
 }
 
 template <int GN> constexpr int ROW_CHUNKS = 4 / GN;
-constexpr int WEIGHT_ROWS = 64;  // as many as have sums in registers
+constexpr int WEIGHT_ROWS = 64;  // no limit: a whole range is prefetched before it is read
 constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 1;  // whose sums fit registers
 
 // Sums of products of rows with queries, DOTS of them in registers.

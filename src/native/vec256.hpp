@@ -110,7 +110,7 @@ inline __m128i load4(const void *p) { return _mm_loadu_si128((const __m128i *)p)
 inline F load(const Half *p) { return {_mm256_cvtph_ps(load4(p)), _mm256_cvtph_ps(load4(p + 8))}; }
 constexpr int QUAD_TILES = 1, QUAD_CHUNKS = 1;  // of 16 rows, or channels, whose sums fit registers
 template <int GN> constexpr int ROW_CHUNKS = 4 / GN;
-constexpr int WEIGHT_ROWS = 4;  // rows of a dense weight that are read together
+constexpr int WEIGHT_ROWS = 4;  // limit of rows of a dense weight that are read together
 constexpr int PRODUCT_QUERIES = 6, PRODUCT_VECTORS = 1;  // whose sums fit registers
 
 // Lanes 0 2 4 ... of 16 channels, then lanes 1 3 5 ...: how rows of 16-bit floats are loaded fastest.

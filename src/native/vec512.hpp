@@ -210,7 +210,7 @@ template <> struct Levels<8> {
 
 constexpr int QUAD_TILES = 2, QUAD_CHUNKS = 2;  // of 16 rows, or channels, whose sums fit registers
 template <int GN> constexpr int ROW_CHUNKS = 4;
-constexpr int WEIGHT_ROWS = 64;  // as many as have sums in registers
+constexpr int WEIGHT_ROWS = 64;  // no limit: a whole range is prefetched before it is read
 constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 4;
 
 // Sums of 8-bit codes times 15-bit numbers, four per lane; a number is 128 high + low.

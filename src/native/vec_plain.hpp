@@ -168,7 +168,7 @@ template <> struct Levels<8> {
 
 constexpr int QUAD_TILES = 1, QUAD_CHUNKS = 1;
 template <int GN> constexpr int ROW_CHUNKS = 4;
-constexpr int WEIGHT_ROWS = 64;  // as many as have sums in registers
+constexpr int WEIGHT_ROWS = 64;  // no limit: a whole range is prefetched before it is read
 constexpr int PRODUCT_QUERIES = 4, PRODUCT_VECTORS = 4;
 
 // The levels of four codes a lane, as 16-bit integers: of bytes 0 and 2, and of bytes 1 and 3.

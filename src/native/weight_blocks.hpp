@@ -65,14 +65,14 @@ public:
         return {(const char *)block.codes, (const char *)block.codes + block.rows * row_bytes};
     }
 
-    // Dense outputs to prefetch while `outs` are read: those after the first WEIGHT_ROWS and some
-    // KB, then as many of the next range.
+    // Dense outputs to prefetch while `outs` are read: those `distance` bytes ahead, and at the end
+    // of the range the first ones of the next range.
     Ahead ahead(const OutputRange &outs, const OutputRange &next) const {
         const RowBlock now = dense(outs, 0), then = dense(next, 0);
         const int64_t distance = WEIGHT_ROWS * now.stride + AHEAD_BYTES;
-        const char *const stop = now.data + now.count * now.stride;
-        return {std::min(now.data + distance, stop), stop, then.data,
-                then.data + std::min(distance, then.count * then.stride)};
+        const int64_t bytes = now.count * now.stride, next_bytes = then.count * then.stride;
+        return {now.data + std::min(distance, bytes), now.data + bytes, then.data,
+                then.data + std::min(distance, next_bytes)};
     }
 
 private:
@@ -84,7 +84,7 @@ private:
 };
 
 // The outputs of a request in ranges: enough of them for all threads. A range of dense outputs stays
-// in the L2 cache while another one is prefetched.
+// in the L2 cache for all rows, also while another range is prefetched.
 class OutputRanges {
 public:
     OutputRanges(const kvant_multiply_request &r, int64_t row_panels)

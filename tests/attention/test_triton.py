@@ -99,6 +99,14 @@ def test_every_format_decodes_like_the_reference(text: str, dtype: torch.dtype) 
         check_against_reference(make_queries(view, 2, queries, dtype).float(), view, NEAR[dtype])
 
 
+@pytest.mark.parametrize("text", ["affine8", "affine4", "turbo4", "turbo3", "turbo2"])
+def test_codes_are_read_as_words(text: str) -> None:
+    """Codes of 16-bit rows whose widths are powers of two; keys and values differ in order."""
+    view = make_view(text, 1, heads=2, dims=(128, 128), dtype=torch.bfloat16)
+    q = make_queries(view, 2, 1, torch.bfloat16).float()
+    check_against_reference(q, view, NEAR[torch.bfloat16])
+
+
 @pytest.mark.parametrize(
     ("text", "dims"),
     thin_rows(product(FORMATS, [(16, 16), (64, 128), (80, 96), (48, 112), (256, 192)])),

@@ -235,7 +235,8 @@ def test_missing_and_foreign_tensors_are_named(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Any, Any]:
     try:
-        return checkpoints.load("smollm2", device="cpu")
+        # In bfloat16 the first words of two answers are as likely.
+        return checkpoints.load("smollm2", device="cpu", dtype="float32")
     except ValueError as error:
         pytest.skip(str(error))
 

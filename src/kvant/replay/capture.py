@@ -375,13 +375,18 @@ def capture_graph(forward: StaticForward, ids: Tensor, lengths: Tensor) -> Stati
 def _check_no_synchronization(forward: StaticForward, ids: Tensor, lengths: Tensor) -> None:
     """Raise an error if the forward synchronizes: inside a capture it could not be undone."""
     previous_mode = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode("error")
     try:
-        with warnings.catch_warnings():  # as an error, this one would keep the mode on
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
         forward(ids, lengths)
     finally:
-        torch.cuda.set_sync_debug_mode(previous_mode)
+        _set_sync_debug_mode(previous_mode)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Set the mode without torch's warning: as an error, it would come after the change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def make_capture_function(

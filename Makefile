@@ -4,7 +4,7 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.runs
-PROMPT := src/kvant/platform/progress.py
+PROMPT := src/kvant/platform/terminal.py
 PYTEST := $(BIN)/python -m pytest
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 

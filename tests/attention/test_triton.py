@@ -389,7 +389,7 @@ def test_kernels_launch_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyP
     attend(make_queries(view, 2, 1), view, backend=NAME)
     step = make_step(cache)
     step(make_queries(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
-    assert [device.type for device in devices] == [DEVICE.type] * (4 if GPU else 3)
+    assert devices == [view.keys.open.device] * (4 if GPU else 3)
 
 
 def make_step(cache: Cache) -> TritonDecodeStep:
@@ -528,12 +528,16 @@ def test_tiles_and_stages_fit_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
         assert plan.tile_queries == tile
         assert kernel_launch._limit_num_stages(kernel_view, plan) == stages
     narrow = KernelView.from_view(make_view("raw", 1, dims=(64, 64), dtype=torch.bfloat16))
-    sealed = KernelView.from_view(make_view("affine4", 1, dims=(64, 64), dtype=torch.bfloat16))
+    sealed, wide = (
+        KernelView.from_view(make_view(text, 1, dims=(64, 64), dtype=torch.bfloat16))
+        for text in ("affine4", "affine8")
+    )
     for room, stages, sealed_stages in ((227, 3, 5), (55, 3, 5), (48, 2, 5), (20, 1, 2)):
         monkeypatch.setattr(
             kernel_launch, "get_available_shared_bytes", lambda device, room=room: room << 10
         )
-        for kernel_view, expected in ((narrow, stages), (sealed, sealed_stages)):
+        expected_stages = stages, sealed_stages, min(sealed_stages, 3)
+        for kernel_view, expected in zip((narrow, sealed, wide), expected_stages, strict=True):
             plan = LaunchPlan.make(kernel_view, 2, 1)
             assert kernel_launch._limit_num_stages(kernel_view, plan) == expected
     monkeypatch.setattr(triton, "get_available_shared_bytes", lambda device: 64 << 10)

@@ -11,6 +11,7 @@ import pytest
 
 from kvant import Shape, plan
 from kvant.bench import harness
+from kvant.platform import terminal
 
 FEW = ("--tokens", "700", "--context", "350", "--prompts", "1")
 
@@ -52,13 +53,15 @@ def test_full_disk_is_one_error_line_with_the_file(call: Any) -> None:
     assert error.splitlines()[-1].endswith("No space left on device: '/dev/full'")
 
 
-def test_three_tables_are_printed(call: Any, tmp_path: Path) -> None:
+def test_three_tables_are_printed(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "monotonic", lambda: 0.0)  # a slow machine prints progress
     text = tmp_path / "text.py"
     text.write_text("import os\n\n\ndef listed(path):\n    return os.listdir(path)\n" * 60)
     code, out, error = call("eval", *FEW, "--formats", "raw,affine4", "--text", str(text))
     title, quality, *rows = out.splitlines()
-    assert code == 0
-    assert all(line.startswith("measuring: ") for line in error.splitlines())  # after 10 seconds
+    assert (code, error) == (0, "")
     assert title.startswith("the model inside, bfloat16; raw: perplexity ")
     assert title.endswith("%") and "over 698 tokens" in title
     assert quality.split()[:3] == ["format", "perplexity", "95%"]

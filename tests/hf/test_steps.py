@@ -43,11 +43,11 @@ REFUSED = {  # why single tokens of these families use ordinary forwards
 }
 # By default fewer layers, one of each type: the interpreter needs a second per layer and token.
 SHOWN: dict[str, dict[str, Any]] = {
+    **{family: {} for family in REFUSED},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"num_hidden_layers": 2},
     "llama4": {"num_hidden_layers": 2, "no_rope_layer_interval": 2},
     "gemma3n": {},
-    **{family: {} for family in REFUSED if family != "gpt_oss"},
     "opt": {"num_hidden_layers": 2},
     "biogpt": {"num_hidden_layers": 2},
 }

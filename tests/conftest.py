@@ -1,5 +1,6 @@
 """Shared setup of every test: the same seed, one thread, reproducible hypothesis examples."""
 
+import gc
 import math
 import os
 from collections import Counter
@@ -34,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("library"):
         native.__path__.insert(0, config.getoption("library"))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and test items from garbage collection: each full pass would visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

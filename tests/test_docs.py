@@ -10,6 +10,7 @@ import io
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,15 @@ def test_command_examples_run(page: str, folder: Path, monkeypatch: pytest.Monke
     for words in list_commands(page):
         if not any(text in shlex.join(words) for text in NOT_HERE):
             run_command(words, monkeypatch)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is missing")
+def test_demo_of_the_makefile_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = subprocess.run(["make", "-n", "demo"], capture_output=True, text=True, check=True)
+    lines = recipe.stdout.replace("\\\n", " ").splitlines()
+    (words,) = [shlex.split(line) for line in lines if "bin/kvant " in line]
+    run_command(["kvant", *words[1:], *LESS["run"]], monkeypatch)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if list_commands(page)])

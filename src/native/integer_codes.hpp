@@ -63,8 +63,8 @@ template <class Words, class Fn> inline auto levels_of(const Words &words, Fn co
     else return words.at(together(codes(Int<0>()), codes(Int<1>())));
 }
 
-// Queries as fours [GN][MAX_DIM / 2], each in units of a step; sums [GN][MAX_GROUPS] of their
-// values.
+// Queries as fours [GN][MAX_DIM / 2] and the sums [GN][MAX_GROUPS] of their values, in units of
+// each query's step.
 template <class Number> struct FixedQueries {
     const Number *fours;
     const float *step, *sums;
@@ -86,7 +86,7 @@ inline float make_fours(const float *row, int dim, int width, uint32_t *fours, f
             store_fixed<TABLE>(fours + d / 2, n);
             total = add(total, to_float(n));
         }
-        *sums++ = sum(total) * step;
+        *sums++ = sum(total);
     }
     return step;
 }
@@ -151,9 +151,9 @@ void quad_scores(const SealedBlock &block, const Words &words, float unit,
     constexpr int TILES = QUAD_TILES;
     for (int t = 0; t < block.rows / 16; t += TILES) {
         const uint8_t *codes = block.codes + t * 16 * block.width;
-        F total[TILES][GN], shift[TILES][GN];
-        for (int i = 0; i < TILES; i++)
-            for (int g = 0; g < GN; g++) total[i][g] = shift[i][g] = zero();
+        F total[TILES][GN];
+        for (auto &row : total)
+            for (F &x : row) x = zero();
         for (int u = 0; u < block.groups; u++) {
             F products[TILES][GN];
             by_part<Words>([&](auto part) {
@@ -174,26 +174,26 @@ void quad_scores(const SealedBlock &block, const Words &words, float unit,
                 }
                 if (Words::MIDDLE) bias = fma(scale, set1(Words::MIDDLE), bias);
                 for (int g = 0; g < GN; g++)
-                    shift[i][g] = fma(bias, set1(q.sums[g * MAX_GROUPS + u]), shift[i][g]);
+                    total[i][g] = fma(bias, set1(q.sums[g * MAX_GROUPS + u]), total[i][g]);
             }
         }
         for (int i = 0; i < TILES; i++)
             for (int g = 0; g < GN; g++)
-                store(s + g * PITCH + 16 * (t + i),
-                      fma(total[i][g], set1(q.step[g] * unit), shift[i][g]));
+                store(s + g * PITCH + 16 * (t + i), mul(total[i][g], set1(q.step[g] * unit)));
     }
 }
 
 // The codes of 16 channels of four rows; bits above a code are undefined.
-template <int BITS, int SPAN, int HALF> inline I value_quads(const uint8_t *row, int low, int high) {
+template <int BITS, int SPAN, int HALF>
+inline I value_quads(const uint8_t *low, [[maybe_unused]] const uint8_t *high) {
     using P = Planes<BITS>;
     using Low = Lanes<P::LOW, SPAN, HALF, 0>;
-    const I x = Low::a(Low::codes(row, low));
+    const I x = Low::a(Low::codes(low, 0));
     if constexpr (P::HIGH == 0) {
         return x;
     } else {
         using High = Lanes<P::HIGH, SPAN, HALF, P::LOW>;
-        return joined<BITS>(x, High::a(High::codes(row, high)));
+        return joined<BITS>(x, High::a(High::codes(high, 0)));
     }
 }
 
@@ -209,9 +209,11 @@ template <int BITS, int SPAN, int GN, int NC, int HALF, class Words>
 void quad_values_part(const SealedBlock &block, const Words &words, float unit, int first,
                       const FixedWeights<typename Words::Number> &w, float *acc, int64_t stride) {
     using P = Planes<BITS>;
-    const int low_size = block.dim * P::LOW / 8;
-    const auto low = [&](int c) { return (first + 16 * c) / SPAN * (SPAN * P::LOW / 8); };
-    const auto high = [&](int c) { return low_size + (first + 16 * c) / SPAN * (SPAN * P::HIGH / 8); };
+    constexpr int low_step = SPAN * P::LOW / 2, high_step = SPAN * P::HIGH / 2;
+    const uint8_t *lows = block.codes + first / SPAN * low_step;
+    const uint8_t *highs = block.codes + block.dim * P::LOW / 2 + first / SPAN * high_step;
+    const int step = 4 * block.width;  // bytes of four rows
+    Ahead ahead = block.ahead;
     F products[GN][NC];
     by_part<Words>([&](auto part) {
         using Sums = typename Words::template Sums<part.value>;
@@ -219,20 +221,21 @@ void quad_values_part(const SealedBlock &block, const Words &words, float unit, 
 #pragma GCC unroll 4
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++) x[g][c].clear();
-        const uint8_t *row = block.codes;
-        const int step = 4 * block.width;  // bytes of four rows
+        const uint8_t *low = lows, *high = highs;
         const auto levels = [&](int c) {
+            const int span = (HALF + c) / (SPAN / 16);
             return levels_of(words, [&](auto i) {
-                const uint8_t *at = row + i.value * step;
-                return SPAN == 16 || (HALF + c) % 2 == 0
-                           ? value_quads<BITS, SPAN, 0>(at, low(c), high(c))
-                           : value_quads<BITS, SPAN, SPAN == 32>(at, low(c), high(c));
+                const uint8_t *a = low + i.value * step + span * low_step;
+                const uint8_t *b = high + i.value * step + span * high_step;
+                return SPAN == 16 || (HALF + c) % 2 == 0 ? value_quads<BITS, SPAN, 0>(a, b)
+                                                         : value_quads<BITS, SPAN, SPAN == 32>(a, b);
             });
         };
-        for (int r = 0; r < BLOCK / 4; r += Words::STEP, row += Words::STEP * step) {
+        for (int r = 0; r < BLOCK / 4; r += Words::STEP) {
             decltype(levels(0)) codes[NC];
             for (int c = 0; c < NC; c++) codes[c] = levels(c);
-            block.ahead.fetch_next<Words::STEP * NC * BITS * 8 / Words::PARTS>();
+            low += Words::STEP * step, high += Words::STEP * step;
+            ahead.fetch_next<Words::STEP * NC * BITS * 8 / Words::PARTS>();
 #pragma GCC unroll 4
             for (int g = 0; g < GN; g++) {
                 const typename Sums::Four weights(w.fours + g * (BLOCK / 2) + 2 * r);
@@ -243,6 +246,7 @@ void quad_values_part(const SealedBlock &block, const Words &words, float unit, 
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++) x[g][c].put(products[g][c]);
     });
+    block.ahead = ahead;
     for (int g = 0; g < GN; g++)
         for (int c = 0; c < NC; c++) {
             float *at = acc + g * stride + first + 16 * c;

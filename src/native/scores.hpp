@@ -74,7 +74,7 @@ struct SideTables {
 };
 
 // Call f(Int<bits>, words) for affine codes of fewer than 8 bits.
-template <class Fn> inline void with_code_words(int bits, Fn f) {
+template <class Fn> inline void with_code_words(int bits, const Fn &f) {
     if (bits == 6) f(Int<6>(), CodeWords<6>());
     if (bits == 5) f(Int<5>(), CodeWords<5>());
     if (bits == 4) f(Int<4>(), CodeWords<4>());
@@ -83,7 +83,7 @@ template <class Fn> inline void with_code_words(int bits, Fn f) {
 }
 
 // Call f(Int<bits>, Int<span>, words) for a side with codes in fours.
-template <class Fn> inline void with_words(const SideTables &side, Fn f) {
+template <class Fn> inline void with_words(const SideTables &side, const Fn &f) {
     if (side.bytes) return f(Int<8>(), Int<16>(), CodeWords<8>());
 #if KVANT_INTEGER_CODES
     if (side.bits == 8) return f(Int<8>(), Int<16>(), HalfWords());

@@ -274,8 +274,9 @@ template <> struct Levels<8> {
 };
 
 // Add the products of words to sums of 32 bits. With intrinsics, GCC makes all products first, and
-// spills them or the sums.
-inline void add_products(__m256i &sum, __m256i x, __m256i y) {
+// spills them or the sums; and it keeps a sum in memory that is itself an operand of an asm.
+inline void add_products(__m256i &to, __m256i x, __m256i y) {
+    __m256i sum = to;
 #if KVANT_VNNI
     asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
 #else
@@ -284,6 +285,7 @@ inline void add_products(__m256i &sum, __m256i x, __m256i y) {
         : "+x"(sum), "=&x"(products)
         : "x"(x), "x"(y));
 #endif
+    to = sum;
 }
 
 // The four codes of a lane as 16-bit integers: of bytes 0 and 2, and of bytes 1 and 3.
@@ -375,8 +377,17 @@ private:
     }
 };
 
-// Sums of products of 16-bit floats with four floats, for 8 of the 16 lanes: the words of a lane
-// have neighbouring sums.
+// The four levels of 8 lanes as floats: of bytes 0 and 2, and of bytes 1 and 3; each of lanes 0 to 3,
+// and of lanes 4 to 7.
+struct LaneFloats {
+    __m256 even[2], odd[2];
+};
+struct FloatLevels {
+    LaneFloats parts[2];
+};
+
+// Sums of products with four floats, for 8 of the 16 lanes: the words of a lane have neighbouring
+// sums.
 template <int PART> struct HalfQuads {
     __m256 low, high;
     struct Four {
@@ -386,36 +397,38 @@ template <int PART> struct HalfQuads {
               odd(_mm256_castpd_ps(_mm256_broadcast_sd((const double *)(p + 1)))) {}
     };
     void clear() { low = high = _mm256_setzero_ps(); }
-    void add(const Words &x, const Four &four) {
-        add(PART ? x.even.b : x.even.a, four.even);
-        add(PART ? x.odd.b : x.odd.a, four.odd);
+    void add(const FloatLevels &levels, const Four &four) {
+        const LaneFloats &x = levels.parts[PART];
+        low = _mm256_fmadd_ps(x.odd[0], four.odd, _mm256_fmadd_ps(x.even[0], four.even, low));
+        high = _mm256_fmadd_ps(x.odd[1], four.odd, _mm256_fmadd_ps(x.even[1], four.even, high));
     }
     void put(F &sums) const {
         const __m256d x = _mm256_castps_pd(_mm256_hadd_ps(low, high));
         (PART ? sums.b : sums.a) = _mm256_castpd_ps(_mm256_permute4x64_pd(x, 0xD8));
     }
-
-private:
-    void add(__m256i halves, __m256 y) {
-        low = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), y, low);
-        high = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), y, high);
-    }
 };
 
-// Floats of 8 bits as 16-bit floats, 2^-8 of their value.
+// Floats of 8 bits, as 2^-8 of their value: they are 16-bit floats after a shift.
 struct HalfWords {
     using Number = Fine;
     static constexpr int PARTS = 2, STEP = 1, MIDDLE = 0;
     template <int PART> using Sums = HalfQuads<PART>;
-    static Words at(I x) {
-        const I up = {_mm256_slli_epi16(x.a, 8), _mm256_slli_epi16(x.b, 8)};
-        return {{half(up.a), half(up.b)}, {half(x.a), half(x.b)}};
-    }
+    static FloatLevels at(I x) { return {{levels(x.a), levels(x.b)}}; }
 
 private:
+    static LaneFloats levels(__m256i x) {
+        const __m256i even = half(_mm256_slli_epi16(x, 8)), odd = half(x);
+        return {{converted(even, 0), converted(even, 1)}, {converted(odd, 0), converted(odd, 1)}};
+    }
     static __m256i half(__m256i high_byte) {
         return _mm256_and_si256(_mm256_srai_epi16(high_byte, 1),
                                 _mm256_set1_epi16((int16_t)0xbf80));
+    }
+    // From memory, as half as many operations convert as from a register.
+    static __m256 converted(const __m256i &halves, int part) {
+        __m256 floats;
+        asm("vcvtph2ps %1, %0" : "=x"(floats) : "m"(((const __m128i *)&halves)[part]));
+        return floats;
     }
 };
 

@@ -71,19 +71,28 @@ struct Params {
     }
 };
 
-// Store weights times scales in w, and add the weighted biases to `biases`. With `hidden` rows, rows
+// Store weights times scales in w, and add the weighted biases to `biases`. With HIDDEN rows, rows
 // without weight contribute nothing, even if their scale is NaN.
-inline void weigh(const Params &params, const float *p, bool biased, bool hidden, F *w,
-                  float *biases) {
-    F total = biased ? load(biases) : zero();
+template <bool BIASED, bool HIDDEN>
+inline void weigh(const Params &params, const float *p, F *w, float *biases) {
+    F total = BIASED ? load(biases) : zero();
     for (int t = 0; t < BLOCK / 16; t++) {
         const F x = load(p + 16 * t);
-        F y = biased ? params.bias[t] : zero();
         w[t] = mul(x, params.scale[t]);
-        if (hidden) w[t] = where_zero(x, zero(), w[t]), y = where_zero(x, zero(), y);
-        total = fma(params.even ? rounded(w[t]) : x, y, total);
+        if (HIDDEN) w[t] = where_zero(x, zero(), w[t]);
+        if (!BIASED) continue;
+        const F bias = HIDDEN ? where_zero(x, zero(), params.bias[t]) : params.bias[t];
+        total = fma(params.even ? rounded(w[t]) : x, bias, total);
     }
-    if (biased) store(biases, total);
+    if (BIASED) store(biases, total);
+}
+
+inline void weigh(const Params &params, const float *p, bool biased, bool hidden, F *w,
+                  float *biases) {
+    if (hidden)
+        biased ? weigh<true, true>(params, p, w, biases) : weigh<false, true>(params, p, w, biases);
+    else
+        biased ? weigh<true, false>(params, p, w, biases) : weigh<false, false>(params, p, w, biases);
 }
 
 inline void store_pairs(const F *w, uint32_t *pairs) {
@@ -94,34 +103,37 @@ inline void store_fine(const F *w, Fine *fine) {
     for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
 }
 
-// Store weights at `fours` as multiples of a step; return the step, NaN if one is not finite.
-template <bool TABLE> inline float store_fours(const F *w, uint32_t *fours) {
+// The step of which the weights of a block are multiples, NaN if one is not finite.
+inline float fixed_step(const F *w) {
     I largest_bits = zeros();
     for (int t = 0; t < BLOCK / 16; t++) largest_bits = max(largest_bits, magnitudes(w[t]));
     const float top = finite_magnitude(largest_bits);
-    const float step = (top < 1e-30f ? 1e-30f : top) * (1.0f / FIXED);  // NaN stays NaN
+    return (top < 1e-30f ? 1e-30f : top) * (1.0f / FIXED);  // NaN stays NaN
+}
+
+template <bool TABLE> inline void store_fours(const F *w, float step, uint32_t *fours) {
     const F by = set1(1.0f / step);
     for (int t = 0; t < BLOCK / 16; t++) store_fixed<TABLE>(fours + 8 * t, to_int(mul(w[t], by)));
-    return step;
 }
 
 inline void make_weights(const SealedBlock &block, const SideTables &side, const float *p,
                          int group, bool hidden, Weights &weights, Sums &sums) {
+    F w[MAX_GROUP][BLOCK / 16];
     for (int u = 0; u < block.groups; u++) {
         const bool even = !side.quads && block.bias && (side.bits == 5 || side.bits == 6);
         const Params params(block, u, side.quads ? side.fixed.middle : side.list.middle, even);
-        for (int g = 0; g < group; g++) {
-            F w[BLOCK / 16];
-            weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);
-            float &step = weights.step[u][g];
-            if (side.codebook && side.quads)
-                step = store_fours<true>(w, weights.fours[u][g]);
-            else if (side.bytes || (side.quads && side.bits < 8))
-                step = store_fours<false>(w, weights.fours[u][g]);
-            else if (side.bits == 8)
-                step = 1.0f, store_fine(w, weights.fine[g]);
-            else
-                store_pairs(w, weights.pairs[u][g]);
+        for (int g = 0; g < group; g++)
+            weigh(params, p + g * PITCH, block.bias, hidden, w[g], sums.biases(g) + 16 * u);
+        float *step = weights.step[u];
+        if (side.bytes || (side.quads && (side.codebook || side.bits < 8))) {
+            for (int g = 0; g < group; g++) step[g] = fixed_step(w[g]);
+            for (int g = 0; g < group; g++)
+                side.codebook ? store_fours<true>(w[g], step[g], weights.fours[u][g])
+                              : store_fours<false>(w[g], step[g], weights.fours[u][g]);
+        } else if (side.bits == 8) {
+            for (int g = 0; g < group; g++) step[g] = 1.0f, store_fine(w[g], weights.fine[g]);
+        } else {
+            for (int g = 0; g < group; g++) store_pairs(w[g], weights.pairs[u][g]);
         }
     }
 }
@@ -160,21 +172,19 @@ inline void coded_values(const SealedBlock &block, const SideTables &side,
 
 inline void sealed_values(const SealedBlock &block, const SideTables &side, int group,
                           const Weights &weights, Sums &sums) {
-    for (int u = 0; u < block.groups; u++) {
-        const int first = u * block.group;
-        const int stop = first + block.group < block.dim ? first + block.group : block.dim;
-        if (side.quads) {
-            with_words(side, [&](auto bits, auto span, const auto &words) {
-                using Number = typename std::decay_t<decltype(words)>::Number;
+    const auto stop = [&](int first) { return std::min(block.dim, first + block.group); };
+    if (side.quads)
+        return with_words(side, [&](auto bits, auto span, const auto &words) {
+            using Number = typename std::decay_t<decltype(words)>::Number;
+            for (int u = 0, first = 0; u < block.groups; u++, first += block.group)
                 by_four(group, [&](auto n, int g) {
                     const FixedWeights<Number> fixed{weights.fours_of(u, g, Number()), weights.step[u] + g};
                     quad_values<bits.value, span.value, n.value>(
-                        block, words, side.fixed.unit, first, stop, fixed, sums.acc[g], Sums::WIDTH);
+                        block, words, side.fixed.unit, first, stop(first), fixed, sums.acc[g], Sums::WIDTH);
                 });
-            });
-            continue;
-        }
+        });
 #if !KVANT_INTEGER_CODES
+    for (int u = 0, first = 0; u < block.groups; u++, first += block.group)
         by_four(group, [&](auto n, int g) {
             constexpr int GN = decltype(n)::value;
             float *acc = sums.acc[g];
@@ -182,17 +192,16 @@ inline void sealed_values(const SealedBlock &block, const SideTables &side, int 
             const Tables &t = side.tables;
             switch (side.bits) {
             case 8:
-                return pair_values<8, 16, GN>(block, t.eight, first, stop, weights.fine[g],
+                return pair_values<8, 16, GN>(block, t.eight, first, stop(first), weights.fine[g],
                                               BLOCK / 2, acc, Sums::WIDTH);
-            case 6: return coded_values<6, GN>(block, side, t.six, first, stop, w, acc);
-            case 5: return coded_values<5, GN>(block, side, t.five, first, stop, w, acc);
-            case 4: return coded_values<4, GN>(block, side, t.four, first, stop, w, acc);
-            case 3: return coded_values<3, GN>(block, side, t.three, first, stop, w, acc);
-            case 2: return coded_values<2, GN>(block, side, t.two, first, stop, w, acc);
+            case 6: return coded_values<6, GN>(block, side, t.six, first, stop(first), w, acc);
+            case 5: return coded_values<5, GN>(block, side, t.five, first, stop(first), w, acc);
+            case 4: return coded_values<4, GN>(block, side, t.four, first, stop(first), w, acc);
+            case 3: return coded_values<3, GN>(block, side, t.three, first, stop(first), w, acc);
+            case 2: return coded_values<2, GN>(block, side, t.two, first, stop(first), w, acc);
             }
         });
 #endif
-    }
 }
 
 }  // namespace kvant::KVANT_TARGET

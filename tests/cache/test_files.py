@@ -391,6 +391,9 @@ TENSORS: dict[str, Callable[[dict], Any]] = {
     "fewer pages": lambda t: t.update({"0/keys.codes": t["0/keys.codes"][1:].clone()}),
     "shorter pages": lambda t: t.update({"0/keys.codes": t["0/keys.codes"][:, :, 1:].clone()}),
     "narrower codes": lambda t: t.update({"0/keys.codes": t["0/keys.codes"][..., 1:].clone()}),
+    "no dimensions": lambda t: t.update(
+        {name: torch.zeros((), dtype=t[name].dtype) for name in ("0/keys.open", "0/numbers")}
+    ),
     "scales of another type": lambda t: t.update({"0/keys.scale": t["0/keys.scale"].float()}),
 }
 

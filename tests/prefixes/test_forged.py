@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,29 +101,55 @@ def truncate_blobs(path: Path) -> None:
             file.write_bytes(file.read_bytes()[:-1])
 
 
+@dataclass(frozen=True)
+class StoredPrompt:
+    """A folder with the blobs of a prompt, and the replies to two prompts that begin with it."""
+
+    model: Any
+    folder: Path
+    first: list[int]
+    second: list[int]
+    replies: tuple[list[int], list[int]]
+    hit_tokens: int  # of the second prompt, after the first one was stored
+
+
+@pytest.fixture(scope="module")
+def store_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], StoredPrompt]:
+    return cache(lambda name, spec: store_prompt(name, spec, tmp_path_factory.mktemp("stored")))
+
+
+def store_prompt(name: str, spec: str, folder: Path) -> StoredPrompt:
+    model, prompt = build(name), make_tokens(330, seed=0)
+    first, second = [*prompt, 7, 8], [*prompt, 9]
+    replies = generate_tokens(model, first, spec), generate_tokens(model, second, spec)
+    count_hit_tokens(model, spec, first, replies[0], open_folder(folder / "good"))
+    hit_tokens = count_hit_tokens(model, spec, second, replies[1], open_folder(folder / "good"))
+    reply = generate_tokens(model, prompt, spec)
+    count_hit_tokens(model, spec, prompt, reply, open_folder(folder / "prompt"))
+    return StoredPrompt(model, folder / "prompt", first, second, replies, hit_tokens)
+
+
 @pytest.mark.parametrize("forgery", FORGED)
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_blob_of_another_model_is_a_miss_and_rewritten(
-    name: str, spec: str, forgery: str, tmp_path: Path
+    name: str,
+    spec: str,
+    forgery: str,
+    tmp_path: Path,
+    store_once: Callable[[str, str], StoredPrompt],
 ) -> None:
     """Regression: each request of its prefix failed, or rewrote one page only."""
-    model, prompt = build(name), make_tokens(330, seed=0)
-    first, second = [*prompt, 7, 8], [*prompt, 9]
-    expected = generate_tokens(model, first, spec), generate_tokens(model, second, spec)
-    count_hit_tokens(model, spec, first, expected[0], open_folder(tmp_path / "good"))
-    hit_tokens = count_hit_tokens(model, spec, second, expected[1], open_folder(tmp_path / "good"))
-    count_hit_tokens(
-        model, spec, prompt, generate_tokens(model, prompt, spec), open_folder(tmp_path)
-    )
+    stored = store_once(name, spec)
+    model, (first_reply, second_reply) = stored.model, stored.replies
+    shutil.copytree(stored.folder, tmp_path, dirs_exist_ok=True)
     if not forge_blobs(tmp_path, FORGED[forgery]):
         pytest.skip("its blobs have nothing of the kind")
     with Prefixes(store=open_folder(tmp_path)) as prefixes:
-        assert generate_tokens(model, first, spec, prefixes=prefixes) == expected[0]
+        assert generate_tokens(model, stored.first, spec, prefixes=prefixes) == first_reply
         prefixes.flush()
         assert read_stats(prefixes)["stores"][0]["damaged"]
-    assert (
-        count_hit_tokens(model, spec, second, expected[1], open_folder(tmp_path)) == hit_tokens > 0
-    )
+    hit_tokens = count_hit_tokens(model, spec, stored.second, second_reply, open_folder(tmp_path))
+    assert hit_tokens == stored.hit_tokens > 0
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)

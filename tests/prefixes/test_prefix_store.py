@@ -78,6 +78,16 @@ def fill_with_conversation(model: Any, path: Path) -> None:
     assert not list(FolderStore(path))
 
 
+def test_restored_prefix_has_nothing_to_write(tmp_path: Path) -> None:
+    """Regression: its write was never queued and never done, and an eviction waited for it."""
+    model, prompt = build("llama"), make_tokens(256, seed=0)
+    for _ in range(2):
+        with Prefixes(store=open_folder(tmp_path)) as prefixes:
+            generate_tokens(model, prompt, prefixes=prefixes, max_new_tokens=1)
+            prefixes.flush()
+            assert not any(pools.has_unwritten for pools in prefixes.memory)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_restart_works_in_every_format(spec: str, tmp_path: Path) -> None:
     check_restart(build("llama"), spec, tmp_path)

@@ -24,7 +24,7 @@ def check_order(order: str) -> None:
 def prepare_rows(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order) -> Fields:
     """Return the tensors of an append as {side: [B, H, T, D]}, or raise ValueError."""
     if (values is None) != (spec.value_dim is not None):
-        raise ValueError("values are needed, unless the spec has a value_dim: then only keys are")
+        raise ValueError("values are needed, unless the spec has value_dim: then pass only keys")
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
     check_order(order)
     for name, tensor in rows.items():
@@ -106,7 +106,7 @@ def check_append_fits(
 ) -> None:
     """Refuse rows that do not fit `page_table`, the `plans` of the open forward, or a capacity.
 
-    The first rows of a cache set the padding, so it must equal the padding of the other plans.
+    If `is_first`, these rows set the padding, which must equal that of the other plans.
     """
     if page_table.batch != batch:
         raise ValueError(
@@ -136,7 +136,7 @@ def check_append_fits(
 
 
 def check_no_page_due(page_table: PageTable) -> None:
-    """Refuse a token whose own row is in a page that is then due to be sealed."""
+    """Refuse a token that completes a page which must be sealed at once."""
     due = page_table.layer_group.paging.count_due_pages_each(np.maximum(page_table.lengths + 1, 0))
     if (indices := np.flatnonzero(due * page_table.layer_group.page > page_table.seq_lens)).size:
         raise CapacityError(

@@ -184,7 +184,7 @@ def _index_tensors(entries: Mapping[str, Any]) -> dict[str, FileTensor]:
         if name == "__metadata__":
             continue
         first, stop = entry["data_offsets"]
-        if max(entry["shape"], default=0) > MAX_INTEGER:  # safetensors allows it if another is 0
+        if max(entry["shape"], default=0) > MAX_INTEGER:  # allowed if another dimension is 0
             raise ValueError(f"{name} is {entry['shape']}: {MAX_INTEGER} at most")
         tensors[name] = FileTensor(entry["dtype"], tuple(entry["shape"]), stop - first)
     return tensors
@@ -231,15 +231,15 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
             rows = header.tensors.get(f"{name}/{side}.open")
             if numbers and rows and rows.nbytes:
                 page_size, row_nbytes = max(page_size, recipe.page), row_nbytes + rows.nbytes
-                num_pages = min(rows.shape[:1] + numbers.shape[:1])
+                num_pages = min(rows.shape[:1] + numbers.shape[:1], default=0)
                 page_nbytes += (
                     num_pages * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))
                 )
     limit = max(MAX_OPEN_PAGE_BYTES, MAX_OPEN_PAGE_FACTOR * row_nbytes)
     if page_nbytes > limit:
         raise CacheFileError(
-            f"{path}: page={page_size}: its pages take {page_nbytes} bytes for {row_nbytes} bytes "
-            f"of rows, {limit} at most: save the cache with a smaller page"
+            f"{path}: page={page_size}: open pages would take {page_nbytes} bytes for "
+            f"{row_nbytes} bytes of rows; the limit is {limit}: save it with a smaller page"
         )
 
 

@@ -34,7 +34,7 @@ class Forward:
 
     def __init__(self, state: CacheState, *, is_prompt: bool = False) -> None:
         self.state = state
-        self.number = state.num_ended_forwards  # of the forwards before it
+        self.number = state.num_ended_forwards  # forwards that ended before it
         self.is_prompt = is_prompt  # its tokens are part of a prompt
         self.plans: dict[int, AppendPlan] = {}  # by layer group
         self.appended: set[int] = set()  # leaves that have their rows or state
@@ -86,8 +86,8 @@ class Forward:
     def plan_token(self, *, seals: bool) -> list[AppendPlan]:
         """Return one plan per group for one more token of every sequence.
 
-        An external kernel writes its rows. So no page may be due with them, unless the kernel
-        `seals`.
+        An external kernel writes its rows. If the kernel also `seals`, the plans keep their writes.
+        Otherwise they have none, and no page may be due with these rows.
         """
         state = self.state
         if None in state.layout.leaf_groups:
@@ -175,7 +175,7 @@ class Forward:
     def commit(self, current: CacheState, *, has_external_states: bool) -> CacheState:
         """Return the state after this forward, whose layers all have their rows.
 
-        `current` is the state of the cache, in which a storage may have moved since.
+        `current` is the state of the cache; a storage may have moved since the forward began.
         """
         new_tables: list[PageTable] = []
         freed: list[GroupSlots] = []
@@ -207,7 +207,7 @@ class Forward:
 def collect_queries(
     state: CacheState, newest: Mapping[int, PruningQueries]
 ) -> Mapping[int, PruningQueries]:
-    """Return the queries to retain once `newest`, those of the last forward, are committed."""
+    """Return the retained queries, extended by `newest` of the last forward if it committed."""
     queries = dict(state.pruning_queries)
     for leaf, new in newest.items():
         group = state.layout.leaf_groups[leaf]

@@ -52,14 +52,14 @@ class StateHolder:
         self.num_abandoned = 0  # forwards that were rolled back
         self.num_changes = 0  # operations that may have changed the bytes of the cache
         self.backend: str | None = None  # None: the first that supports the view
-        # Chunks may be drafts if either is set: by `speculation_mode`, or by the model library.
+        # Set by `speculation_mode`, and by the model library: chunks may then be drafts.
         self.in_speculation = False
         self.external_speculation = False
         self.in_prompt = False  # set by `prompt_mode`: all tokens are part of a prompt
         state.pools.add_holder(self)
 
     def __del__(self) -> None:
-        """Queue the slots for a later pool operation to free, because one may be running now."""
+        """Queue the slots: a pool operation may be running, so a later one frees them."""
         state: CacheState | None = self.__dict__.get("state")
         for group, pools in enumerate(state.pools if state is not None else ()):
             for pool, slots in zip(pools, self._list_group_slots(group), strict=True):
@@ -155,8 +155,7 @@ class StateHolder:
     def begin_append(self, leaf: int, count: int) -> Forward:
         """Return the open forward, or begin one; the first token after a prompt prunes the prompt.
 
-        Roll back an open forward that has failed: one to which this layer has already appended,
-        or to which no layer has.
+        Roll back a failed forward first: this layer has already appended to it, or no layer has.
         """
         self.num_changes += 1
         state, forward = self.read()
@@ -208,7 +207,7 @@ class StateHolder:
         forward.state = self.state  # so that it keeps no old tensors
 
     def rollback(self) -> None:
-        """Roll back an incomplete forward."""
+        """Roll back an incomplete forward; retain the queries of a committed one."""
         self.num_changes += 1
         self._report_length()
         forward = self.open_forward

@@ -4,7 +4,7 @@ A spec has one recipe per layer. The layers that store something of their own ar
 with several caches has several. Leaves with equal parameters share a layer group, so they share
 one page table:
 
-    spec.layers    0: affine8    1: affine8    2: affine8,window=64    3: like layer 1
+    spec.layers    0: affine8    1: affine8    2: affine8,window=64    3: rows of layer 1
     leaves         "0"           "1"           "2"                     (none)
     group          0             0             1
 
@@ -29,7 +29,7 @@ from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
 class AttentionLeaf:
     """One leaf that stores rows: its recipe, and its indices in a `CacheState`."""
 
-    name: str  # layer number, or number/part of a group
+    name: str  # layer number, or number/part for a GroupSpec
     spec: LayerSpec
     group: int  # index of its layer group
     index: int  # among all leaves
@@ -171,8 +171,9 @@ def make_layer_group(spec: LayerSpec, leaf: int | None = None) -> LayerGroup:
 
     A layer with a page table per head has a group of its own.
     """
-    retention, per_head_layer = spec.retention, leaf if has_per_head_tables(spec) else None
-    limits = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
+    per_head_layer = leaf if has_per_head_tables(spec) else None
+    window, sinks = spec.retention.window, spec.retention.sinks
+    limits = window, sinks, spec.slack, spec.step, spec.capacity
     return LayerGroup(spec.paging, *limits, spec.prune, per_head_layer)
 
 

@@ -21,9 +21,9 @@ from kvant.page_table import PageTable
 class ReadableRows:
     """The rows that `read()` returns: sinks, then columns [first_column, length).
 
-    Sinks are positions 0 to `num_sinks` - 1 of each sequence. In shorter sequences, the columns may
-    contain these positions again. Columns count from the first token of the longest sequence,
-    padding included.
+    Sinks are positions 0 to `num_sinks` - 1 of each sequence. The columns of a shorter
+    sequence may repeat these positions. Columns count from the first token of the longest
+    sequence, padding included.
     """
 
     page_table: PageTable
@@ -39,7 +39,7 @@ class ReadableRows:
         window = length if group.window is None else group.window
         first_stored = int((page_table.first_row + start_columns).min(initial=length))
         first_column = max(0, length - window, first_stored if first_stored > longest_start else 0)
-        if first_column <= longest_start:
+        if first_column <= longest_start:  # all tokens have columns, sinks included
             return cls(page_table, 0, min(first_column, length))
         sinks = min(group.sinks, length - longest_start)
         return cls(page_table, sinks, min(max(first_column, longest_start + sinks), length))

@@ -1,7 +1,7 @@
 """Recode attention layers: combine their recipes, and copy the rows to new storages.
 
-Recurrent layers are unchanged. So is what the model determines: `value_dim`, if values are part of
-the keys, and the dtype of rows unless the new spec sets one.
+A recode keeps recurrent layers, `value_dim` (values that are part of the keys), and the dtype of
+rows unless the new spec sets one.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def replace_formats(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
 def resolve_spec(current: CacheSpec, spec: AnySpec) -> CacheSpec:
     """Return a spec with one recipe per layer of `current`.
 
-    `spec` has one for each layer, one for each attention layer, or one for all of these.
+    `spec` has one per layer, one per attention layer, or one for all attention layers.
     """
     if isinstance(spec, CacheSpec) and len(spec.layers) == len(current.layers):
         return as_spec(spec, len(current.layers))
     attention_layers = list_attention_layers(current)
-    # Validated even without attention layers.
+    # `or 1`: a spec is validated even if no layer has attention.
     recipes = as_spec(spec, len(attention_layers) or 1).layers
     by_layer = dict(enumerate(current.layers)) | dict(zip(attention_layers, recipes, strict=False))
     full = CacheSpec(tuple(by_layer.values()))
@@ -80,8 +80,8 @@ def constrain_spec(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
 
     def constrain_layer(old: LayerSpec, new: LayerSpec) -> LayerSpec:
         window = old.retention.window
-        from_model = old.effective_window < widest and old.effective_window <= new.effective_window
-        if window is not None and (new.retention.window is None or from_model):
+        model_wins = old.effective_window < widest and old.effective_window <= new.effective_window
+        if window is not None and (new.retention.window is None or model_wins):
             new = replace(new, retention=old.retention)
         if new.prune is None and new.retention.window is None:
             new = replace(new, prune=old.prune)
@@ -179,7 +179,7 @@ def allocate_recoded(
 ) -> PageTable:
     """Allocate pages of another group for the same sequences, and return their table.
 
-    `first_visible` is the first position with a row of each sequence, sinks aside.
+    `first_visible` is, for each sequence, the first position with a row, sinks aside.
     """
     numbers = page_table.numbers.copy()
     first_sealed = np.maximum(
@@ -288,10 +288,10 @@ class SequenceRecoder:
 def recode_state(
     state: CacheState, layout: CacheLayout, stats: Mapping[str, LayerStats]
 ) -> Transition:
-    """Return the state with its rows in the recipes of `layout`, in pools of its own.
+    """Return a state with the same rows, stored by the recipes of `layout` in new pools.
 
-    The new memory is complete before the old one is freed, so that an error changes nothing. The
-    peak is both, plus the scratch of a few pages of one layer.
+    The new memory is complete before the old one is freed, so that an error changes nothing. Peak
+    memory is both, plus scratch for a few pages of one layer.
     """
     first_rows: dict[int, Ints] = {}  # by group: the first row that all its layers have
     page_tables: dict[int, PageTable] = {}

@@ -1,7 +1,7 @@
 """Many sequences by id: one `Cache` each, under one limit of bytes, for any number of threads.
 
-Once an operation has returned, the caches together take at most `max_bytes`. Threads wait only for
-the same sequence. The state of an entry follows from its owner:
+Once an operation has returned, the caches together take at most `max_bytes`. A thread waits only
+for users of the same sequence. The state of an entry follows from its owner:
 
     owner    lock_depth    state
     None     0             free: readable, writable, evictable
@@ -35,7 +35,7 @@ from kvant.spec import as_spec, check_fitted, describe_spec
 EVENT_STATS = ("appends", "rewinds_exact", "rewinds_decoded", "abandoned", "recodes", "clamped")
 BACKEND_STATS = ("attended", "sealed")  # dicts by backend
 POLL_INTERVAL_S = 0.05  # waiters poll, because a thread that ends does not notify them
-# Values of `measured_changes` that match no counter:
+# Values of `measured_changes` that never equal `num_changes`:
 APPEND_PENDING = -1  # `nbytes` includes rows that are still to be appended
 MEASURED_DURING_WRITE = -2  # `nbytes` was measured during a write, so it may be outdated
 
@@ -83,7 +83,7 @@ class SequenceEntry:
             self.measured_changes = num_changes if is_stable else MEASURED_DURING_WRITE
 
     def confirm_append(self) -> None:
-        """Confirm a pending append; the last layer needs a measurement, as a commit frees pages."""
+        """Take the reserved `nbytes` as measured, unless a commit has just freed pages."""
         if not self.cache.is_complete:
             self.measured_changes = self.cache.holder.num_changes
 
@@ -138,7 +138,7 @@ class SequenceTable:
             yield sequence
         finally:
             with self.lock:
-                if sequence.owner is thread:  # else another thread has replaced it
+                if sequence.owner is thread:  # else another thread owns it now
                     sequence.lock_depth -= 1
                     self.finish_use(sequence)
                 if not sequence.is_persistent and self.entries.get(name) is sequence:
@@ -179,8 +179,8 @@ class SequenceTable:
                 user = "a reader" if owner is None else f"thread {owner.name!r}"
                 raise CacheError(
                     f"sequence {short(name)} is not free after patience={patience} seconds: "
-                    f"{user} uses it; end its forward or its `writing` block (a forward that may "
-                    "raise belongs in one), or raise patience"
+                    f"{user} uses it; end its forward or its `writing` block (use one for a "
+                    "forward that may fail), or raise patience"
                 )
             self.lock.wait(min(remaining, POLL_INTERVAL_S))
         return sequence
@@ -329,8 +329,8 @@ class Sequences:
     def get_or_create(self, id: Hashable) -> Cache:
         """Return the cache of a sequence; a new id gets an empty one.
 
-        One thread may use it without a lock until the sequence is evicted. What it allocates counts
-        from the next operation of this table on. Use `writing` to exclude other threads and
+        One thread may use it without a lock until the sequence is evicted. Its bytes are counted
+        again at the next operation of this table. Use `writing` to exclude other threads and
         eviction.
         """
         with self._table.lock:
@@ -359,7 +359,7 @@ class Sequences:
                     if table.max_bytes is not None and sequence.nbytes > table.max_bytes:
                         raise CapacityError(table.describe_excess(id, sequence.nbytes))
             except BaseException:
-                if sequence.owner is thread:  # else another thread has replaced it
+                if sequence.owner is thread:  # else another thread owns it now
                     sequence.cache.rollback()
                 raise
 

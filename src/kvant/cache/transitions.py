@@ -154,7 +154,7 @@ def drop_tokens(state: CacheState) -> Transition:
 
 
 def end_padding(state: CacheState) -> CacheState:
-    """Limit left padding to the columns appended so far; the slots are unchanged."""
+    """Drop left padding that is still to be appended; the slots are unchanged."""
     page_tables = []
     for page_table in state.page_tables:
         numbers = page_table.numbers.copy()
@@ -206,7 +206,7 @@ def select_histories(
 ) -> tuple[StateHistory, ...]:
     """Return the histories of the sequences `indices`, whose tables are now `page_tables`.
 
-    The tables may have lost columns where all of them are padding.
+    The tables may have lost leading columns in which none of these sequences has a token.
     """
     removed_columns = (
         state.page_tables[0].num_columns - page_tables[0].num_columns if page_tables else 0
@@ -225,8 +225,8 @@ def merge(
 ) -> Transition:
     """Concatenate the sequences of `states` into one state, in the pools of `target`.
 
-    The longest sequence has `length` tokens. A sequence that starts with the tokens of one of
-    `prefixes` shares the full pages of this prefix.
+    The longest sequence has `length` tokens. `prefixes` are the tables of one prefix, by
+    group: each state is then one sequence that starts with it, and shares its full pages.
     """
     imported, allocated = [], list[GroupSlots]()
     for state in states:

@@ -294,13 +294,13 @@ def pad_batch_size(num_sequences: int) -> int:
 
 
 def max_idle(max_sequences: int) -> int:
-    """Return the most idle sequences of any batch up to `max_sequences`, and 1: the template."""
+    """Return the most idle sequences of a batch up to `max_sequences`, plus 1 for the template."""
     return 1 + max((pad_batch_size(n) - n for n in range(1, max_sequences + 1)), default=0)
 
 
 @contextmanager
 def _rewind_on_error(cache: TransformersCache) -> Iterator[None]:
-    """Rewind the cache to its length if the forward fails."""
+    """Rewind the cache to its old length if the forward fails."""
     length = cache.length
     if cache.states.holder.external_states.values():  # models update them in place
         cache.checkpoint()

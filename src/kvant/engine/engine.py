@@ -81,10 +81,10 @@ class Engine:
     ) -> None:
         """Limit all caches to `max_bytes`, and decodes to `max_sequences` sequences at a time.
 
-        `max_bytes` is a number, or text like "2GiB". With `overcommit`, admitted requests may need
-        up to this multiple of it in the end; what does not fit is swapped to files. The prefill of
-        one prompt delays each token of other requests by about `chunk_seconds`. The prefills of
-        several prompts delay it by up to 4 times as much.
+        `max_bytes` is a number, or text like "2GiB". Admitted requests may need up to
+        `overcommit` times `max_bytes` in the end; what does not fit is swapped to files. The
+        prefill of one prompt delays each token of other requests by about `chunk_seconds`. The
+        prefills of several prompts delay it by up to 4 times as much.
         `pack` packs 16-bit weights on a CPU until the engine is closed; `weights` rounds them, as
         `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
         `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
@@ -187,8 +187,8 @@ class Engine:
     ) -> Stream:
         """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        The options are the fields of `Sampling`. `sampling` gives an instance of it, whose fields
-        the other options replace. Each step has the log-probabilities of the `logprobs` likeliest
+        The `options` are the fields of `Sampling`, and `sampling`: an instance of it, whose fields
+        the others replace. Each step has the log-probabilities of the `logprobs` likeliest
         tokens. Higher `priority` first; among equals, the `tenant` with the fewest running
         sequences. Prefixes are shared only among requests of the same `salt`.
         `on_step` is called with each step in the engine's thread; an error in it fails the request.
@@ -223,7 +223,7 @@ class Engine:
         self._worker.scheduler.check_request(request)
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
-        # By number: a stream outlives its request, and must not keep its sequences alive.
+        # Cancel by number: a stream outlives its request, and must not keep sequences alive.
         stream = Stream(tokens, n, partial(self._worker.cancel, number), on_step)
         self._worker.submit(request, stream)
         return stream

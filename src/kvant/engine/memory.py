@@ -20,7 +20,7 @@ from kvant.pages.pool import Pools, bound_pages
 from kvant.planner import Plan
 
 MAX_IDLE_TOKENS = 64  # tokens of an idle sequence, which pads a batch
-STATE_COPIES = 4  # a recurrent state and its checkpoint, and a second copy of both during a copy
+STATE_COPIES = 4  # a recurrent state and its checkpoint; each exists twice during a copy
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class MemoryModel:
     ) -> Ints:
         """Return the slots of (open, sealed) pages by group, and of the states of `num_caches`.
 
-        `STATE_COPIES` of these states share a slot.
+        The states of `STATE_COPIES` caches fit in one slot.
         """
         counts = [count for group in self.groups for count in pages.get(group, (0, 0))]
         return np.array([*counts, -(-num_caches // STATE_COPIES)])
@@ -85,8 +85,8 @@ class MemoryModel:
     def pool_overhead(self) -> Ints:
         """Slots that are needed once, however many sequences there are.
 
-        They are pages that a window frees only after a chunk, growth steps of pools, and idle
-        sequences.
+        They are growth steps of pools, idle sequences, and pages that a window frees only after a
+        chunk.
         """
         counts = []
         for group in self.groups:
@@ -97,8 +97,8 @@ class MemoryModel:
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
         """Return the extra open pages while a prompt of this length is prefilled.
 
-        Prompts are prefilled one at a time, so this is needed once. The last chunk seals open
-        pages, which are freed after its forward. Pages of a window are in `pool_overhead`.
+        Prompts are prefilled one at a time, so this is needed once. The last chunk frees the open
+        pages that it seals only after its forward. Pages of a window are in `pool_overhead`.
         """
         counts = []
         for group in self.groups:
@@ -158,7 +158,7 @@ class MemoryBudget:
         committed = self.count_committed([*running, request])
         if not self.overcommits:
             return self.fits(committed)
-        if request.is_swapped_out:  # pages are read, then copied to the pools: twice for a moment
+        if request.is_swapped_out:  # its pages are read, then copied to the pools if there are any
             second_copy = self.count_current(request) if self.peak_slots.any() else NO_SLOTS
             return self.fits(committed, extra_slots=second_copy)
         chunk_end = request.num_computed_tokens + self.memory_model.max_chunk
@@ -217,7 +217,7 @@ class MemoryBudget:
         return self.count_at(request, length, 1)
 
     def count_peak(self, request: Request, num_sequences: int | None = None) -> Ints:
-        """Return the slots at the final length, of the unfinished sequences by default."""
+        """Return the slots of `num_sequences` at the final length; default: all unfinished."""
         count = request.num_sequences if num_sequences is None else num_sequences
         return self.count_at(request, request.num_prompt_tokens + request.max_new_tokens - 1, count)
 

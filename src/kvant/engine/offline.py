@@ -37,8 +37,8 @@ def generate_many(
 ) -> list[Result]:
     """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
-    The options are the fields of `Sampling`. `sampling` gives an instance of it, whose fields the
-    other options replace. With a seed, prompt i is sampled with seed + i. Unless `quiet`, a
+    The `options` are the fields of `Sampling`, and `sampling`: an instance of it, whose fields the
+    others replace. With a seed, prompt i is sampled with seed + i. Unless `quiet`, a
     terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]

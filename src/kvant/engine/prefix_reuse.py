@@ -120,7 +120,7 @@ class PrefixReuse:
                 single = cache if sequence.cache is not None else cache.extract(index)
                 tokens = sequence.tokens[: single.length]
                 namespace.insert_prefix(tokens, single, sequence.num_prefilled)
-        except Exception as error:  # the client already has all tokens
+        except Exception as error:  # no answer depends on it
             clear_traceback_frames(error)
             log.warning("a prefix was not inserted: %r", error)
         self.update_prefix_slots()
@@ -144,12 +144,11 @@ class PrefixReuse:
             self._namespace.pools.record_prefill_time(count, seconds)
 
     def evict_prefixes(self, action: Evict) -> None:
-        """Evict unused prefixes, or if need be those that waiting requests matched.
+        """Evict unused prefixes, then those that waiting requests matched.
 
-        The latter are evicted if no prefix is unused and no request runs.
-
-        Without `include_unwritten`, pending store writes are flushed first; the request that needs
-        the memory waits for them, and others continue.
+        The latter are evicted only if nothing else is left and no request runs. Without
+        `include_unwritten`, unused prefixes with pending store writes are flushed before; the
+        request that needs the memory waits for this, and others continue.
         """
         if (namespace := self._namespace) is None:
             return

@@ -79,7 +79,7 @@ class Request:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are unfinished, or not forked yet."""
+        """Unfinished sequences, also those without a cache yet."""
         return self.num_choices - self.num_finished
 
     @property

@@ -20,7 +20,7 @@ out its actions: `Prefill` and `Decode` by the batch, in batch.py.
 With `overcommit` above 1, the newest request of the lowest priority is swapped out when memory runs
 short. Prompts are prefilled in chunks, with decodes between them. No request overtakes the first
 one that does not fit, so none starves. Cached prefixes are evicted when a request needs memory.
-With a store, one request is admitted before `max_sequences` has room: its lookup runs meanwhile.
+With a store, one request runs inactive until `max_sequences` has room: its lookup can start now.
 """
 
 from __future__ import annotations
@@ -259,10 +259,10 @@ class Scheduler:
 
     def can_insert_prefix(self, request: Request, length: int) -> bool:
         """Return whether the first `length` tokens of a request fit as a cached prefix."""
+        # Counted already: of a running request, its prompt; of an ended one, what prefixes hold.
         budget, counted = self.memory_budget, request.shared_slots
-        if request in self.queue.running:  # it keeps sharing the pages of its prompt
+        if request in self.queue.running:
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
-        # Otherwise it ended: its reserved memory is free again.
         new_slots = np.maximum(self.memory_model.count_slots(length) - counted, 0)
         fits = budget.fits(budget.count_charged(self.queue.running) + new_slots)
         return budget.has_prefixes and fits
@@ -341,7 +341,7 @@ class Scheduler:
         return bool(budget.peak_slots.any()) and not budget.prefix_slots.any()
 
     def _count_slots_after(self, action: Prefill | Decode) -> Ints:
-        """Return the slots of all running requests after `action`, and while it runs."""
+        """Return the slots of running requests after `action`, plus those used while it runs."""
         slots = self.memory_budget.count_allocated(self.queue.running)
         if isinstance(action, Prefill):
             request = action.request
@@ -443,7 +443,7 @@ class ChunkSizer:
         return float(_make_features(count, num_computed) @ coefficients.clip(0.0))
 
     def record_time(self, count: int, num_computed: int, seconds: float) -> None:
-        """Add a measured chunk, weighted by 1 / seconds: the fit minimizes relative errors."""
+        """Add a chunk, divided by its seconds: errors are relative, and each target is 1."""
         row = _make_features(count, num_computed) / max(seconds, 1e-9)
         self._normal_matrix = TIMING_DECAY * self._normal_matrix + np.outer(row, row)
         self._normal_vector = TIMING_DECAY * self._normal_vector + row

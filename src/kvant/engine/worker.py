@@ -69,7 +69,7 @@ class EngineMetrics:
         self.restored_tokens += usage.restored_tokens
 
     def count_token(self, since: float, now: float, *, first: bool) -> None:
-        """Count a token that came at `now`; the previous one, or the request, came at `since`."""
+        """Count a token at `now`; `since` is the time of the previous one, or of the arrival."""
         self.completion_tokens += 1
         (self.first_token_waits if first else self.between_token_waits).append(now - since)
 
@@ -331,6 +331,6 @@ class EngineWorker:
             if error is None and self.is_open:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
-        request.namespace = None  # the last action may keep the request alive
+        request.namespace = None  # so that it can end: the last action may keep the request alive
         stream.finish(error, request.flush_outputs())
         del self.requests[request]

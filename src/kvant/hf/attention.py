@@ -150,7 +150,7 @@ KVANT_IMPLEMENTATIONS = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}
 
 
 def get_transformers_implementation(name: str | None) -> str | None:
-    """Return the transformers name for kvant's name of an attention; keep any other name."""
+    """Return the transformers name of an attention of kvant; return any other name as it is."""
     pairs = KVANT_IMPLEMENTATIONS.items()
     return next((original for original, kvant_name in pairs if kvant_name == name), name)
 
@@ -234,7 +234,7 @@ def disable_folding(modules: list[Any]) -> None:
 
 
 def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Return handles for a pair of handles, unexpanded; expand anything else as the module does.
+    """Return unexpanded handles for a pair of handles; expand other tensors as the module does.
 
     Attention on the returned handles folds the weights into the queries.
     """

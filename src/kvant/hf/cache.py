@@ -36,8 +36,8 @@ MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 class TransformersCache(HFCache):
     """The cache of one batch of sequences, for a transformers model.
 
-    `states` is the kvant cache that stores the rows. Opaque layers, whose state only transformers
-    understands, use its classes; an operation that they do not support is refused. `padding` is the
+    `states` is the kvant cache that stores the rows. Opaque layers belong to transformers, which
+    alone knows their state; an operation that they do not support is refused. `padding` is the
     left padding of each sequence, and `columns` the width of the attention mask it was read from.
     """
 
@@ -122,10 +122,10 @@ class TransformersCache(HFCache):
                 "made for another model, or the configuration does not name all layers"
             )
         if layer_idx == self._first_attention_index:
-            count, is_draft = key_states.shape[2], self.context.record_past
+            count, is_speculating = key_states.shape[2], self.context.record_past
             if self._use_cache_check is not None:
-                self._use_cache_check.check(count, is_draft=is_draft)
-            if is_draft:
+                self._use_cache_check.check(count, is_draft=is_speculating)
+            if is_speculating:
                 self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
                 is_draft = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
                 self.states.holder.external_speculation = is_draft
@@ -421,8 +421,8 @@ class TransformersCache(HFCache):
         if to == 0 < self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
         self.states.rewind(to)
-        # With sinks, padding must be known before rows are appended. Otherwise the next masks
-        # define it.
+        # A rewind to before a sequence's first token cuts its padding. Without sinks, the next
+        # mask says where the sequence starts; with sinks, the given padding stays.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = end_padding(holder.state)

@@ -69,8 +69,8 @@ class CacheContext:
         repeats, remainder = divmod(batch, len(self.padding))
         if remainder:
             raise ValueError(
-                f"rows of {batch} sequences, but an attention_mask of {len(self.padding)}: give "
-                "kvant.cache_for(..., attention_mask=...) the mask of this batch"
+                f"{batch} sequences, but an attention_mask of {len(self.padding)}: give the mask "
+                "of this batch to kvant.cache_for(..., attention_mask=...)"
             )
         return tuple(p for p in self.padding for _ in range(repeats))
 
@@ -85,7 +85,7 @@ class CacheContext:
             )
 
     def check_not_appended(self, index: int) -> None:
-        """Refuse a second append to a layer in one forward; the first layer starts a new one."""
+        """Refuse a second append in one forward; at the first layer it starts a new forward."""
         if index != min(self.states.layers):
             raise CacheError(
                 f"layer {index} got rows twice in one forward: if the second rows are of an "
@@ -96,8 +96,8 @@ class CacheContext:
     def check_first_forward(self, length: int, count: int) -> None:
         """Refuse a model that never appends to some layer: every forward would be rolled back.
 
-        `length` is the number of rows of one layer before it appends `count` more. After a failed
-        first forward, the same prompt may be repeated once.
+        `length` is the number of rows of one layer before it appends `count` more. A failed first
+        forward may be repeated with as many tokens, unless the same layers stayed empty twice.
         """
         if self.first_forward_done or not length:
             return
@@ -211,8 +211,8 @@ def _describe_reads(context: CacheContext, index: int) -> str:
 class UseCacheCheck:
     """Refuse a `generate` with use_cache=False, which passes the whole text at every step.
 
-    The sizes of its first two forwards show this: n tokens, then n + 1. Outside `generate`, such
-    forwards may append only new tokens, so they are allowed.
+    The sizes of its first two forwards show this: n tokens, then n + 1. Outside `generate`, all
+    n + 1 tokens may be new, so such forwards are allowed.
     """
 
     first_num_tokens: int = 0  # in the first forward

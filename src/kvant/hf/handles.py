@@ -5,8 +5,8 @@ operation materializes the dense rows once. So every model works, and most read 
 
 transformers repeats the heads of grouped queries in three steps, which a handle only records:
 
-    [B, H, n, D]  x[:, :, None]  [B, H, 1, n, D]  expand  [B, H, times, n, D]  reshape
-    [B, H * times, n, D]
+    [B, H, n, D] --x[:, :, None]--> [B, H, 1, n, D] --expand--> [B, H, times, n, D]
+                 --reshape--> [B, H * times, n, D]
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PendingAttention:
 
     view: View
     num_new: int
-    num_columns: int  # columns of the model's masks, which cover the newest ones
+    num_columns: int  # the newest columns, which the model's masks cover
     dtype: torch.dtype
     attention_stats: AttentionStats
     is_window_narrowed: bool = False  # the view's window is not the model's
@@ -146,8 +146,8 @@ class PendingAttention:
             packed    [B, H, group, D]
 
         transformers packs the queries of one token (`pack_gqa`), which may be the last token of a
-        chunk. The packed shape is also that of `group` tokens without grouped queries. Return None
-        if it is unknown which of the two `q` is.
+        chunk. A chunk of `group` tokens without grouped queries has the packed shape too. Return
+        None if both are possible.
         """
         if mask is not None and q.shape[1] > 1 and mask.shape[1:3] == (1, q.shape[2]):
             return False  # a mask row per query: the queries are tokens

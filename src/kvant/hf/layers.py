@@ -344,7 +344,7 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # After the last text layer, `length` already counts this forward, so a start may equal it.
+        # A layer after the last text layer records a start that counts its own forward's tokens.
         follows_text = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
             (start, count) for start, count in self._row_counts if start < length + follows_text

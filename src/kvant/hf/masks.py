@@ -60,7 +60,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def is_materialized(self) -> bool:
-        """Whether the dense tensor exists; then only it counts, as callers may have changed it."""
+        """Whether the dense tensor exists; if so, use only it: callers may have changed it."""
         return self._dense is not None
 
     def materialize(self, reason: str) -> Tensor:
@@ -131,6 +131,7 @@ class LazyMask(LazyTensor):
         function, local_size = self.arguments["mask_function"], self.arguments.get("local_size")
         if function is causal_mask_function:
             return Mask()
+        # The closure of and_masks(overlay, causal_mask_function) holds both, in one tuple.
         cells = getattr(function, "__closure__", None)
         parts: Any = cells[0].cell_contents if cells else None
         if not isinstance(parts, tuple) or parts[1:] != (causal_mask_function,):
@@ -317,7 +318,7 @@ def check_padding_hidden(view: View, num_queries: int) -> None:
 
 
 def check_model_window(view: View, num_queries: int) -> None:
-    """Refuse a prompt longer than the window, which the model does not mask here."""
+    """Refuse more queries than the window where the mask of the model has no window."""
     window = view.mask.window
     if window is not None and num_queries > window:
         raise UnsupportedView(
@@ -352,8 +353,8 @@ def check_mask_hides_padding(view: View, mask: Tensor) -> None:
 def make_padding_mismatch_error(view: View) -> CacheError:
     """Make the error for a mask whose padding is not that of the cache."""
     return CacheError(
-        f"the cached sequences begin at columns {_compute_padding(view)}, by this mask they "
-        "begin elsewhere, but padding is not stored: reset the cache, or give this mask to "
+        f"the cached sequences begin at columns {_compute_padding(view)}, but by this mask "
+        "they begin elsewhere; padding is not stored: reset the cache, or give this mask to "
         "kvant.cache_for(..., attention_mask=...) and read all tokens again"
     )
 

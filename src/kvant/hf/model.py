@@ -96,13 +96,13 @@ def get_transformers_model(model: Any) -> PreTrainedModel:
     """Return the transformers model, or raise a TypeError that tells what is needed."""
     if isinstance(model, str):
         raise TypeError(
-            f"{short(model)} is the name of a model: the loaded one is needed, "
+            f"{short(model)} is the name of a model: load it with "
             "AutoModelForCausalLM.from_pretrained(name)"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{type(model).__name__} is no model: a loaded one is needed; for a configuration, "
-            "kvant.plan(config, spec) computes the bytes"
+            f"{type(model).__name__} is no model: load one first; for the bytes of a "
+            "configuration, use kvant.plan(config, spec)"
         )
     hf_model = unwrap_model(model)
     if hf_model is None:
@@ -120,8 +120,8 @@ def _get_wrapped_model(model: Any) -> Any:
         return getattr(model, "_orig_mod", None)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise TypeError(
-            f"{type(model).__name__} adds a learnt prompt, which the model inside does not have: "
-            "kvant supports weight adapters such as LoRA, or the model inside without its prompt, "
+            f"{type(model).__name__} adds a learnt prompt, which kvant does not support: use "
+            "a weight adapter such as LoRA, or the model without the prompt, from "
             "model.get_base_model()"
         )
     return base()
@@ -326,7 +326,7 @@ def supports_chunked_prefill(model: PreTrainedModel) -> bool:
 
 
 def hides_padding(model: PreTrainedModel) -> bool:
-    """Return whether decoded tokens do not attend to padding, so that it need not be stored."""
+    """Return whether decoded tokens ignore padding, so that it need not be stored."""
     return model.config.model_type not in PADDING_VISIBLE_MODEL_TYPES
 
 
@@ -342,8 +342,8 @@ def make_cache_spec(layers: tuple[ModelLayer, ...], spec: AnySpec) -> CacheSpec:
     if isinstance(spec, str) and not has_rows and parse(spec, 1) != parse("raw", 1):
         types = ", ".join(sorted({layer.kind for layer in layers}))
         raise SpecError(
-            f"spec {short(spec)} formats keys and values, but no layer of this model has any "
-            f"({types}): recurrent states are stored as they are; allowed: raw; nearest: raw"
+            f"spec {short(spec)} formats keys and values, but no layer of this model has any: "
+            f"recurrent states ({types}) are stored as they are; allowed: raw; nearest: raw"
         )
     return cache_spec
 
@@ -359,13 +359,13 @@ def check_cross_attention(model: PreTrainedModel, spec: CacheSpec) -> None:
         window = recipe.retention.window if isinstance(recipe, LayerSpec) else None
         if window is not None:
             raise SpecError(
-                f"layer {index}: window={window} on a model that reads an encoder, whose "
+                f"layer {index}: window={window} on a model that reads an encoder: "
                 "cross-attention needs every row; leave the window out"
             )
 
 
 class TokenForward:
-    """Call a model for logits, under the argument names of its own forward."""
+    """Call a model for logits, with the argument names of its forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -2,10 +2,11 @@
 
 transformers does not report its updates, so the length of a state is inferred:
 
-    layers of the model          how the length is known
-    attention after the first    the commit of the attention layers sets it; if a forward starts
-    recurrent layer              before that commit, the previous one failed
-    no attention                 tokens are counted at the first convolution
+    layers of the model   how the length is known
+    some attention        the commit of the attention layers sets it. If an attention layer follows
+                          a recurrent one, a forward that starts before that commit shows that
+                          the previous forward failed
+    no attention          tokens are counted at the first convolution
 
     valid --begin_forward--> in forward --advance_to--> valid
                                  |
@@ -78,13 +79,13 @@ class Recurrence(RecurrentBase):
         if self.length == 0:
             self._load_tensors({})
             self.is_lost = False
-        self.in_forward = False  # last: an interrupt before it leaves no valid length
+        self.in_forward = False  # last: an interrupt before it leaves an invalid state
 
     def check_valid(self) -> None:
         """Refuse a lost state."""
         if self.is_lost:
             raise CacheError(
-                "a forward or a change was abandoned, and a recurrent layer cannot undo its part: "
+                "a forward or an operation was abandoned, and a recurrent layer cannot undo it: "
                 f"rewind to a checkpoint ({self.reachable(self.length)} is the longest) or reset"
             )
 
@@ -176,7 +177,7 @@ class Recurrence(RecurrentBase):
     def _can_crop(self, to: int) -> bool:
         """Return whether the crop of transformers can drop all tokens after `to`.
 
-        A state that is lost, or inside a forward, has no length to drop them from.
+        A state that is lost, or inside a forward, has no known length.
         """
         is_known = not (self.is_lost or self.in_forward)
         return is_known and to >= self.length - self._count_recorded_tokens()
@@ -242,7 +243,7 @@ class Recurrence(RecurrentBase):
 
 
 class RecurrentProgress:
-    """Detector of forwards: each reads the state of the first recurrent layer once."""
+    """Detect forwards: each forward reads the state of the first recurrent layer once."""
 
     def __init__(self, layers: Sequence[ModelLayer], recurrences: Sequence[Recurrence]) -> None:
         self.recurrences = tuple(recurrences)
@@ -261,9 +262,9 @@ class RecurrentProgress:
     def record_state_read(self, layer_idx: int, state_idx: int, has_rows: bool) -> None:
         """Record that the model reads a state, which starts a forward if it is the first state.
 
-        A model without attention counts one token here; `record_conv_tokens` adds the others.
-        `has_rows`: attention rows were appended since the last commit. If the same layer attends
-        and has none, the previous forward failed, or only a part of the model runs.
+        Without attention, this counts one token; `record_conv_tokens` adds the others.
+        `has_rows`: attention rows were appended since the last commit. If the layer also attends
+        and is read again without rows, a forward failed, or only a part of the model runs.
         """
         if (layer_idx, state_idx) != self._first_state:
             return

@@ -71,13 +71,13 @@ class ObservedFrame:
             return Identity()  # no separate values: they are inside the keys
         heads, dim = self.row_squares.shape
         row_squares = _clamp_squares(self.row_squares)
-        # Values have no queries, and a model with attention of its own shows none.
+        # Values have no queries, and a model's own attention passes none: scale = 1 / rms.
         query_squares = (
             1 / row_squares
             if self.query_squares is None
             else self.query_squares.view(heads, -1, dim).mean(1)
         )
-        scale = (_clamp_squares(query_squares) / row_squares) ** 0.25  # of squares
+        scale = (_clamp_squares(query_squares) / row_squares) ** 0.25  # squares -> s
         normalized = scale / scale.log().mean(-1, keepdim=True).exp()
         if not normalized.isfinite().all():
             raise SpecError(
@@ -136,7 +136,8 @@ def _fit_frames(model: PreTrainedModel) -> list[SideFrames]:
         model(ids[:, :1], **arguments)
         for keys, _ in observed:
             keys.query_squares = None  # the first token attends to itself only
-        model(ids[:, 1:], **arguments)  # a later chunk attends to the cache
+        # In one chunk, the tokens would attend to their own rows, and no query would pass a frame.
+        model(ids[:, 1:], **arguments)
     return [
         {"keys": keys.compute_frame(), "values": values.compute_frame()}
         for keys, values in observed

@@ -211,7 +211,7 @@ class _ModelCheck:
             return "its logits are NaN or all equal, so those of two sequences cannot be compared"
         try:
             with ExitStack() as stack:
-                if not get_attachments(self.model):  # as an engine attaches it
+                if not get_attachments(self.model):  # an engine attaches its model too
                     attach(self.model)
                     stack.callback(detach, self.model)
                 merged = merge(self.caches)

@@ -70,7 +70,7 @@ class ModelKeys:
     ) -> None:
         """The weights are checked again after `check_interval` seconds.
 
-        With `exact`, the settings that change only how rows are rounded are part of the keys.
+        With `exact`, the keys also hash the settings that change only the rounding of rows.
         """
         self.spec = cache.spec
         self.no_prefixes_reason: str | None = None  # why prefixes are not cached for this model
@@ -87,7 +87,7 @@ class ModelKeys:
         self._checked: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
     def fork(self, salt: str | None = None) -> ModelKeys:
-        """Return a copy; a `salt` becomes its second salt, and an empty one removes that."""
+        """Return a copy. The first salt stays; `salt` replaces the second (empty: removes it)."""
         fork = copy.copy(self)
         if salt is not None:
             fork._salts = self._salts[:1] + ((salt,) if salt else ())
@@ -153,7 +153,7 @@ def make_page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def explain_no_fingerprint(model: PreTrainedModel) -> str | None:
-    """Return why no key can identify a model's rows; None if one can."""
+    """Return why a key cannot identify a model's rows; None if it can."""
     modules = named_modules(model)
     for name, module in modules:
         label = name or "the model"
@@ -210,7 +210,7 @@ def _describe_tensor_state(tensor: Tensor) -> object:
     Inference tensors have no version: they get a value that equals no other, so they are always
     hashed.
     """
-    if isinstance(tensor, PackedWeight):  # rounded: its codes are never written to
+    if isinstance(tensor, PackedWeight):  # stored as codes, which are never written to
         return id(tensor.matrix)
     if tensor.is_inference():
         return object()

@@ -1,8 +1,8 @@
 """Write prefixes to stores in the background, find them there, and restore them.
 
 A prefix is stored as blobs. A blob is found by the name of a token page (64 tokens, with a key of
-`keys.py`) and a part name. A KV page of a layer group has one or more token pages, and is filed
-under the last of them:
+`keys.py`) and a part name. A KV page has the rows of a layer group for one or more token pages. It
+is stored under the name of the last of them:
 
     page name   <16 hex digits of the root key>/<page key>
     k0-3        KV page 3 of layer group 0
@@ -147,9 +147,17 @@ class PrefixWrite:
         blobs = []
         for pending, payload in zip(batch, payloads, strict=True):
             begin, end = pending.token_range.start, pending.token_range.stop
-            header = pending.page_name, pending.part, self.page_names[begin // PAGE_TOKENS]
-            content = self.tokens[begin:end], payload, numbers
-            blobs.append(Blob(*header, *content, min(self.num_prefilled, end), self.metadata))
+            blob = Blob(
+                page=pending.page_name,
+                part=pending.part,
+                parent_page=self.page_names[begin // PAGE_TOKENS],
+                tokens=self.tokens[begin:end],
+                payload=payload,
+                numbers=numbers,
+                num_prefilled=min(self.num_prefilled, end),
+                metadata=self.metadata,
+            )
+            blobs.append(blob)
         return blobs
 
 
@@ -201,7 +209,7 @@ class PrefixStore:
             pending.append(PendingBlob(None, names[-1], part, tail_range, nbytes))
         pending = [b for b in pending if b.part not in self._known_parts.get(b.page_name, ())]
         write = PrefixWrite(self, page_set, tokens, num_prefilled, names, pending, metadata)
-        if pending and not self.tiers.writer.add(sum(blob.nbytes for blob in pending), write):
+        if not pending or not self.tiers.writer.add(sum(blob.nbytes for blob in pending), write):
             write.cancel()
         return write
 
@@ -254,7 +262,7 @@ class PrefixStore:
         parts_by_page = []
         for name, parts in zip(names, self.tiers.has(names), strict=True):
             known = self._known_parts.get(name, set())
-            known &= parts  # a store may have dropped some
+            known &= parts  # in place: forget the parts that the stores dropped
             parts_by_page.append(parts & known if name in self._rejected_pages else parts)
         for num_pages in range(len(names) - 1, num_cached // PAGE_TOKENS - 1, -1):
             parts, length = parts_by_page[num_pages], num_pages * PAGE_TOKENS
@@ -266,7 +274,7 @@ class PrefixStore:
                         yield StoreHit(tuple(tokens[:end]), names[: num_pages + 1], tail_part)
             if (
                 suffice
-                and num_cached < length < len(tokens)  # one token is left to prefill
+                and num_cached < length < len(tokens)  # leaves a token to prefill
                 and not any(length % size for size in sizes)
                 and all(
                     _name_kv_page(g, length // size - 1) in parts for g, size in enumerate(sizes)
@@ -284,7 +292,7 @@ class PrefixStore:
         """Restore a hit into the pools of `base_cache`; None if it fails or is late.
 
         `base_cache` is of the same model and spec; it is empty or holds the first tokens of the
-        hit. The shapes in a blob are compared with its shapes before any tensor is used.
+        hit. A blob's shapes are compared with those of `base_cache` before any tensor is used.
         """
         begin, seconds_left = time.perf_counter(), deadline.compute_seconds_left()
         try:

@@ -66,8 +66,8 @@ class Prefixes:
 
         Prefixes are also written to a `store` and restored from it: a folder, a URL, or a list of
         these, nearest first. Prefixes of another `salt` are not shared. With `exact`, a hit gives
-        the same bits as a full prefill: it needs `prefill=stored` unless the format is raw, and
-        reused lengths are multiples of 512 tokens, all of them prefilled.
+        the same bits as a full prefill. This needs `prefill=stored` unless the format is raw.
+        Reused lengths are multiples of 512 tokens, and no decoded token is reused.
         """
         limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and limit < 0:
@@ -80,7 +80,7 @@ class Prefixes:
             self.prefix_store = PrefixStore(tiers, shared=tiers is store)
         self.memory = PrefixMemory(limit, self.prefix_store, EXACT_CHUNK if exact else None)
         if self.prefix_store is not None:
-            # Not with `self`: a namespace may still use the memory.
+            # Tied to the memory, not to `self`: a namespace may still use it.
             finalize(self.memory, self.prefix_store.close)
 
     @property

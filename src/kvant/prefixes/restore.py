@@ -1,9 +1,9 @@
 """Restore prefixes from a store in parallel, until a deadline, if a prefill would take longer.
 
-RestoreTimes     before: is the restore expected to beat the prefill?
-LookupDeadline   meanwhile: when the request gives up; frees the memory of a cancelled lookup
-PageReader       the reading: runs of consecutive pages, in parallel
-start_daemon     a thread for calls that a store may block
+RestoreTimes     estimates whether a restore is faster than a prefill
+LookupDeadline   says when the request gives up; frees the memory of a cancelled lookup
+PageReader       reads runs of consecutive pages in parallel
+start_daemon     runs a call that a store may block, in a daemon thread
 
 A store that never answers must not keep a process alive. `concurrent.futures` would: it joins its
 threads at exit without a timeout. The threads here are daemons, joined at exit for a short time
@@ -85,7 +85,7 @@ class RestoreTimes:
     def bound_seconds(self, count: int) -> float:
         """Return a lower bound on the seconds for `count` tokens; 0 before any measurement.
 
-        Assume that a longer restore is not faster, and a shorter one not faster per token.
+        Assume that a longer restore takes no less time, and a shorter one no less per token.
         """
         with self._lock:
             means = self._by_size.values()
@@ -239,7 +239,7 @@ class PageReader:
             max_pages = MAX_RUN_BYTES // max(self.layouts[group].nbytes, 1)
             max_pages = min(MAX_RUN_PAGES, max(1, max_pages))
             numbers = np.array(list(slots), np.int64)
-            for run, _ in find_runs(numbers, numbers):
+            for run, _ in find_runs(numbers, numbers):  # slices of page numbers
                 for begin in range(run.start, run.stop, max_pages):
                     runs.append((group, range(begin, min(begin + max_pages, run.stop))))
         return sorted(runs, key=lambda run: (run[1][0] * self.page_sizes[run[0]], run[0]))

@@ -127,8 +127,8 @@ class Blob:
     parent_page: str  # name of the page before its tokens
     tokens: tuple[int, ...]
     payload: BlobPayload
-    numbers: Mapping[str, int] = field(default_factory=dict)
-    num_prefilled: int = 0  # first tokens of the whole prefix that were prefilled, not decoded
+    numbers: Mapping[str, int] = field(default_factory=dict)  # of the tail state's Snapshot
+    num_prefilled: int = 0  # leading tokens of the prefix, to this blob's end, that were prefilled
     metadata: Mapping[str, str] = field(default_factory=dict)  # for humans: model, spec
 
 
@@ -218,9 +218,8 @@ def _parse_layout(json_bytes: bytes) -> BlobLayout:
     for name, (dtype, shape, _) in entries.items():
         if dtype not in DTYPES or not _are_whole_numbers(shape) or len(shape) > 8:
             raise ValueError(f"field {name}: {dtype} {shape}")
-        if (
-            prod(side or 1 for side in shape) > MAX_BLOB_BYTES
-        ):  # also of empty tensors: sizes overflow
+        # A zero side counts as 1: the other sides of an empty tensor must not overflow.
+        if prod(side or 1 for side in shape) > MAX_BLOB_BYTES:
             raise ValueError(f"field {name}: {shape}")
     layout = BlobLayout.from_shapes(
         {n: (DTYPES[dtype], tuple(shape)) for n, (dtype, shape, _) in entries.items()}

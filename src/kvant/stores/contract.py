@@ -42,21 +42,21 @@ class Store(Protocol):
         """
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
-        """Store a blob; if one has its name, they are equal."""
+        """Store a blob; one of the same name is equal, so it may stay."""
 
     def drop(self, page: str, part: str) -> None:
         """Delete a blob if it exists."""
 
 
 def check_page_name(page: str) -> str:
-    """Return a page name; raise if it is none."""
+    """Return `page`; raise if it is not a page name."""
     if not PAGE_NAME.fullmatch(page):
         raise StoreError(f"{page!r} is not a page name")
     return page
 
 
 def check_part_name(part: str) -> str:
-    """Return a part name; raise if it is none."""
+    """Return `part`; raise if it is not a part name."""
     if not PART_NAME.fullmatch(part):
         raise StoreError(f"{part!r} is not a part name")
     return part
@@ -68,7 +68,7 @@ def filter_part_names(names: Iterable[str]) -> frozenset[str]:
 
 
 def check_blob_size(nbytes: int, source: str) -> int:
-    """Return the size of a blob before it is read; raise if it is too large."""
+    """Return `nbytes`, the size of a blob to read; raise if it is too large."""
     if nbytes > MAX_BLOB_BYTES:
         raise BlobError(f"{source}: {nbytes} bytes, {MAX_BLOB_BYTES} at most")
     return nbytes
@@ -81,7 +81,7 @@ def read_head(data: Bytes, nbytes: int) -> tuple[int, int]:
     _, header, layout = HEAD.unpack_from(data)
     fits = 0 < header <= MAX_HEADER and 0 < layout <= MAX_LAYOUT
     if not fits or header + layout > nbytes - HEAD.size:
-        raise BlobError(f"a header of {header} and {layout} bytes in {nbytes}")
+        raise BlobError(f"a header of {header} bytes and a layout of {layout} in {nbytes} bytes")
     return header, layout
 
 

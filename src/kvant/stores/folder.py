@@ -151,7 +151,7 @@ class FolderStore:
         """
         entries, deleted = list(self), []
         excess = sum(entry.nbytes for entry in entries) - nbytes
-        for entry in choose_evictions(entries, 0):
+        for entry in choose_evictions(entries, 0):  # all, least recently used first
             if excess <= 0:
                 break
             try:
@@ -193,7 +193,7 @@ class FolderStore:
     def _recount(self, nbytes: int) -> int:
         """Count all blobs and evict old ones; return the bytes to write until the next count.
 
-        Other processes write to the folder as well, uncounted until then.
+        Until then, what other processes write is not counted.
         """
         self.delete_unfinished()
         used = sum(entry.nbytes for entry in self)
@@ -307,7 +307,7 @@ def choose_evictions(entries: Iterable[BlobInfo], nbytes: int) -> list[BlobInfo]
 
 
 def _eviction_key(entry: BlobInfo, now: float) -> tuple[int, int]:
-    """Return the minute of the last use (0 if in the future), then the end, last first."""
+    """Return a sort key: minute of the last use (0 if in the future), then later pages first."""
     last_used = entry.last_used if entry.last_used < now + STALE_AFTER_S else 0.0
     number = re.match(r"\d*", entry.part.rpartition("-")[2])  # of the page, or a length
     return int(last_used // 60), -int(f"0{number[0]}" if number else 0)
@@ -383,7 +383,7 @@ def _check_large(file: int, path: Path, size: int) -> None:
         read_head(os.pread(file, HEAD.size, 0), size)
     except BlobError as error:
         raise BlobError(f"{path}: {size} bytes without the head of a blob: {error}") from None
-    hole = os.lseek(file, 0, os.SEEK_HOLE)  # the end of the file where there is none
+    hole = os.lseek(file, 0, os.SEEK_HOLE)  # the end of the file if it has no hole
     os.lseek(file, 0, os.SEEK_SET)
     if hole < size // 2:
         raise BlobError(f"{path}: a sparse file: {size} bytes with a hole at {hole}")

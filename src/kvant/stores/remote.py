@@ -102,7 +102,7 @@ def _redis_key(page: str) -> str:
 
 
 def _parse_redis_url(url: str) -> tuple[str, dict[str, int]]:
-    """Return the URL for redis-py, and the numbers of the query.
+    """Return the URL for redis-py, and the given ones of `db` and `ttl`.
 
     Errors quote no part of a URL that may be a password.
     """
@@ -197,7 +197,7 @@ class ObjectStore:
 
 
 def _make_client_options() -> dict[str, Any]:
-    """Return timeouts and retries, which replace those of the environment."""
+    """Return timeouts and retries; they replace the environment's, except AWS_ALLOW_HTTP."""
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     client = OBJECT_STORE_TIMEOUTS | {"allow_http": allow_http}
     return {"client_options": client, "retry_config": RETRY_CONFIG}

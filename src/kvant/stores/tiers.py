@@ -2,7 +2,8 @@
 
 Every failure is a miss: an error, a timeout, or a corrupt blob, which is dropped. Failures are
 logged and counted in `stats`. After five failures in a row, a store is skipped for half a minute,
-and again if the next call fails. While a call is unanswered for long, its store is skipped, too.
+and for another if the next call fails. A store is also skipped while a call has no answer for ten
+seconds.
 Writes are queued up to a limit of bytes; a write that does not fit is dropped.
 """
 
@@ -29,7 +30,7 @@ log = logging.getLogger("kvant")
 
 T = TypeVar("T")
 Check = Callable[[Blob], None]  # raises a `BlobError` where a blob does not fit
-Work = Callable[[], Iterable[int]]  # works while it is iterated; yields the bytes of each piece
+Work = Callable[[], Iterable[int]]  # a generator; yields the number of bytes of each piece
 MAX_FAILURES_IN_A_ROW = 5  # then the circuit is open
 CIRCUIT_OPEN_S = 30.0
 HANG_TIMEOUT_S = 10.0  # after which an unanswered call counts as hung
@@ -50,7 +51,7 @@ class CircuitBreaker:
         self.store = store
         self.counts: Counter[str] = Counter()
         self._corrupt: set[tuple[str, str]] = set()  # blobs that could not be dropped
-        # Start of each open call, by process and thread: a fork copies those of its parent.
+        # Start of each open call, by process and thread: os.fork copies the calls of the parent.
         self._calls: dict[tuple[int, int], float] = {}
         self._failures_in_a_row = 0
         self._open_until = 0.0
@@ -247,9 +248,9 @@ class BackgroundWriter:
     """A background thread with a queue of works, bounded in bytes.
 
     While other threads of the process compute, it works a small share of the time, and a larger
-    one the fuller the queue is. On Linux it also has a lower priority: threads of one computation
-    all wait for the one whose processor it uses. Priority alone is not enough, since a thread that
-    waits for a processor may have the interpreter's lock.
+    one the fuller the queue is. On Linux it also has a lower priority: a parallel computation waits
+    for its slowest thread, the one that shares a processor with the writer. Priority alone is not
+    enough: while the writer waits for a processor, it may hold the interpreter's lock.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -348,7 +349,7 @@ class BackgroundWriter:
         cpu_time = time.thread_time()
         for piece_nbytes in work():
             yield piece_nbytes
-            with self._changed:  # as a fraction of the limit, without the work in progress
+            with self._changed:  # queued bytes after the current work, as a fraction of the limit
                 backlog = sum(nbytes for nbytes, _ in self._queue[1:]) / max(1, self.max_bytes)
             boost = 1 + FULL_QUEUE_BOOST * backlog
             share = min(1.0, WRITER_CPU_SHARE * (os.cpu_count() or 1) * boost)

@@ -399,7 +399,7 @@ def test_interrupted_decode_loop_leaves_a_committed_length(count: int) -> None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             length = cache.length
             assert length >= tokens, "a committed token is lost"
-            longest *= 0.95 if length > tokens else 1.2
+            longest = min(0.25, longest * (0.95 if length > tokens else 1.2))
             tokens = length
             cache.rollback()
             assert {state.length for state in cache} == {length}

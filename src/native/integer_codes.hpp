@@ -208,11 +208,12 @@ template <class Number> struct FixedWeights {
 template <int BITS, int SPAN, int GN, int NC, int HALF, class Words>
 void quad_values_part(const SealedBlock &block, const Words &words, float unit, int first,
                       const FixedWeights<typename Words::Number> &w, float *acc, int64_t stride) {
+    static_assert(SPAN == 32 || HALF == 0);
     using P = Planes<BITS>;
     constexpr int low_step = SPAN * P::LOW / 2, high_step = SPAN * P::HIGH / 2;
     const uint8_t *lows = block.codes + first / SPAN * low_step;
     const uint8_t *highs = block.codes + block.dim * P::LOW / 2 + first / SPAN * high_step;
-    const int step = 4 * block.width;  // bytes of four rows
+    const int quad = 4 * block.width;  // bytes of four rows
     Ahead ahead = block.ahead;
     F products[GN][NC];
     by_part<Words>([&](auto part) {
@@ -225,8 +226,8 @@ void quad_values_part(const SealedBlock &block, const Words &words, float unit, 
         const auto levels = [&](int c) {
             const int span = (HALF + c) / (SPAN / 16);
             return levels_of(words, [&](auto i) {
-                const uint8_t *a = low + i.value * step + span * low_step;
-                const uint8_t *b = high + i.value * step + span * high_step;
+                const uint8_t *a = low + i.value * quad + span * low_step;
+                const uint8_t *b = high + i.value * quad + span * high_step;
                 return SPAN == 16 || (HALF + c) % 2 == 0 ? value_quads<BITS, SPAN, 0>(a, b)
                                                          : value_quads<BITS, SPAN, SPAN == 32>(a, b);
             });
@@ -234,7 +235,7 @@ void quad_values_part(const SealedBlock &block, const Words &words, float unit, 
         for (int r = 0; r < BLOCK / 4; r += Words::STEP) {
             decltype(levels(0)) codes[NC];
             for (int c = 0; c < NC; c++) codes[c] = levels(c);
-            low += Words::STEP * step, high += Words::STEP * step;
+            low += Words::STEP * quad, high += Words::STEP * quad;
             ahead.fetch_next<Words::STEP * NC * BITS * 8 / Words::PARTS>();
 #pragma GCC unroll 4
             for (int g = 0; g < GN; g++) {
@@ -262,10 +263,12 @@ void quad_values(const SealedBlock &block, const Words &words, float unit, int f
     for (; NC == 2 && first + 32 <= stop; first += 32)
         quad_values_part<BITS, SPAN, GN, NC, 0>(block, words, unit, first, w, acc, stride);
     for (; first < stop; first += 16) {
-        if (SPAN == 16 || first % 32 == 0)
-            quad_values_part<BITS, SPAN, GN, 1, 0>(block, words, unit, first, w, acc, stride);
-        else
-            quad_values_part<BITS, SPAN, GN, 1, 1>(block, words, unit, first, w, acc, stride);
+        if constexpr (SPAN == 32)
+            if (first % 32) {
+                quad_values_part<BITS, SPAN, GN, 1, 1>(block, words, unit, first, w, acc, stride);
+                continue;
+            }
+        quad_values_part<BITS, SPAN, GN, 1, 0>(block, words, unit, first, w, acc, stride);
     }
 }
 

@@ -18,7 +18,8 @@ struct Query {
     alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
     alignas(64) uint32_t fours[MAX_GROUP][MAX_DIM / 2];
     alignas(64) Fine fine[MAX_GROUP][MAX_DIM / 2];
-    float step[MAX_GROUP], sums[MAX_GROUP][MAX_GROUPS];
+    float step[MAX_GROUP];
+    float sums[MAX_GROUP][MAX_GROUPS];  // of the values of pairs; of fours, in units of `step`
 
     // Read the group of queries at one position that share key head `head`.
     void take(const kvant_request &r, int64_t sequence, int64_t head, int64_t query) {

@@ -418,14 +418,14 @@ struct HalfWords {
 private:
     static LaneFloats levels(__m256i x) {
         const __m256i even = half(_mm256_slli_epi16(x, 8)), odd = half(x);
-        return {{converted(even, 0), converted(even, 1)}, {converted(odd, 0), converted(odd, 1)}};
+        return {{convert(even, 0), convert(even, 1)}, {convert(odd, 0), convert(odd, 1)}};
     }
     static __m256i half(__m256i high_byte) {
         return _mm256_and_si256(_mm256_srai_epi16(high_byte, 1),
                                 _mm256_set1_epi16((int16_t)0xbf80));
     }
-    // From memory, as half as many operations convert as from a register.
-    static __m256 converted(const __m256i &halves, int part) {
+    // Convert from memory: from a register it takes twice as many operations.
+    static __m256 convert(const __m256i &halves, int part) {
         __m256 floats;
         asm("vcvtph2ps %1, %0" : "=x"(floats) : "m"(((const __m128i *)&halves)[part]));
         return floats;

@@ -103,8 +103,8 @@ inline void store_fine(const F *w, Fine *fine) {
     for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
 }
 
-// The step of which the weights of a block are multiples, NaN if one is not finite.
-inline float fixed_step(const F *w) {
+// Return the step of which the weights of a query become multiples; NaN if one is not finite.
+inline float choose_step(const F *w) {
     I largest_bits = zeros();
     for (int t = 0; t < BLOCK / 16; t++) largest_bits = max(largest_bits, magnitudes(w[t]));
     const float top = finite_magnitude(largest_bits);
@@ -125,8 +125,8 @@ inline void make_weights(const SealedBlock &block, const SideTables &side, const
         for (int g = 0; g < group; g++)
             weigh(params, p + g * PITCH, block.bias, hidden, w[g], sums.biases(g) + 16 * u);
         float *step = weights.step[u];
-        if (side.bytes || (side.quads && (side.codebook || side.bits < 8))) {
-            for (int g = 0; g < group; g++) step[g] = fixed_step(w[g]);
+        if (side.bytes || (side.quads && side.bits < 8)) {
+            for (int g = 0; g < group; g++) step[g] = choose_step(w[g]);
             for (int g = 0; g < group; g++)
                 side.codebook ? store_fours<true>(w[g], step[g], weights.fours[u][g])
                               : store_fours<false>(w[g], step[g], weights.fours[u][g]);
@@ -172,7 +172,7 @@ inline void coded_values(const SealedBlock &block, const SideTables &side,
 
 inline void sealed_values(const SealedBlock &block, const SideTables &side, int group,
                           const Weights &weights, Sums &sums) {
-    const auto stop = [&](int first) { return std::min(block.dim, first + block.group); };
+    const auto group_stop = [&](int first) { return std::min(block.dim, first + block.group); };
     if (side.quads)
         return with_words(side, [&](auto bits, auto span, const auto &words) {
             using Number = typename std::decay_t<decltype(words)>::Number;
@@ -180,7 +180,8 @@ inline void sealed_values(const SealedBlock &block, const SideTables &side, int 
                 by_four(group, [&](auto n, int g) {
                     const FixedWeights<Number> fixed{weights.fours_of(u, g, Number()), weights.step[u] + g};
                     quad_values<bits.value, span.value, n.value>(
-                        block, words, side.fixed.unit, first, stop(first), fixed, sums.acc[g], Sums::WIDTH);
+                        block, words, side.fixed.unit, first, group_stop(first), fixed,
+                        sums.acc[g], Sums::WIDTH);
                 });
         });
 #if !KVANT_INTEGER_CODES
@@ -192,13 +193,13 @@ inline void sealed_values(const SealedBlock &block, const SideTables &side, int 
             const Tables &t = side.tables;
             switch (side.bits) {
             case 8:
-                return pair_values<8, 16, GN>(block, t.eight, first, stop(first), weights.fine[g],
+                return pair_values<8, 16, GN>(block, t.eight, first, group_stop(first), weights.fine[g],
                                               BLOCK / 2, acc, Sums::WIDTH);
-            case 6: return coded_values<6, GN>(block, side, t.six, first, stop(first), w, acc);
-            case 5: return coded_values<5, GN>(block, side, t.five, first, stop(first), w, acc);
-            case 4: return coded_values<4, GN>(block, side, t.four, first, stop(first), w, acc);
-            case 3: return coded_values<3, GN>(block, side, t.three, first, stop(first), w, acc);
-            case 2: return coded_values<2, GN>(block, side, t.two, first, stop(first), w, acc);
+            case 6: return coded_values<6, GN>(block, side, t.six, first, group_stop(first), w, acc);
+            case 5: return coded_values<5, GN>(block, side, t.five, first, group_stop(first), w, acc);
+            case 4: return coded_values<4, GN>(block, side, t.four, first, group_stop(first), w, acc);
+            case 3: return coded_values<3, GN>(block, side, t.three, first, group_stop(first), w, acc);
+            case 2: return coded_values<2, GN>(block, side, t.two, first, group_stop(first), w, acc);
             }
         });
 #endif

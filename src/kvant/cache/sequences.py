@@ -102,7 +102,7 @@ class SequenceEntry:
         reused = self.request_length if new > 1 else 0
         return Counter(tokens_asked=new + reused, tokens_reused=reused)
 
-    def end_request(self) -> Counter[str]:
+    def start_next_request(self) -> Counter[str]:
         """Begin the next request; return the tokens of the current one."""
         counts = self.count_request_tokens()
         self.request_length = self.cache.length
@@ -336,7 +336,7 @@ class Sequences:
         with self._table.lock:
             sequence = self._table.entries.get(id) or self._table.create(id)
             sequence.is_persistent = True
-            self._table.past_counts += sequence.end_request()
+            self._table.past_counts += sequence.start_next_request()
             self._table.mark_used(id, sequence)
             return sequence.cache
 
@@ -421,7 +421,7 @@ class Sequences:
         with table.lock:
             sequence = table.wait_until_free(id, SequenceEntry.can_write, self.patience)
             if sequence is not None:
-                table.past_counts += sequence.end_request()
+                table.past_counts += sequence.start_next_request()
                 sequence.cache.clear()
                 sequence.request_length = 0
                 table.finish_use(sequence)

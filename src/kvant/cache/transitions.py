@@ -153,7 +153,7 @@ def drop_tokens(state: CacheState) -> Transition:
     )
 
 
-def end_padding(state: CacheState) -> CacheState:
+def drop_pending_padding(state: CacheState) -> CacheState:
     """Drop left padding that is still to be appended; the slots are unchanged."""
     page_tables = []
     for page_table in state.page_tables:

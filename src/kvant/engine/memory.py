@@ -130,7 +130,7 @@ class MemoryBudget:
         self.memory_model = memory_model
         self.max_bytes = max_bytes
         self.overcommit = overcommit
-        self.overcommits = overcommit > 1
+        self.may_swap = overcommit > 1
         self.zero_slots: Ints = np.zeros(len(memory_model.slot_nbytes), np.int64)
         self.has_prefixes = False  # whether prefixes are on
         self.prefix_slots = self.zero_slots  # slots of cached prefixes
@@ -156,7 +156,7 @@ class MemoryBudget:
         if self.max_bytes is None:
             return True
         committed = self.count_committed([*running, request])
-        if not self.overcommits:
+        if not self.may_swap:
             return self.fits(committed)
         if request.is_swapped_out:  # its pages are read, then copied to the pools if there are any
             second_copy = self.count_current(request) if self.peak_slots.any() else NO_SLOTS
@@ -171,7 +171,7 @@ class MemoryBudget:
     def fits_restore(self, request: Request, length: int, running: list[Request]) -> bool:
         """Return whether `length` tokens of a running request may come from a store."""
         slots = self.count_charged(running)
-        if self.overcommits:
+        if self.may_swap:
             slots = slots + self.count_growth(request, max(length, request.num_computed_tokens))
         return self.fits(slots)
 
@@ -183,7 +183,7 @@ class MemoryBudget:
 
     def count_charged(self, requests: list[Request]) -> Ints:
         """Return the slots that count towards the limit: committed; with overcommit, allocated."""
-        count = self.count_allocated if self.overcommits else self.count_committed
+        count = self.count_allocated if self.may_swap else self.count_committed
         return count(requests)
 
     def count_committed(self, requests: list[Request]) -> Ints:
@@ -227,7 +227,7 @@ class MemoryBudget:
         They share the pages of the prompt, unless they may be swapped out.
         """
         slots = num_sequences * self.memory_model.count_slots(length)
-        if num_sequences == 1 or self.overcommits:
+        if num_sequences == 1 or self.may_swap:
             return slots
         shared = self.memory_model.count_shared_slots(request.num_prompt_tokens)
         return slots - (num_sequences - 1) * shared

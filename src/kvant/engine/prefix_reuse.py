@@ -125,7 +125,7 @@ class PrefixReuse:
             log.warning("a prefix was not inserted: %r", error)
         self.update_prefix_slots()
 
-    def reject(self, request: Request) -> None:
+    def reject_restored_prefix(self, request: Request) -> None:
         """Drop the restored prefix of a request: the model failed on it."""
         if request.restored_range and request.namespace is not None:
             request.namespace.reject(request.sequences[0].tokens[: request.restored_range.stop])

@@ -218,12 +218,12 @@ class Scheduler:
         """Update requests and memory after `action` was performed."""
         if isinstance(action, Prefill):
             request = action.request
-            self.chunk_sizer.count_forward(action, self.queue.running)
+            self.chunk_sizer.record_forward(action, self.queue.running)
             request.num_computed_tokens += action.count
             request.prefill_started = True
             request.num_output_tokens += request.is_decoding  # last prompt logits give a token
         elif isinstance(action, Decode):
-            self.chunk_sizer.count_forward(action, self.queue.running)
+            self.chunk_sizer.record_forward(action, self.queue.running)
             for request in action.requests:
                 request.num_output_tokens += 1
         elif isinstance(action, SwapOut):
@@ -400,7 +400,7 @@ class ChunkSizer:
                 return Prefill(request, count)
         return Decode(decoding) if decoding else None
 
-    def count_forward(self, action: Prefill | Decode, running: list[Request]) -> None:
+    def record_forward(self, action: Prefill | Decode, running: list[Request]) -> None:
         """Update the delay of decodes; call this before the action's requests are updated."""
         if isinstance(action, Decode):
             self._decode_delay_s = 0.0

@@ -236,7 +236,7 @@ class EngineWorker:
                 for sequence in request.sequences[1:]:
                     self.batch.caches.fork(prompt, sequence)
         except Exception as error:
-            self.prefix_reuse.reject(request)
+            self.prefix_reuse.reject_restored_prefix(request)
             self._finish(request, error)
             return
         seconds = time.perf_counter() - begin
@@ -247,7 +247,7 @@ class EngineWorker:
             self.prefix_reuse.insert_prefix(request, prompt)
         if is_last:
             if request.restored_range and logits.isnan().any():  # sampling will fail
-                self.prefix_reuse.reject(request)
+                self.prefix_reuse.reject_restored_prefix(request)
             rows = logits.expand(len(request.sequences), -1)
             self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
 

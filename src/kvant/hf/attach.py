@@ -34,7 +34,7 @@ from kvant.hf.model import (
     get_model_layers,
     get_transformers_model,
     has_cross_attention,
-    hides_padding,
+    ignores_padding,
     list_generating_parts,
     make_cache_spec,
 )
@@ -256,7 +256,7 @@ def _prepare_cache(
                 "out, or call kvant.detach(model) first"
             )
         attachment: Attachment = self.__dict__[ATTACHMENT_ATTRIBUTE]
-        mask: Tensor | None = model_kwargs.get("attention_mask") if hides_padding(self) else None
+        mask: Tensor | None = model_kwargs.get("attention_mask") if ignores_padding(self) else None
         backend = attachment.backend
         cache = cache_for(self, attachment.spec, attention_mask=mask, backend=backend)
         if generation_config.is_assistant:

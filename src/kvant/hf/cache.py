@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvant.cache import Cache, constrain_spec
 from kvant.cache.state import CacheState
-from kvant.cache.transitions import end_padding
+from kvant.cache.transitions import drop_pending_padding
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError, RenamedAttribute
 from kvant.hf.cache_context import (
@@ -425,7 +425,7 @@ class TransformersCache(HFCache):
         # mask says where the sequence starts; with sinks, the given padding stays.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
-            holder.state = end_padding(holder.state)
+            holder.state = drop_pending_padding(holder.state)
 
     def _resolve_spec(self, spec: AnySpec) -> CacheSpec:
         """Return the spec of each layer after a recode to `spec`."""

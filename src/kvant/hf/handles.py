@@ -199,7 +199,7 @@ def pack_queries_as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
 
 
 @dataclass(eq=False)
-class PendingPromptAttention(PendingAttention):
+class PendingFirstChunk(PendingAttention):
     """The dense rows of a first chunk: transformers attends to them if no kernel is faster."""
 
     keys: Tensor = field(kw_only=True)

@@ -32,7 +32,7 @@ from kvant.hf.cache_context import AttentionStats, CacheContext, DelegatedAttrib
 from kvant.hf.handles import (
     PendingAttention,
     PendingCrossAttention,
-    PendingPromptAttention,
+    PendingFirstChunk,
     make_handles,
 )
 from kvant.hf.model import ModelLayer
@@ -150,7 +150,7 @@ class AttentionLayer(CacheLayerMixin):
                 or not has_fast_prefill(view)
             ):
                 return key_states, value_states
-            prompt = PendingPromptAttention(
+            prompt = PendingFirstChunk(
                 view,
                 count,
                 count,

@@ -325,7 +325,7 @@ def supports_chunked_prefill(model: PreTrainedModel) -> bool:
     return model.config.model_type not in UNCHUNKED_MODEL_TYPES
 
 
-def hides_padding(model: PreTrainedModel) -> bool:
+def ignores_padding(model: PreTrainedModel) -> bool:
     """Return whether decoded tokens ignore padding, so that it need not be stored."""
     return model.config.model_type not in PADDING_VISIBLE_MODEL_TYPES
 

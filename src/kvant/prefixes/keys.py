@@ -110,7 +110,7 @@ class ModelKeys:
         model = self.model()
         if self._is_unsupported or model is None:
             return None
-        self.no_prefixes_reason = explain_no_fingerprint(model)
+        self.no_prefixes_reason = explain_missing_key(model)
         if self.no_prefixes_reason is not None:
             return None
         root_key = make_root_key(model, self.spec)
@@ -152,7 +152,7 @@ def make_page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     return digest(parent, np.asarray(tokens, "<i8").tobytes())
 
 
-def explain_no_fingerprint(model: PreTrainedModel) -> str | None:
+def explain_missing_key(model: PreTrainedModel) -> str | None:
     """Return why a key cannot identify a model's rows; None if it can."""
     modules = named_modules(model)
     for name, module in modules:

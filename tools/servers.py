@@ -1,8 +1,8 @@
 """Compare servers of one model, each started by its own command, in one run.
 
 `python tools/servers.py --model NAME --server "kvant=kvant serve --port {port} ..." --server ...`
-measures all servers in turn, for several rounds and numbers of clients. Then it measures the second
-turn of a conversation, directly after the first turn and after a restart. `times` columns are
+measures all servers in turn, for several rounds and numbers of clients. Then it measures three
+turns of a conversation, the third one after a restart. `times` columns are
 relative to the first server: its tokens per second, or its waiting time; each is the median of the
 ratios of one round. All servers know the model by the same NAME. While one is measured, the others
 are stopped by SIGSTOP.
@@ -164,7 +164,7 @@ def measure_speeds(
 def measure_turns(
     servers: Sequence[ServerProcess], model: str, num_words: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """Measure the seconds to the first token of the first turn, the second, and after a restart."""
+    """Measure the seconds to the first token of two turns, and of a third after a restart."""
     rng = random.Random(1)
     turns = [make_text(rng, count) for count in (num_words, 16, 16)]
     rows: list[dict[str, Any]] = []

@@ -239,7 +239,7 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
     if page_nbytes > limit:
         raise CacheFileError(
             f"{path}: page={page_size}: open pages would take {page_nbytes} bytes for "
-            f"{row_nbytes} bytes of rows; the limit is {limit}: save it with a smaller page"
+            f"{row_nbytes} bytes of rows, {limit} at most: save it with a smaller page"
         )
 
 

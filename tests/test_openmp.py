@@ -22,25 +22,27 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def list_threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
 def compute() -> None:
     torch.ones(1 << 20).add_(1)
 
 
-def count_threads_after(call: Callable[[], None]) -> int:
+def list_threads_after(call: Callable[[], None]) -> set[str]:
     call()
-    return count_threads()
+    return list_threads()
 
 
 def count_added_threads(*calls: Callable[[], None]) -> list[int]:
-    """Return the additional threads after each of these calls of another thread."""
+    """Return the additional threads after each of these calls of another thread.
+
+    A thread of an earlier test may end meanwhile.
+    """
     with ThreadPoolExecutor(1) as another:
-        another.submit(count_threads).result()  # starts it
-        before = count_threads()
-        return [another.submit(count_threads_after, call).result() - before for call in calls]
+        before = another.submit(list_threads).result()  # starts it
+        return [len(another.submit(list_threads_after, call).result() - before) for call in calls]
 
 
 def test_computing_thread_keeps_workers_until_it_releases_them() -> None:

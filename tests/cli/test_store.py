@@ -181,7 +181,13 @@ def test_pipe_in_place_of_a_blob_is_corrupt(call: Any, store: FolderStore) -> No
     assert code == 1 and "prw-r--r--, a regular file is needed" in out
     code, out, _ = call("store", "verify", str(store.path), "--drop")
     assert code == 0 and not path.exists()
-    path.parent.mkdir(exist_ok=True)
+
+
+def test_pipe_in_place_of_a_blob_is_evicted_first(call: Any, store: FolderStore) -> None:
+    path = blob_path(store, page_key(ONE, 2), "k0-2")
+    path.unlink()
+    for entry in store:  # used two minutes before the pipe
+        os.utime(blob_path(store, entry.page, entry.part), (time.time() - 120,) * 2)
     os.mkfifo(path)
     assert call("store", "prune", str(store.path), "--max-bytes", "0")[0] == 0
     assert list_blobs(store) == set()

@@ -307,10 +307,13 @@ def choose_evictions(entries: Iterable[BlobInfo], nbytes: int) -> list[BlobInfo]
 
 
 def _eviction_key(entry: BlobInfo, now: float) -> tuple[int, int]:
-    """Return a sort key: minute of the last use (0 if in the future), then later pages first."""
-    last_used = entry.last_used if entry.last_used < now + STALE_AFTER_S else 0.0
+    """Return a sort key: minute of the last use, then later pages first.
+
+    The minute is 0 for a time in the future and for a file without bytes, which is no blob.
+    """
+    is_valid = entry.nbytes > 0 and entry.last_used < now + STALE_AFTER_S
     number = re.match(r"\d*", entry.part.rpartition("-")[2])  # of the page, or a length
-    return int(last_used // 60), -int(f"0{number[0]}" if number else 0)
+    return int(entry.last_used // 60) if is_valid else 0, -int(f"0{number[0]}" if number else 0)
 
 
 def _levels(page: str) -> tuple[str, str, str]:

@@ -1,6 +1,7 @@
 """Shared setup of every test: the same seed, one thread, reproducible hypothesis examples."""
 
 import gc
+import itertools
 import math
 import os
 from collections import Counter
@@ -17,6 +18,8 @@ from kvant.cache import layout
 # Triton reads this at its first import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+FOLDER_NUMBERS = itertools.count()  # `mktemp` would list all earlier folders at each test
 
 # A busy machine must not fail a test, so nothing here is timed.
 settings.register_profile(
@@ -58,7 +61,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provide an empty folder for verdicts and unlimited probing time, for busy machines."""
-    home = tmp_path_factory.mktemp("cache")
+    home = tmp_path_factory.getbasetemp() / f"cache{next(FOLDER_NUMBERS)}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr("kvant.probing.guard.TRIAL_SECONDS", math.inf)
     return home / "kvant" / "verdicts"

@@ -204,7 +204,7 @@ def test_selected_sequences_continue_like_their_own_batches(text: str) -> None:
         cache[0].append(keys[[2, 0], :, 150:], values[[2, 0], :, 150:])
     assert_same(whole.snapshot(), part.snapshot())
     assert part.nbytes <= whole.nbytes <= part.nbytes + nbytes // 3  # pages of the removed one
-    whole.check()
+    whole.state.pools.check()
 
 
 def test_select_keeps_the_padding_of_each_sequence() -> None:
@@ -228,12 +228,10 @@ def test_repeated_sequences_diverge() -> None:
     assert [read_tags(cache[0], b)[-2:] for b in range(2)] == [[63, 500], [63, 600]]
 
 
-def test_reorder_needs_one_index_per_sequence() -> None:
+def test_select_repeats_and_reorders_sequences() -> None:
     cache = make_cache("raw", 3, batch=3)
-    cache.reorder(torch.tensor([1, 1, 0]))
+    cache.select(torch.tensor([1, 1, 0]))
     assert [read_tags(cache[0], b)[0] for b in range(3)] == [1000, 1000, 0]
-    with pytest.raises(ValueError, match="2 sequences of a batch of 3"):
-        cache.reorder([0, 1])
 
 
 @pytest.mark.parametrize("index", [[3], [-1], [0, 7], [[0, 1]], []])
@@ -441,7 +439,7 @@ def test_prompt_of_twenty_windows_runs_in_bounded_memory(seed: int) -> None:
         pages = -(-(window + slack) // page) + 2  # the open page, and the page of the sinks
         assert state.held <= window + sinks
         assert state.nbytes <= pages * page_nbytes
-        state.check()
+        state.state.pools.check()
     assert read_positions(state) == [0, 1, 2, 3, *range(total - window, total)]
 
 

@@ -94,7 +94,7 @@ def test_interrupted_forward_is_in_all_layers_or_in_none(text: str) -> None:
         assert [read_tags(state) for state in cache] == [read_tags(state) for state in reference], (
             instruction
         )
-        cache.check()
+        cache.state.pools.check()
     assert outcomes == {LENGTH, LENGTH + 1}
 
 
@@ -158,8 +158,8 @@ def test_interrupted_operation_applies_to_all_layers_or_none(verb: str, reads_le
         assert {state.length for state in cache} == {length + 1}, instruction
         assert [read_tags(state) for state in cache] == [list(range(length + 1))] * 3, instruction
         assert [state.spec for state in cache] == list(cache.spec.layers), instruction
-        cache.check()
-        start.check()
+        cache.state.pools.check()
+        start.state.pools.check()
     assert not reads_length or True in outcomes
 
 
@@ -195,7 +195,7 @@ def test_rewind_without_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     assert_same(before, cache.snapshot())
     cache.rewind(100)
-    cache.check()
+    cache.state.pools.check()
     forward(cache, 1)
     assert [read_tags(state) for state in cache] == [list(range(101))] * 3
 
@@ -247,7 +247,7 @@ def test_interrupted_hybrid_applies_to_all_layers_or_none_or_raises(verb: str) -
         total = run_interrupted(lambda: act(fork), None)
         for instruction in (*list_moments(total, 40), 2 * total):  # the last one is after the end
             cache = start.fork()
-            cache.states.check()  # recounts slots if the last interrupt left them inconsistent
+            cache.state.pools.check()  # recounts slots if the last interrupt left them inconsistent
             run_interrupted(lambda cache=cache: act(cache), instruction)  # type: ignore[misc]
             try:
                 actual = logits(cache)
@@ -339,7 +339,7 @@ def test_interrupted_select_applies_to_all_layers_or_none(text: str) -> None:
         outcomes.add(acted)
         for state in cache:
             state.append(make_rows(0, 70, batch=2), make_rows(0, 70, batch=2))
-        cache.check()
+        cache.state.pools.check()
         assert_same(start.snapshot(), before)
     assert outcomes == {True, False}
 
@@ -373,7 +373,7 @@ def test_prompt_is_pruned_after_any_interrupt(verb: str) -> None:
         cache.prune()
         assert cache[0].held == 64, instruction
         assert_same(cache.snapshot(), pruned[0 if cache.length == 300 else 1])
-        cache.check()
+        cache.state.pools.check()
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.laws)])
@@ -403,7 +403,7 @@ def test_interrupted_decode_loop_leaves_a_committed_length(count: int) -> None:
             tokens = length
             cache.rollback()
             assert {state.length for state in cache} == {length}
-            cache.check()
+            cache.state.pools.check()
             if length:
                 assert [read_tags(state) for state in cache] == [list(range(length))[-64:]] * 8
     finally:

@@ -121,7 +121,7 @@ def test_any_error_undoes_the_recode(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         cache.recode("affine8")
     monkeypatch.undo()
-    cache.check()
+    cache.state.pools.check()
     assert_same(cache.snapshot(), before)
     forward(cache, 1)
     assert read_tags(cache[0]) == list(range(301))

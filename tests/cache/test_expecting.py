@@ -79,7 +79,7 @@ def test_expect_then_arrive_equals_append(text: str, capacity: str) -> None:
             q = torch.randn(2, 4, 1, 32)
             assert torch.equal(attend(q, first[0].view()), attend(q, view))
     assert (first.nbytes, first.stats()["appends"]) == (second.nbytes, second.stats()["appends"])
-    first.check()
+    first.state.pools.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -99,7 +99,7 @@ def test_expect_changes_no_readable_row(text: str) -> None:
             cache.rollback()
         for layer in cache:
             layer.append(*make_rows(1))
-        cache.check()
+        cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -126,7 +126,7 @@ def test_shared_pages_are_copied_before_rows_arrive() -> None:
             write_rows(pages, *new)
         commit_token(kv_cache, "elsewhere")
     assert_same(fork.snapshot(), before)
-    cache.check()
+    cache.state.pools.check()
 
 
 def test_expect_beyond_capacity_is_refused() -> None:
@@ -136,7 +136,7 @@ def test_expect_beyond_capacity_is_refused() -> None:
     with pytest.raises(CapacityError, match="152 tokens for a capacity of 151"):
         plan_token(cache)
     assert_same(cache.snapshot(), before)
-    cache.check()
+    cache.state.pools.check()
 
 
 def test_unsupported_layers_give_a_reason() -> None:

@@ -255,7 +255,7 @@ def test_rolled_back_chunk_frees_its_pages() -> None:
     for _ in range(198):
         forward(single, 1)
     assert before <= cache.nbytes <= single.nbytes
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -321,8 +321,8 @@ def test_tokens_survive_when_freeing_memory_fails(
         forward(cache, 140)
     large = cache.nbytes
     assert [read_tags(state) for state in cache] == [list(range(330))] * 2
-    cache.check()
+    cache.state.pools.check()
     forward(cache, 140)
     assert cache.nbytes < large
     assert [read_tags(state) for state in cache] == [list(range(470))] * 2
-    cache.check()
+    cache.state.pools.check()

@@ -98,7 +98,7 @@ def test_attention_covers_the_rows_that_survive_a_prune(form: str, method: str) 
     before = [surviving_rows(state, b) for b in range(3)]
     assert [len(before[b][0][0]) for b in range(3)] == list(LENGTHS)
     state.prune()
-    state.check()
+    state.state.pools.check()
     for b, length in enumerate(LENGTHS):
         keep = max(-(-length * 3 // 10), NUM_PROTECTED_ROWS)
         after = surviving_rows(state, b)
@@ -248,7 +248,7 @@ def test_scores_that_allow_it_prune_during_decode(method: str) -> None:
         assert lengths == list(range(64, 64 + len(lengths)))
     else:
         assert lengths == [64 + i % (MAX_DECODE_EXCESS + 1) for i in range(len(lengths))]
-    state.check()
+    state.state.pools.check()
 
 
 def test_second_prompt_is_pruned_together_with_the_reply() -> None:
@@ -273,7 +273,7 @@ def test_rewind_to_pruned_rows_is_refused() -> None:
     assert state.length == 304
     state.rewind(300)
     assert state.trim(300) == 300 and state.length == 0
-    state.check()
+    state.state.pools.check()
 
 
 def test_prune_without_queries_raises_and_changes_nothing() -> None:
@@ -283,7 +283,7 @@ def test_prune_without_queries_raises_and_changes_nothing() -> None:
     with pytest.raises(CacheError, match="were not recorded"):
         state.prune()
     assert state.nbytes == before and state.length == 300
-    state.check()
+    state.state.pools.check()
 
 
 def test_partly_rewound_prompt_is_pruned_by_its_remaining_queries() -> None:
@@ -328,13 +328,13 @@ def test_operations_keep_the_surviving_rows(verb: str, moment: str, form: str) -
         state, chosen = LayerCache(state.spec, cache=state.cache.extract(1)), [1]
     if moment == "before":
         plain.prune(), state.prune()
-    state.check()
+    state.state.pools.check()
     rows = [make_noise(3, HEADS, 1, DIM, seed=n) for n in (50, 51)]
     q = make_noise(3, HEADS * GROUP, 1, DIM, seed=52)
     expected = attend(q, plain.append(*rows))[chosen]
     actual = attend(q[chosen], state.append(*(r[chosen] for r in rows)))
     assert torch.allclose(actual, expected, atol=1e-6)
-    state.check()
+    state.state.pools.check()
 
 
 def test_caches_of_different_lengths_are_merged() -> None:
@@ -350,7 +350,7 @@ def test_caches_of_different_lengths_are_merged() -> None:
     for b, state in enumerate(states):
         single = attend(q[b : b + 1], state.append(*(r[b : b + 1] for r in rows)))
         assert torch.allclose(actual[b : b + 1], single, atol=1e-6)
-    merged.check()
+    merged.state.pools.check()
     merged.remove(0)
     assert merged.lengths == [131, 91]
 
@@ -365,7 +365,7 @@ def test_fork_of_a_pruned_cache_shares_its_pages() -> None:
     assert pooled["nbytes_shared"] > 0
     assert torch.equal(attend_next_token(fork, 100), attend_next_token(state, 100))
     for state_ in (other, fork, state):
-        state_.check()
+        state_.state.pools.check()
 
 
 @pytest.mark.parametrize("method", ["keydiff:100", "keydiff:100:adaptive"])
@@ -378,7 +378,7 @@ def test_file_holds_the_surviving_rows(tmp_path: Path, method: str) -> None:
     loaded = LayerCache(state.spec, cache=kvant.load(tmp_path / "cache"))
     assert torch.equal(attend_next_token(state, 100), attend_next_token(loaded, 100))
     assert loaded.reachable(299) == 0
-    loaded.check()
+    loaded.state.pools.check()
 
 
 @pytest.mark.parametrize("method", ["keydiff:100", "keydiff:100:adaptive"])
@@ -388,7 +388,7 @@ def test_recode_stores_the_surviving_rows(method: str) -> None:
     state.recode(
         replace(state.spec, keys=make_spec("affine8").keys, values=make_spec("fp8").values)
     )
-    state.check()
+    state.state.pools.check()
     expected, actual = attend_next_token(plain, 100), attend_next_token(state, 100)
     assert not torch.equal(actual, expected) and float((actual - expected).abs().max()) < 0.1
     with pytest.raises(SpecError, match="reset"):
@@ -494,7 +494,7 @@ def test_failed_forward_after_a_prune_is_rolled_back() -> None:
     cache[0].append(make_noise(1, HEADS, 1, DIM), make_noise(1, HEADS, 1, DIM))
     cache.rollback()
     assert (cache.length, cache.nbytes) == (300, before)
-    cache.check()
+    cache.state.pools.check()
 
 
 def test_failed_prune_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +509,7 @@ def test_failed_prune_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(pruning, "write_retained_rows", broken)
         with pytest.raises(MemoryError):
             cache.prune()
-    cache.check()
+    cache.state.pools.check()
     assert cache.length == 300 and cache[0].read()[0].shape[2] == 300
     assert cache.prune() == 236
 
@@ -622,7 +622,7 @@ def test_prompt_is_pruned_when_it_is_merged() -> None:
     merged = LayerCache(fresh.spec, cache=kvant.merge([pruned.cache, fresh.cache]))
     assert int((merged.positions()[1] >= 0).sum()) == 64
     assert int((fresh.positions() >= 0).sum()) == 300
-    merged.check(), fresh.check()
+    merged.state.pools.check(), fresh.state.pools.check()
 
 
 @pytest.mark.parametrize("method", ["tova", "keydiff"])
@@ -634,7 +634,7 @@ def test_merging_into_a_decoding_batch_changes_no_other_sequence(method: str) ->
     prefill_turn(merged, 3)
     assert int((before[0] >= 0).sum()) == 64 + MAX_DECODE_EXCESS + 1
     assert int((merged.positions()[0] >= 0).sum()) == 67
-    merged.check()
+    merged.state.pools.check()
 
 
 @pytest.mark.parametrize("method", ["tova", "keydiff", "snapkv"])

@@ -42,7 +42,7 @@ def test_layer_groups_merged_by_a_recode_keep_the_union_of_rows(order: tuple[int
         assert (values - positions).abs().max() < 2
         assert positions.tolist() == list(range(length - 128, length))
     assert cache.reachable(420) == 0
-    cache.check()
+    cache.state.pools.check()
 
 
 def test_layers_of_different_slack_are_widened_to_the_largest() -> None:

@@ -39,7 +39,7 @@ def test_fork_of_many_tokens_allocates_no_page(text: str) -> None:
     cache.select([0] * 7)
     assert count_slots(cache) == before
     assert [count_slots(clone) for clone in forks] == [before] * 5
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8"])
@@ -53,7 +53,7 @@ def test_write_copies_only_the_open_page(text: str) -> None:
     forward(cache, 1)  # the only holder by now
     assert [after - n for after, n in zip(count_slots(fork), before, strict=True)] == [1, 0]
     assert (read_tags(cache[0])[-2:], read_tags(fork[0])[-2:]) == ([8198, 8199], [8199, 8200])
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8"])
@@ -66,7 +66,7 @@ def test_last_holder_of_a_page_appends_in_place(text: str) -> None:
     assert [after - n for after, n in zip(count_slots(cache), before, strict=True)] == [3, 0]
     assert len({tuple(read_tags(cache[0], index)) for index in range(4)}) == 4
     assert all(read_tags(cache[1], index)[:71] == read_tags(cache[1])[:71] for index in range(4))
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8"])
@@ -77,7 +77,7 @@ def test_page_with_another_holder_is_copied_for_every_continuation(text: str) ->
     forward(cache, 1, batch=4)
     assert [after - n for after, n in zip(count_slots(cache), before, strict=True)] == [4, 0]
     assert read_tags(fork[0]) == list(range(71))
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -100,7 +100,7 @@ def test_longest_holder_appends_in_place_and_a_failed_forward_adds_no_row(
     for index, length in enumerate(lengths):
         tags = read_tags(merged[0], index)
         assert tags[-length - 1 : -1] == list(range(length))
-    merged.check()
+    merged.state.pools.check()
 
 
 def test_fork_at_a_page_boundary_copies_nothing() -> None:
@@ -120,7 +120,7 @@ def test_extract_and_merge_allocates_no_page(text: str) -> None:
     assert [read_tags(merged[1], sequence) for sequence in (0, 1)] == [
         read_tags(cache[1], w) for w in (2, 0)
     ]
-    merged.check()
+    merged.state.pools.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -131,8 +131,8 @@ def test_merge_across_pools_copies_pages_once(text: str) -> None:
     for _ in range(2):
         for index, cache in enumerate((first, second)):
             assert_same(merged.extract(index).snapshot(), cache.snapshot())
-            cache.check()
-        merged.check()
+            cache.state.pools.check()
+        merged.state.pools.check()
         forward(first, 70)
         forward(second, 70)
         more = torch.cat([make_rows(300, 370), make_rows(200, 270)])
@@ -148,7 +148,7 @@ def test_removed_sequence_releases_its_pages(text: str) -> None:
     assert [read_tags(cache[0], sequence) for sequence in (0, 1)] == expected
     forward(cache, 100, batch=2)
     assert count_slots(cache) == before or "window" in text or "affine" in text
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -172,7 +172,7 @@ def test_threads_append_to_forks_of_one_cache(text: str) -> None:
         assert [layer[-steps:] for layer in layers] == [tail] * 2
         assert [layer[-steps - 1] for layer in layers] == [189] * 2
     assert_same(before, cache.snapshot())
-    cache.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8,window=100,sinks=0"])
@@ -202,7 +202,7 @@ def test_forks_are_freed_while_others_are_written_to(text: str) -> None:
         forgetting.result(60)
     assert tags == list(range(130 + 3 * rounds))[-len(tags) :]
     gc.collect()
-    cache.check()
+    cache.state.pools.check()
     forward(cache, 1)
     sizes = count_slots(cache)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_fork_may_be_freed_while_stats_are_read(
     forward(forks[0], 1)
     assert not dropped
     monkeypatch.undo()
-    cache.check()
+    cache.state.pools.check()
     assert read_tags(cache[0]) == list(range(130)) and read_tags(forks[0][0]) == list(range(131))
 
 
@@ -251,9 +251,9 @@ def test_fork_collected_during_stats_is_counted_once() -> None:
     for pools in cache.state.pools:
         for pool in (pools.open, pools.sealed):
             pool.orphaned_slots = CollectedSlots()
-    cache.check()
+    cache.state.pools.check()
     gc.collect()
-    cache.check()
+    cache.state.pools.check()
 
 
 class ConcurrentAction:
@@ -289,9 +289,9 @@ def test_threads_wait_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -
         return slots_of(holder, pool)
 
     monkeypatch.setattr(StateHolder, "list_slots", check_with_action)
-    cache.check()
+    cache.state.pools.check()
     other.end()
-    cache.check()
+    cache.state.pools.check()
     assert read_tags(fork[0]) == list(range(430))
 
 
@@ -315,10 +315,10 @@ def test_threads_wait_while_a_cache_registers_its_new_pages() -> None:
     pool.counted_holders = CountsWithAction(pool.counted_holders, other)
     second = fork.fork()
     other.end()
-    cache.check()
+    cache.state.pools.check()
     assert (read_tags(cache[0]), read_tags(fork[0])) == (list(range(170)), list(range(100)))
     del fork, second
-    cache.check()
+    cache.state.pools.check()
 
 
 def test_threads_wait_while_a_cache_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_threads_wait_while_a_cache_moves(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Storage, "ensure_slots", fit_and_act)
     fork.move("meta")
     other.end()
-    cache.check()
+    cache.state.pools.check()
     assert fork.length == 100 and read_tags(cache[1])[-1] == 499
 
 
@@ -366,4 +366,4 @@ def test_threads_wait_while_growth_is_forecast(monkeypatch: pytest.MonkeyPatch) 
     other = pool._free_slots.other
     assert fork[0].nbytes_after_append(more, more) == expected
     other.end()
-    cache.check()
+    cache.state.pools.check()

@@ -97,7 +97,7 @@ def test_restored_cache_equals_the_source(spec: str, length: int) -> None:
         for first, second in zip(restored[layer].read(), cache[layer].read(), strict=True):
             assert torch.equal(first, second)
     assert not empty.length
-    empty.check()
+    empty.state.pools.check()
 
 
 @pytest.mark.parametrize("other_length", [64, 200, 300])
@@ -123,9 +123,9 @@ def test_restored_cache_shares_pages_with_the_other_cache(spec: str, other_lengt
             - other_slots
         )
         assert set(missing.values()) <= new
-    restored.check()
+    restored.state.pools.check()
     del arrival, restored
-    other.check()
+    other.state.pools.check()
     now = other.snapshot()
     assert all(torch.equal(now.tensors[name], x) for name, x in before.tensors.items())
 
@@ -146,7 +146,7 @@ def test_other_cache_may_reallocate_while_pages_arrive(spec: str) -> None:
     now = [storage.sides for storage in second.state.storages.values()]
     assert all(first is not two for first, two in zip(old_sides, now, strict=True))
     assert_same(arrival.finish(300), cache)
-    second.check()
+    second.state.pools.check()
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "fp8,page=128", "affine6,slack=0"])
@@ -174,7 +174,7 @@ def test_dropped_restore_frees_its_slots() -> None:
     arrival.write_pages(0, range(2), read_pages(pieces, 0, range(2)))
     assert sum(pool.size - pool.num_free for pool in empty.state.pools[0]) > 4
     del arrival
-    empty.check()
+    empty.state.pools.check()
     for pool in empty.state.pools[0]:
         pool.collect_orphans()
         assert pool.num_free == pool.size
@@ -242,7 +242,7 @@ def test_sequences_of_another_length_or_number_are_refused() -> None:
         bad_tail = Snapshot({**rest.tensors, **state}, {**rest.numbers, "1/now": length})
         with pytest.raises(SnapshotMismatch, match=r"one of 100|batches of"):
             RestoreBuffer(empty, 100, bad_tail)
-    empty.check()
+    empty.state.pools.check()
 
 
 def test_tail_state_without_rows_takes_the_tensors_of_its_pages() -> None:
@@ -272,7 +272,7 @@ def test_finished_restore_ignores_further_pages() -> None:
     store_missing_pages(arrival, pieces)
     after = fork.snapshot()
     assert all(torch.equal(after.tensors[name], x) for name, x in before.tensors.items())
-    other.check()
+    other.state.pools.check()
 
 
 def test_restore_without_a_target_allocates_its_own_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,4 +291,4 @@ def test_restore_without_a_target_allocates_its_own_slots(monkeypatch: pytest.Mo
     for layer in range(3):
         other[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
     assert other.length == 600
-    other.check()
+    other.state.pools.check()

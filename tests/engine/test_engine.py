@@ -85,7 +85,7 @@ def wait_until_idle(engine: Engine) -> None:
     while (stats := engine.stats())["running"] or stats["waiting"]:
         threading.Event().wait(0.001)
     engine.close()
-    engine._worker.batch.caches.empty_cache.states.check()
+    engine._worker.batch.caches.empty_cache.state.pools.check()
     assert not any(engine._worker.batch.caches.stats([]).values()) and not engine._worker.requests
 
 

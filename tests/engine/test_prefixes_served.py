@@ -36,7 +36,7 @@ def test_every_family_serves_requests_that_join_and_leave(name: str) -> None:
     with make_engine(model, max_sequences=2, prefixes=prefixes) as engine:
         streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in asked]
         results = [stream.result() for stream in streams]
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
     expected = [generate_alone(model, prompt, max_new_tokens=5) for prompt in asked]
     assert [list(result.tokens) for result in results] == expected
     if name not in FOREIGN and TransformersDecoder(model).supports_chunked_prefill:
@@ -148,7 +148,7 @@ def test_swapped_out_requests_hit_and_are_hit() -> None:
         actual = [list(stream.result().tokens) for stream in streams]
         assert engine.stats()["put_aside"] > 0
         wait_until_idle(engine)
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
     assert actual == [generate_alone(model, prompt, max_new_tokens=90) for prompt in asked]
     assert_no_leaks(prefixes)
 
@@ -178,7 +178,7 @@ def test_idle_engine_counts_shared_pages_once() -> None:
         for prompt in make_prompts(5, longest=200):
             engine.submit(prompt, max_new_tokens=3, ignore_end=True).result()
         wait_until_idle(engine)
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
         assert engine.stats()["nbytes_held"] == prefixes.stats()["nbytes"] > 0
         assert prefixes.stats()["nbytes_idle"] == prefixes.stats()["nbytes"]
     assert_no_leaks(prefixes)

@@ -41,7 +41,7 @@ def test_every_family_hits_the_store_after_a_restart(
         with make_engine(model, max_sequences=2, prefixes=prefixes) as engine:
             streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in asked]
             results = [stream.result() for stream in streams]
-            engine._worker.batch.caches.empty_cache.states.check()
+            engine._worker.batch.caches.empty_cache.state.pools.check()
             prefixes.flush()
         assert [list(result.tokens) for result in results] == expected
         if keeps and restarted:
@@ -134,7 +134,7 @@ def test_many_requests_run_in_memory_for_two(
                 able += (len(conversations[user]) - 1) // 64 * 64 if turn else 0
                 hit += result.usage.cached_tokens if turn else 0
                 conversations[user] = turn_prompts[user] + list(result.tokens)
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
         prefixes.flush()
     assert max(peak) <= two
     assert hit >= 0.95 * able, f"{hit} of {able}"
@@ -194,7 +194,7 @@ def test_late_restore_leaves_memory_to_other_requests(
         assert not engine.submit(prompts[3], **options).result().usage.restored_tokens
         slow.go.set()
         engine.submit(make_tokens(70, seed=98), **options).result()
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
     assert max(peak) <= limit
     assert_no_leaks(prefixes)
     prefixes.close()
@@ -248,7 +248,7 @@ def test_restored_page_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with make_engine(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
         streams = [engine.submit(p, max_new_tokens=2, ignore_end=True) for p in prompts]
         assert [stream.result().usage.restored_tokens for stream in streams] == [448] * 4
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
         prefixes.flush()
     assert_no_leaks(prefixes)
     prefixes.close()
@@ -302,7 +302,7 @@ def test_stalled_store_writes_hold_no_memory(
         asked = [make_tokens(shared, seed=0) + make_tokens(200, seed=1 + n) for n in range(8)]
         streams = [engine.submit(p, max_new_tokens=8, ignore_end=True) for p in asked]
         assert all(len(stream.result(60).tokens) == 8 for stream in streams)
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
         assert prefixes.stats()["evicted"]
         StuckStore.take.set()
         prefixes.flush()
@@ -383,7 +383,7 @@ def test_prompt_arriving_during_a_lookup_is_served(tmp_path: Path) -> None:
         second = engine.submit(prompt, max_new_tokens=2, ignore_end=True)
         assert second.result().usage.restored_tokens == 192
         assert len(first.result().tokens) == 2
-        engine._worker.batch.caches.empty_cache.states.check()
+        engine._worker.batch.caches.empty_cache.state.pools.check()
 
 
 def test_failed_store_write_fails_no_request(

@@ -47,7 +47,7 @@ def test_first_token_after_a_prompt_prunes(name: str) -> None:
     by_hand = prefill_prompt(model, SPEC, prompt)
     assert by_hand.prune() == 450 - 113
     assert torch.equal(decode_logits(model, by_hand, [450], [0]), pruned_logits)
-    cache.states.check()
+    cache.state.pools.check()
 
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)

@@ -113,7 +113,7 @@ def test_sequences_join_and_leave(name: str) -> None:
     merged.remove(1)
     assert merged.lengths == [PROMPTS[0] + STEPS, PROMPTS[2] + STEPS]
     assert (single.lengths, single.length) == ([PROMPTS[2] + STEPS], PROMPTS[2] + STEPS)
-    merged.states.check()
+    merged.state.pools.check()
     rejoined = kvant.merge([merged, caches[1]])
     assert rejoined.lengths == [PROMPTS[0] + STEPS, PROMPTS[2] + STEPS, PROMPTS[1]]
 

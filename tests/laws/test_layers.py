@@ -139,9 +139,9 @@ def copies_are_identical_and_apart(case: Case) -> None:
         copy[0].append(*case.rows(4, 70))
         assert_same(cache.snapshot(), copy.snapshot())
         copy[0].append(*case.rows(5 + number, 70))
-        copy.check()
+        copy.state.pools.check()
     assert cache.length == 270
-    cache.check()
+    cache.state.pools.check()
 
 
 def save_and_load(cache: Cache) -> Cache:
@@ -168,7 +168,7 @@ def bytes_are_planned(case: Case) -> None:
         assert state.nbytes_used <= state.nbytes <= planned_nbytes
         if case.start is None:
             assert planned_nbytes - state.nbytes <= case.sequences * peak
-        state.check()
+        state.state.pools.check()
 
 
 def plan_nbytes(shape: Shape, spec: CacheSpec, length: int, sequences: int) -> int:
@@ -198,7 +198,7 @@ def attention_is_over_read_rows(case: Case) -> None:
                 assert (out.double() - expected).abs().max() <= case.tolerance(backend), backend
         assert state.held == rows[0].shape[2] == positions.shape[1]
         assert state.max_held is None or state.held <= state.max_held
-        state.check()
+        state.state.pools.check()
 
 
 LAWS: tuple[Law, ...] = (

@@ -42,8 +42,8 @@ def batched_equals_alone(case: Case) -> None:
             caches = [caches[index] for index in (3, 0, 2)]
     for index, cache in enumerate(caches):
         assert_same(merged.extract(index).snapshot(), cache.snapshot())
-        cache.check()
-    merged.check()
+        cache.state.pools.check()
+    merged.state.pools.check()
 
 
 def check_forward(case: Case, merged: Cache, caches: list[Cache], count: int, step: int) -> None:

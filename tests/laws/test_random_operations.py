@@ -170,7 +170,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def holds_what_it_should(self) -> None:
         for cache, tags, _ in [(self.cache, self.tags, 0), *self.kept]:
-            cache.check()
+            cache.state.pools.check()
             for layer in cache:
                 assert isinstance(layer, PagedLayer)
                 check_layer(layer, tags)

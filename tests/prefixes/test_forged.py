@@ -201,7 +201,7 @@ def test_engine_treats_unsuitable_blobs_as_misses(
         with make_engine(model, spec, prefixes=prefixes) as engine:
             result = engine.submit(prompt, max_new_tokens=4, ignore_end=True).result()
             assert list(result.tokens) == expected
-            engine._worker.batch.caches.empty_cache.states.check()
+            engine._worker.batch.caches.empty_cache.state.pools.check()
         prefixes.close()
         restored.append(result.usage.restored_tokens)
     assert restored[1] == 0 and restored[2] >= 256
@@ -250,7 +250,7 @@ def test_engine_fails_once_on_a_bad_prefix(
                     engine.submit(prompt, **options).result()
             result = engine.submit(prompt, **options).result()
             assert list(result.tokens) == expected
-            engine._worker.batch.caches.empty_cache.states.check()
+            engine._worker.batch.caches.empty_cache.state.pools.check()
         prefixes.close()
     assert result.usage.restored_tokens >= 256
 

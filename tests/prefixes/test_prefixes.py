@@ -48,11 +48,11 @@ def assert_no_leaks(prefixes: Prefixes) -> None:
     """Assert that no page has a holder after all prefixes are released."""
     homes = [pools.cache for pools in prefixes.memory if pools.cache is not None]
     for home in homes:
-        home.states.check()
+        home.state.pools.check()
     prefixes.clear()
     gc.collect()
     for home in homes:
-        home.states.check()
+        home.state.pools.check()
         assert measure_pools(home.states)["nbytes_held"] == 0
 
 

@@ -71,7 +71,7 @@ def test_disconnected_clients_leave_nothing_allocated(
         with ThreadPoolExecutor(8) as threads:
             assert len({*threads.map(ask, range(after_clients))}) == 1
         metrics = wait_until_idle(service)
-        service.engine._worker.batch.caches.empty_cache.states.check()
+        service.engine._worker.batch.caches.empty_cache.state.pools.check()
         assert metrics["failed"] == 0
         assert metrics["nbytes_held"] + metrics["nbytes_free"] <= metrics["max_bytes"]
         assert threading.active_count() <= before[0] + 8  # asyncio keeps some threads

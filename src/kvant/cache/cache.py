@@ -476,16 +476,6 @@ class Cache(UsageHints):
             raise ValueError(f"repeat({count}): 1 or more times")
         self.select(torch.arange(self.batch).repeat_interleave(count))
 
-    def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Replace sequence i by sequence `index[i]`, for all i: a step of beam search."""
-        if len(index) != self.batch:
-            raise ValueError(f"reorder with {len(index)} sequences of a batch of {self.batch}")
-        self.select(index)
-
-    def check(self) -> None:
-        """Verify that each slot of the pools is free, or counted once per holder."""
-        self.state.pools.check()
-
 
 def merge(caches: Sequence[Any]) -> Any:
     """Return one cache with the sequences of all `caches`, whatever their lengths.

@@ -140,7 +140,8 @@ class Sampler:
         self.modifies_logits = sampling.modifies_logits
         self.prompt_length = prompt_length
         self.matcher = matcher
-        self.unseeded_sampling = replace(sampling, seed=None)  # equal: sampled as one batch
+        # Equal ones are sampled as one batch.
+        self.unseeded_sampling = sampling if sampling.seed is None else replace(sampling, seed=None)
         seed = sampling.seed
         if seed is None and sampling.temperature:  # `torch.manual_seed` applies
             seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))

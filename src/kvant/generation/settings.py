@@ -70,8 +70,8 @@ class Sampling:
                 raise ValueError(f"logit_bias of token {token}: the vocabulary has {vocab_size}")
 
     def derive_choice(self, index: int) -> Sampling:
-        """Return a copy with the seed of one of several continuations."""
-        return replace(self, seed=derive_seed(self.seed, index))
+        """Return these settings with the seed of one of several continuations."""
+        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, index))
 
 
 class SamplingOptions(TypedDict, total=False):

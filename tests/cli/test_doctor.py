@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -31,12 +32,13 @@ def test_json_has_the_figures(call: Any) -> None:
 
 
 @pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
-def test_wrong_kernel_is_detected(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [0.01, math.nan])
+def test_wrong_kernel_is_detected(error: float, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = NativeBackend.attend
 
     def wrong(self: NativeBackend, request: Any, view: Any) -> Any:
         out, lse = right(self, request, view)
-        return out + 0.01, lse
+        return out + error, lse
 
     monkeypatch.setattr(NativeBackend, "attend", wrong)
     code, out, _ = call("doctor")

@@ -183,6 +183,14 @@ def test_pipe_in_place_of_a_blob_is_corrupt(call: Any, store: FolderStore) -> No
     assert code == 0 and not path.exists()
 
 
+@pytest.mark.parametrize("options", [(), ("--pages",)])
+def test_empty_store_is_listed_in_one_line(
+    options: tuple[str, ...], call: Any, tmp_path: Path
+) -> None:
+    code, out, _ = call("store", "ls", str(tmp_path), *options)
+    assert (code, out) == (0, f"{tmp_path}: the store is empty\n")
+
+
 def test_pipe_in_place_of_a_blob_is_evicted_first(call: Any, store: FolderStore) -> None:
     path = blob_path(store, page_key(ONE, 2), "k0-2")
     path.unlink()

@@ -151,8 +151,9 @@ def test_widest_window_that_fits_is_chosen(spec: str, budget: int) -> None:
     assert cache.nbytes <= budget < min(wider_nbytes)
 
 
-def test_equally_wide_windows_prefer_more_bits() -> None:
-    cache = make_cache("raw", 5000)
+@pytest.mark.parametrize("spec", ["raw", "affine8"])
+def test_equally_wide_windows_prefer_more_bits(spec: str) -> None:
+    cache = make_cache(spec, 5000)
     in_8, in_4 = (cache.nbytes_after(0, f"affine{n},window=1007,sinks=4") for n in (8, 4))
     assert in_4 < in_8 < cache.nbytes_after(0, "affine4,window=1008,sinks=4")
     AdaptiveStrategy(in_8).make_room(cache, 0)

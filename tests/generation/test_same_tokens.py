@@ -161,7 +161,26 @@ def test_compressed_tokens_of_a_stored_prefill_are_the_same(
     name: str, spec: str, mode: str, tmp_path: Path
 ) -> None:
     modes_, stored = STORED | ALWAYS, f"{spec},prefill=stored"
-    assert modes_[mode](name, stored, tmp_path) == generate_plain(name, stored)
+    tokens, expected = modes_[mode](name, stored, tmp_path), generate_plain(name, stored)
+    if mode == "chunked" and tokens != expected:
+        # Kernels of few queries round these to 15 bits, and those of many do not.
+        position = count_shared_prefix(expected, tokens)
+        logits = compute_logits_after(name, stored, expected[:position])
+        difference = logits[expected[position]] - logits[tokens[position]]
+        assert difference <= TIE * logits.max().abs()
+    else:
+        assert tokens == expected
+
+
+def compute_logits_after(name: str, spec: str, tokens: list[int]) -> torch.Tensor:
+    """Return the logits after a prompt in one chunk and these tokens."""
+    model = model_for(name, spec)
+    past, ids = kvant.cache_for(model, spec), torch.tensor([prompt_of(name)])
+    with torch.no_grad():
+        for token in tokens:
+            model(ids, past_key_values=past)
+            ids = torch.tensor([[token]])
+        return model(ids, past_key_values=past).logits[0, -1].float()
 
 
 def split_last_turn(name: str, spec: str) -> tuple[list[int], list[int]]:

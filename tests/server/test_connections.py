@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from fastapi import BackgroundTasks, FastAPI, Response
 
 from kvant.server import http_server
-from kvant.server.http_server import MAX_HEADER_BYTES, compute_max_connections
+from kvant.server.http_server import MAX_HEADER_BYTES, compute_max_connections, make_server
 from server.conftest import serve_model
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -131,6 +133,40 @@ def test_clients_that_do_not_read_hold_no_file_descriptors(bundled_model: tuple[
         assert len(state.connections) <= 3
         for connection_ in lazy:
             connection_.close()
+
+
+@pytest.mark.parametrize("header", [b"close", b"keep-alive"])
+def test_client_that_never_reads_its_reply_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, header: bytes
+) -> None:
+    """Regression: the deadline ended when the reply was complete, though nobody had read it."""
+    monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
+    app, is_sent, started = FastAPI(), threading.Event(), threading.Event()
+
+    @app.get("/")
+    def reply(tasks: BackgroundTasks) -> Response:
+        tasks.add_task(is_sent.set)  # runs after the reply is complete
+        return Response(bytes(32 << 20))
+
+    server = make_server(app, "127.0.0.1", 0, 1)
+    server.on_started = lambda port: started.set()
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert started.wait(60)
+        with connect(
+            f"http://127.0.0.1:{server.port}",
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: " + header + b"\r\n\r\n",
+        ):
+            assert is_sent.wait(60)
+            until = time.monotonic() + 30
+            while server.server_state.connections:
+                assert time.monotonic() < until, "the connection stays open"
+                time.sleep(0.01)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_header_size_is_limited(running: tuple[Any, str]) -> None:

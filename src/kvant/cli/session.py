@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvant.prefixes import Prefixes
     from kvant.probing.guard import GuardedSpec
 
-FLUSH_POLL_S = 0.1  # between updates of the progress of store writes
+FLUSH_POLL_S = 0.1  # between two updates of the progress bar of store writes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SessionOptions(CacheOptions):
 
     @property
     def spec(self) -> str:
-        """The spec with the window flags; raises an error for an option that it has already."""
+        """The spec with the window flags added; raises if the spec itself sets the same option."""
         spec = super().spec
         spec_words = {word.strip().partition("=")[0] for word in spec.split(",")}
         for flag, option, value in (
@@ -115,7 +115,7 @@ class SessionOptions(CacheOptions):
             self._check_file(self.load_path)
 
     def _check_file(self, file: Path) -> None:
-        """Raise an error if the file does not fit the model or another option sets its format."""
+        """Raise an error if an option sets the format of the file, or the model does not fit it."""
         for name in ("kv_cache", "kv_window_size", "kv_window_keep"):
             if (value := getattr(self, name)) is not None:
                 flag = f"--{name.replace('_', '-')}"
@@ -135,7 +135,8 @@ class SessionOptions(CacheOptions):
     ) -> Session:
         """Load the model, and start a session or resume the one of --load.
 
-        `send_options` are the later arguments of `Session.send`, checked before loading.
+        `send_options` are the arguments for later calls of `Session.send`. They are checked before
+        the model is loaded.
         """
         self.check_session(send_options)
         model, tokenizer = self.load()
@@ -147,6 +148,7 @@ class SessionOptions(CacheOptions):
         c_libraries.keep_freed_memory()
         from kvant.generation import Session
 
+        # `resume` replaces the spec by that of the file.
         initial_spec = "raw" if self.load_path is not None else self.spec
         session = Session(
             model,
@@ -177,9 +179,10 @@ class SessionOptions(CacheOptions):
 def open_prefixes(
     store: list[str] | None, *, quiet: bool, max_bytes: str | None = None
 ) -> Iterator[Prefixes | None]:
-    """Open prefixes with a store, None without one; write all pages to it on a normal exit.
+    """Yield prefixes with a store, or None without one.
 
-    An exception, such as an interrupt, abandons pending writes instead.
+    A normal exit writes all pages to the store. An exception, such as an interrupt, abandons the
+    pending writes.
     """
     if not store:
         yield None
@@ -208,9 +211,9 @@ def open_prefixes(
 
 
 def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -> AnySpec:
-    """Attach a model with a spec, and return the spec, which `auto` chooses.
+    """Attach a model with the requested spec, or the one that `auto` chooses; return that spec.
 
-    Prints warnings if the format harms the model or its weights have a slow dtype.
+    Print warnings if the format harms the model, or if its weights have a slow dtype.
     """
     from kvant import probing
     from kvant.probing.guard import TRIAL_SECONDS
@@ -225,7 +228,7 @@ def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -
     with ProgressBar(f"testing {requested_spec}") as bar:
 
         def progress(done: int, total: int) -> None:
-            if done == 0:  # called only if no verdict is cached
+            if done == 0:  # with a cached verdict, `progress` is never called
                 print_note(announcement)
             bar.update(done, total)
 
@@ -262,9 +265,9 @@ def _show_candidates(model: Any, verdict: GuardedSpec) -> None:
 
 @dataclass(frozen=True)
 class CacheName:
-    """The name of a session's cache format in output.
+    """The name of a session's cache format that the output shows.
 
-    It is the spec that was requested, as long as the cache is still stored in it.
+    It is the requested spec until a recode; from then on, it is the current spec.
     """
 
     requested: str
@@ -274,6 +277,7 @@ class CacheName:
     def from_session(cls, session_options: SessionOptions, session: Session) -> CacheName:
         """Name the cache of a new or loaded session."""
         initial = read_spec(session)
+        # A file or `auto` chose the spec.
         is_chosen = session_options.load_path is not None or is_auto(session_options.spec)
         return cls(initial if is_chosen else session_options.spec, initial)
 
@@ -334,7 +338,7 @@ class PrintedReply:
         }
 
     def print_stats(self, cache_name: CacheName, session: Session, num_recodes: int = 0) -> None:
-        """Print the recodes after the first `num_recodes`, and the speed and size of the cache."""
+        """Print the speed, the cache size, and all recodes but the first `num_recodes`."""
         cache, speed = session.stats(), self.tokens_per_second
         for line in describe_recodes(cache["recoded"][num_recodes:]):
             print_note(line)

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from kvant.stores import BlobInfo, FolderStore
 
 DAY_SECONDS = 86_400.0
-MAX_BLOBS_TRIED = 8  # per namespace, to find one whose metadata names the model
+MAX_BLOBS_TRIED = 8  # per namespace, until one has readable metadata
 
+# A heading that begins with > is aligned to the right.
 HEADINGS = {"nbytes": ">bytes", "pages": ">pages", "anchors": ">anchors", "last_used": "last use"}
 
 FolderArgument = Annotated[str, Argument(metavar="FOLDER", help="Folder of a store.")]
@@ -59,10 +60,10 @@ def list_namespaces(
     if json:
         print(json_text.dumps(report))
         return
+    if not entries:
+        print_line(f"{folder_store.url}: the store is empty")
+        return
     for rows in [report["namespaces"], *([report["blobs"]] if pages else [])]:
-        if not rows:
-            print_line(f"{folder_store.url}: the store is empty")
-            continue
         print_table(
             [HEADINGS.get(name, name) for name in rows[0]],
             [[_format_cell(name, value) for name, value in row.items()] for row in rows],
@@ -256,6 +257,7 @@ def _describe_namespace(
 
 
 def _count_entries(entries: Sequence[BlobInfo]) -> dict[str, int]:
+    """Count pages, anchors and bytes; an anchor is a tail state, whose part is named a-*."""
     anchors = [entry for entry in entries if entry.part.startswith("a-")]
     pages = {entry.page for entry in entries if not entry.part.startswith("a-")}
     return {"pages": len(pages), "anchors": len(anchors), "nbytes": _sum_nbytes(entries)}

@@ -16,7 +16,7 @@ from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.platform.terminal import ProgressBar
 from kvant.recipes import AnySpec
 
-QUEUE_FACTOR = 8  # submitted and unfinished requests, as a multiple of `max_concurrent`
+QUEUE_FACTOR = 8  # limit on unfinished requests, as a multiple of `max_concurrent`
 
 
 def generate_many(
@@ -37,8 +37,8 @@ def generate_many(
 ) -> list[Result]:
     """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
-    The `options` are the fields of `Sampling`, and `sampling`: an instance of it, whose fields the
-    others replace. With a seed, prompt i is sampled with seed + i. Unless `quiet`, a
+    The `options` are fields of `Sampling`. One more, `sampling`, is an instance of it; the other
+    options replace its fields. With a seed, prompt i is sampled with seed + i. Unless `quiet`, a
     terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]
@@ -84,8 +84,8 @@ def iterate_results(
 ) -> Iterator[Result | Exception]:
     """Submit requests, and yield their results or errors in order.
 
-    The engine serves `max_concurrent` requests at a time. At most `QUEUE_FACTOR` times as many are
-    submitted and unfinished.
+    The engine serves `max_concurrent` requests at a time. At most `QUEUE_FACTOR * max_concurrent`
+    requests are unfinished; the next one is submitted when one of them ends.
     """
     streams: deque[Stream | Exception] = deque()
     open_requests = Semaphore(QUEUE_FACTOR * max_concurrent)

@@ -55,7 +55,7 @@ class PrefixReuse:
         self.inbox = inbox
         self._tokenizer = tokenizer
         self._namespace: PrefixNamespace | None = None  # without a salt; None: prefixes are off
-        # The requests of a salt own its namespace; it ends with the last one.
+        # Only the open requests of a salt reference its namespace; it is freed with the last one.
         self._salted_namespaces: WeakValueDictionary[str, PrefixNamespace] = WeakValueDictionary()
         self._is_flushing = False
         self._flush_finished = False  # the next eviction may include unwritten prefixes
@@ -146,9 +146,9 @@ class PrefixReuse:
     def evict_prefixes(self, action: Evict) -> None:
         """Evict unused prefixes, then those that waiting requests matched.
 
-        The latter are evicted only if nothing else is left and no request runs. Without
-        `include_unwritten`, unused prefixes with pending store writes are flushed before; the
-        request that needs the memory waits for this, and others continue.
+        Matched prefixes are evicted only if nothing else is left and no request runs. If
+        only prefixes with pending store writes are left, a thread flushes them first, unless
+        `include_unwritten`. The request that needs the memory waits for it; others continue.
         """
         if (namespace := self._namespace) is None:
             return
@@ -185,7 +185,7 @@ class PrefixReuse:
             return
         memory_model, usage = self.scheduler.memory_model, self._namespace.pools.measure()
         for request in self.requests:
-            if not request.sequences:  # its last one finished: the scheduler has removed it
+            if not request.sequences:  # all have finished: the scheduler has removed the request
                 continue
             cache, index = self.batch.caches.locate(request.sequences[0])
             length, pages = request.num_prompt_tokens, {}
@@ -217,8 +217,8 @@ class StoreLookups:
 
     def __init__(self, reuse: PrefixReuse) -> None:
         self._reuse = reuse
-        self._num_threads = 0  # also of cancelled lookups
-        self._queue: deque[tuple[Request, float]] = deque()  # with end times
+        self._num_threads = 0  # includes those of cancelled lookups
+        self._queue: deque[tuple[Request, float]] = deque()  # with end times, monotonic seconds
         self._current: tuple[Request, LookupDeadline] | None = None
 
     def close(self) -> None:
@@ -229,8 +229,8 @@ class StoreLookups:
     def add(self, request: Request) -> None:
         """Queue a lookup of a prompt, limited to the time that its prefill would take.
 
-        Lookups run one by one, in the order of their prefills. The time of a queued lookup starts
-        at the latest deadline of those before it.
+        Lookups run one by one, in the order of their prefills. The time limit of a queued lookup
+        counts from the latest deadline of the lookups before it.
         """
         assert request.namespace is not None
         now = time.monotonic()
@@ -278,12 +278,13 @@ class StoreLookups:
         batch, sequence = self._reuse.batch, request.sequences[0]
         lookup = None if request.namespace is None else request.namespace.open_store_lookup()
         assert lookup is not None
-        # Stores are untrusted: the shapes of blobs are compared with those of a one-token forward.
+        # Stores are untrusted, so blobs must have the shapes of this model. A forward of one token
+        # determines them.
         if not batch.caches.empty_cache.has_shapes:
             batch.prefill(Sequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or batch.caches.empty_cache).fork()
         tokens, num_cached = list(sequence.tokens), base_cache.length
-        deadline.allocate(lambda: base_cache)  # a cancel frees it, too
+        deadline.allocate(lambda: base_cache)  # so that a cancel frees this fork, too
 
         def look_up() -> None:
             restore = None
@@ -371,7 +372,7 @@ def make_own_prefixes(
     max_bytes: int | str | None,
     prefixes: Prefixes | None,
 ) -> Prefixes | None:
-    """Return prefixes for one engine alone if it has a store of its own.
+    """Return new prefixes for an engine that was given a `store`; None without one.
 
     Without `max_bytes`, their limit is 1 GiB. Otherwise, only the engine's limit applies to them.
     """

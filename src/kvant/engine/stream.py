@@ -32,9 +32,9 @@ class Usage:
     """
 
     prompt_tokens: int
-    completion_tokens: int = 0  # of all continuations; in a `Result`, of that one
-    cached_tokens: int = 0  # of the prompt, not prefilled again
-    restored_tokens: int = 0  # of the cached ones, restored from a store
+    completion_tokens: int = 0  # of all continuations; in a `Result`, of that continuation
+    cached_tokens: int = 0  # prompt tokens taken from a cached prefix, not prefilled
+    restored_tokens: int = 0  # cached tokens that came from a store
     prefix_lost: str | None = None  # where the prompt diverges from the cached prefixes, as text
 
     @property
@@ -77,7 +77,8 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
-        self._prefix_usage: tuple[int, int, str | None] = (0, 0, None)  # last fields of `Usage`
+        # cached_tokens, restored_tokens and prefix_lost of `Usage`
+        self._prefix_usage: tuple[int, int, str | None] = (0, 0, None)
         self._steps: list[list[Step]] = [[] for _ in range(num_choices)]
         self._cancel = cancel
         self._on_step = on_step
@@ -174,7 +175,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             self._on_step(step)
 
     def set_prefix_usage(self, num_cached: int, restored: range, mismatch: str | None) -> None:
-        """Set the cached tokens, restored tokens and `prefix_lost` that `Usage` reports."""
+        """Set what `Usage` reports; `restored` is the range of prompt tokens from a store."""
         num_restored = len(range(restored.start, min(restored.stop, num_cached)))
         self._prefix_usage = num_cached, num_restored, mismatch
 
@@ -183,9 +184,9 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
     ) -> None:
         """End the stream; continuations without a finish reason count as cancelled.
 
-        `final_texts` are what the detokenizers of these continuations held back.
+        `final_texts` has, by choice, the text that the detokenizer of a cancelled one held back.
         """
-        if isinstance(error, StopIteration | StopAsyncIteration):  # would end the iteration
+        if isinstance(error, StopIteration | StopAsyncIteration):  # readers would just stop
             error = RuntimeError(repr(error))
         with self._changed:
             self._is_done, self._error = True, error

@@ -1,8 +1,8 @@
 """Grammars: constrain a reply to a JSON schema, a regular expression or a grammar.
 
-Before each token the grammar tells which tokens may follow; the others are never sampled. An end
-token may be sampled where the text is complete, and must be where it cannot continue. llguidance,
-an optional dependency, parses the grammars.
+Before each token, the matcher computes which tokens may follow; no other token is sampled. Where
+the text is complete, an end token is allowed. Where it cannot continue, only an end token is.
+llguidance, an optional dependency, parses the grammars.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JSON_WHITESPACE = r"\n?[ \t]{0,16}"
 
 @dataclass(frozen=True)
 class Grammar:
-    """A set of texts, in llguidance's syntax; most common is `Grammar.json(schema)`.
+    """The texts that a reply may have, in llguidance's syntax; most often from `Grammar.json`.
 
     >>> grammar = kvant.Grammar.regex("[0-9]{3}")
     >>> steps = kvant.generate(model, tokenizer, "size = ", grammar=grammar)
@@ -54,14 +54,15 @@ class Grammar:
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """Return a Lark grammar, as llguidance reads it, with the start rule `start`."""
+        """Return a grammar in llguidance's variant of Lark; its start rule is `start`."""
         return cls(_import_llguidance().LLMatcher.grammar_from_lark(text))
 
     @classmethod
     def calls(cls, functions: Mapping[str, Mapping[str, Any]], max_calls: int = 1) -> Grammar:
-        """Return the grammar of a list of function calls; schemas are of the arguments.
+        """Return the grammar of a JSON list of function calls, at most `max_calls`.
 
-        `[{"name": ..., "arguments": {...}}]`, with at most `max_calls` calls.
+        The list is `[{"name": ..., "arguments": {...}}]`. `functions` maps each name to the JSON
+        schema of its arguments.
         """
         call = " | ".join(f"call{index}" for index in range(len(functions)))
         more_calls = f'("," " "? call){{0,{max_calls - 1}}}' if max_calls > 1 else ""
@@ -89,7 +90,7 @@ class GrammarMatcher:
         self._consumed_tokens: list[int] = []
 
     def compute_token_mask(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
-        """Return which tokens may follow `tokens`: bool [vocab_size]; after an end, all."""
+        """Return a mask, bool [vocab_size], of the tokens that may follow; all after an end."""
         if not self._end_tokens.isdisjoint(tokens):  # drafts may extend past the end
             return torch.ones(vocab_size, dtype=torch.bool)
         self._advance_to(list(tokens))

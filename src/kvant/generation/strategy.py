@@ -23,7 +23,7 @@ from kvant.retention import DEFAULT_WINDOW_SINKS, Retention, Window
 from kvant.spec import describe_spec
 
 SequenceCache = Cache | TransformersCache  # of one sequence
-SpecSizer = Callable[[CacheSpec], float]  # bytes under a spec; infinite if it does not fit the rows
+SpecSizer = Callable[[CacheSpec], float]  # bytes under a spec; infinity if it cannot store the rows
 log = logging.getLogger("kvant")
 
 # affine8 and affine4 of the spec language.
@@ -34,7 +34,7 @@ MIN_WINDOW = 64  # tokens; a smaller window is not useful
 
 @dataclass
 class AdaptiveStrategy:
-    """Store every token, in at most `budget` bytes."""
+    """Recode the cache to smaller specs so that it stays within `budget` bytes."""
 
     budget: int
     _warned: bool = field(default=False, init=False, repr=False, compare=False)
@@ -44,7 +44,11 @@ class AdaptiveStrategy:
     )
 
     def make_room(self, cache: SequenceCache, coming: int) -> None:
-        """Make room for `coming` tokens; called before each forward and after the first."""
+        """Recode the cache if `coming` more tokens would exceed the budget.
+
+        Call this before each forward. Call it after the first one, too, with `coming` = 0: before
+        it, the size of rows is unknown.
+        """
         needed_nbytes = cache.nbytes_after(coming)
         if needed_nbytes <= self.budget or (cache.spec, needed_nbytes) == self._unreachable:
             return
@@ -59,7 +63,10 @@ class AdaptiveStrategy:
     def _choose_spec(
         self, cache: SequenceCache, coming: int, needed_nbytes: int
     ) -> CacheSpec | None:
-        """Return the nearest spec that fits; if none does, the smallest, if that saves bytes."""
+        """Return the spec that fits and changes least; if none fits, the smallest if it is smaller.
+
+        Smaller formats are tried first, then the widest window in any of the formats.
+        """
 
         def measure_nbytes(spec: CacheSpec) -> float:
             try:
@@ -71,10 +78,10 @@ class AdaptiveStrategy:
         for spec in formats:
             if measure_nbytes(spec) <= self.budget:
                 return spec
-        specs = [*formats, cache.spec]
+        specs = [cache.spec, *formats]  # most bits first
         limit = _find_window_limit(cache.spec, cache.num_rows + coming)
         widest = [(self._find_widest_window(spec, limit, measure_nbytes), spec) for spec in specs]
-        window, spec = max(widest, key=itemgetter(0))  # a tie goes to the spec with more bits
+        window, spec = max(widest, key=itemgetter(0))  # a tie goes to the first
         if window:
             return limit_window(spec, window)
         narrowest = [limit_window(spec, MIN_WINDOW) for spec in specs if limit > MIN_WINDOW]
@@ -111,7 +118,7 @@ class AdaptiveStrategy:
 
 
 def list_smaller_formats(spec: CacheSpec) -> list[CacheSpec]:
-    """Return the specs with fewer bits that store the same rows, the nearest first."""
+    """Return the specs with fewer bits that store the same rows, most bits first."""
     smaller: list[CacheSpec] = []
     for codec in CODEC_LADDER:
         form = _lower_codecs(spec, codec)
@@ -121,9 +128,10 @@ def list_smaller_formats(spec: CacheSpec) -> list[CacheSpec]:
 
 
 def _find_window_limit(spec: CacheSpec, coming: int) -> int:
-    """Return the exclusive upper limit of windows: rows present, and the widest existing window.
+    """Return the exclusive upper limit of windows to try.
 
-    At least one window is tried even for few rows: allocation is rounded up, so it may save bytes.
+    A window of all rows, or as wide as the widest existing one, would drop nothing. Even for few
+    rows, MIN_WINDOW is tried: allocations are rounded up, so it may save bytes.
     """
     widest = max((layer.effective_window for layer in iterate_attention(*spec.layers)), default=0)
     return int(min(widest, max(coming, MIN_WINDOW + 1)))
@@ -132,7 +140,7 @@ def _find_window_limit(spec: CacheSpec, coming: int) -> int:
 def _lower_codecs(spec: CacheSpec, target: Affine) -> CacheSpec:
     """Lower the codecs of all attention layers to at most the target's bits; keep the frames.
 
-    A codec whose form does not state its bits stays.
+    A codec without a form stays: its bits are unknown.
     """
 
     def lower_codec(codec: Codec) -> Codec:
@@ -147,7 +155,7 @@ def _lower_codecs(spec: CacheSpec, target: Affine) -> CacheSpec:
 def limit_window(spec: CacheSpec, window: int) -> CacheSpec:
     """Limit each attention layer to a window.
 
-    An existing window keeps its sinks: rows outside it are gone, or the model does not see them.
+    An existing window keeps its sinks: rows between sinks and window are gone or never visible.
     """
 
     def narrow_retention(rule: Retention) -> Retention:

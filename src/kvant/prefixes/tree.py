@@ -3,10 +3,11 @@
     root -- 64 tokens -- 64 tokens -+- 64 tokens  [entry: 0 to 63 tail tokens, a cache]
                           [entry]   +- 64 tokens  [entry] [entry]
 
-Each node is a page of 64 tokens, found by its key; its tokens are compared as well. An entry is a
-cache of one sequence over shared pools, at the node of its last whole page. An entry *serves* a
-length if a prompt with the same first tokens can resume at this length. Every entry serves its own
-length. If pages suffice (no window, state or dense tail), it also serves the end of each page.
+Each node is a token page: 64 tokens, whatever page size the layers have. It is found by its key,
+and its tokens are compared as well. An entry is a cache of one sequence over shared pools, at the
+node of its last whole page. An entry *serves* a length if a prompt with the same first tokens can
+resume at this length. Every entry serves its own length. If pages suffice (no window, state or
+dense tail), it also serves the end of each page.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TreeNode:
     length: int  # tokens from the root to its end
     parent: TreeNode | None
     children: dict[bytes, TreeNode] = field(default_factory=dict)
-    entries: list[PrefixEntry] = field(default_factory=list)  # whose last whole page this is
+    entries: list[PrefixEntry] = field(default_factory=list)  # those whose last whole page it is
 
     def iterate_entries(self) -> Iterator[PrefixEntry]:
         """Yield the entries of this node and of all nodes below it."""
@@ -64,7 +65,7 @@ class PrefixEntry:
 
     @property
     def pending_caches(self) -> list[Cache]:
-        """Caches of replaced entries, whose pages are referenced until they are written."""
+        """Caches of replaced entries; they hold their pages until the store has them."""
         page_sets = [write.page_set for write in self.writes]
         caches = [page_set.cache for page_set in page_sets if page_set is not None]
         return [cache for cache in caches if cache is not self.cache.states]
@@ -77,8 +78,8 @@ class PrefixEntry:
     def compute_value(self, now: float) -> float:
         """Return the tokens that an eviction would lose, weighted by uses and age.
 
-        Tokens up to the nearest entry above in the tree would stay cached. Pages that entries
-        beside it share count in bytes: the memory divides this value by proportional bytes.
+        Tokens up to the nearest entry above in the tree would stay cached. Pages shared with
+        other entries are ignored here: the caller divides the value by the entry's share of bytes.
         """
         node = self.node
         while node.parent is not None and not (node.entries and node is not self.node):
@@ -102,7 +103,7 @@ class PrefixMismatch:
     """The first difference between a prompt and the nearest cached prefix."""
 
     position: int
-    cached_tokens: tuple[int, ...]  # up to 8 from the position on
+    cached_tokens: tuple[int, ...]  # at most 8, from the position on
     prompt_tokens: tuple[int, ...]
 
 
@@ -120,7 +121,7 @@ class PrefixTree:
     """The entries under one root key."""
 
     def __init__(self, root_key: bytes, alignment: int | None) -> None:
-        """With an `alignment`, served lengths are multiples of it and hold no decoded tokens."""
+        """With an `alignment`, serve only multiples of it, and only prefilled tokens."""
         self.root = TreeNode(root_key, (), 0, None)
         self._alignment = alignment
 
@@ -128,12 +129,12 @@ class PrefixTree:
         return self.root.iterate_entries()
 
     def match_prefix(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Find the entry that serves the most of all but the last of `tokens`."""
+        """Find the entry that serves the longest prefix of `tokens`, without the last token."""
         path, max_length = self._find_path(tokens), len(tokens) - 1
         best, length = None, 0
         for node in reversed(path):
             if length >= min(node.length + PAGE_TOKENS, max_length):
-                break
+                break  # the entries at this node and above serve no more
             page = tokens[node.length : node.length + PAGE_TOKENS]
             for entry, next_tokens in _iterate_candidates(node, page, is_last=node is path[-1]):
                 common = min(node.length + count_shared_prefix(next_tokens, page), max_length)
@@ -171,7 +172,7 @@ class PrefixTree:
         return new
 
     def list_entries_sharing(self, tokens: Sequence[int]) -> list[PrefixEntry]:
-        """Return the entries with the first page of `tokens`, and those shorter than a page."""
+        """Return the entries that begin with the first page of `tokens`, or have no whole page."""
         path = self._find_path(tokens)
         shared = path[1].iterate_entries() if len(path) > 1 else ()
         return [*self.root.entries, *shared]

@@ -1,17 +1,17 @@
 """Decode tokens by a forward that is captured once and then replayed.
 
-capture.py captures the forward: on a GPU as a CUDA graph, on a CPU as native requests.
+capture.py captures the forward: on a GPU as a CUDA graph, on a CPU as calls of native kernels.
 
     plan_token  ->  replay: q, k, v; store the row; attend  ->  commit_token
     allocates the slot of the row                               adopts the next state
 
 After every token the cache is as ordinary forwards would have left it. Pages that fall due are
 sealed by `plan_token`, or on a CPU by the replay. A graph is valid while tensors keep their
-addresses, which a capacity guarantees. If a forward cannot be captured, `refusal` has the reason,
-and ordinary forwards decode instead.
+addresses; those of a cache with a capacity never move. If a forward cannot be captured, `refusal`
+has the reason, and ordinary forwards decode instead.
 
-A Replayer keeps the memory that a graph reads, but not the cache. It notices changes of the model
-within MODEL_CHECK_INTERVAL tokens, or when another cache is decoded.
+A Replayer keeps the weights that a graph reads alive, but not the cache. It detects a change of the
+model after at most MODEL_CHECK_INTERVAL tokens, or when another cache is decoded.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class ReplayBackend(NamedTuple):
     """The classes and rules of replay on one type of device."""
 
     make_page_table: Callable[[AppendPlan, torch.device], StaticPageTable]
-    make_step: Callable[[View, Any], DecodeStep]  # with a page table of that kind
-    num_warmup_forwards: int  # ordinary forwards first, since a capture costs several of them
-    runs_eagerly_first: bool  # run the first forward of steps without a capture
+    make_step: Callable[[View, Any], DecodeStep]  # Any: what make_page_table returns
+    num_warmup_forwards: int  # ordinary forwards before a capture, which costs several of them
+    runs_eagerly_first: bool  # run new steps once before their capture
     seals_pages: bool  # a step also copies and seals the pages that fall due
-    enables_kvant_attention: bool  # a model that is not attached needs kvant's attention
+    enables_kvant_attention: bool  # switch to kvant's attention: the model may not be attached
 
 
 TRITON_REPLAY = ReplayBackend(
@@ -112,7 +112,7 @@ def get_torch_modes() -> tuple[object, ...]:
 
 log = logging.getLogger("kvant")
 MODEL_CHECK_INTERVAL = 64  # tokens; a check of all modules takes as long as some layers
-FAILED_CAPTURES: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and the reason
+FAILED_CAPTURES: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # with reasons
 # (ids [B, 1], positions [B, 1], cache) -> logits
 ModelForward = Callable[[Tensor, Tensor, Any], Tensor]
 
@@ -127,13 +127,13 @@ class BoundForward(NamedTuple):
     page_tables: Sequence[StaticPageTable]  # by layer group
     steps: Sequence[DecodeStep]  # by attention layer
     ids: Tensor  # [B, 1]: the tokens
-    run: StaticForward  # after a capture its replay
+    run: StaticForward  # the forward; once captured, its replay
     has_run: bool = False
     is_captured: bool = False
 
 
 class ReplayedToken(NamedTuple):
-    """The state after a token, which shows what has changed by the next one."""
+    """The state after a replayed token; the next token compares it with the current state."""
 
     cache: ref[TransformersCache]
     change_counts: tuple[int, int]
@@ -169,7 +169,7 @@ class Replayer:
         self.refusal: str | None = None
         # The error of a replay; it becomes the refusal once an ordinary forward succeeds.
         self._pending_refusal: str | None = None
-        self._capture_failed = False  # that error came from the capture
+        self._capture_failed = False  # whether the pending error came from the capture
         self._baked_values: list[object] = []  # of the model
         self._keepalive: list[Any] = []  # memory of the weights, which the graph reads
         self._num_tokens = 0
@@ -181,14 +181,14 @@ class Replayer:
     def compute_logits(self, cache: TransformersCache, tokens: list[int]) -> Tensor | None:
         """Replay one token of each sequence, and return logits that are valid until the next.
 
-        None: run an ordinary forward instead, then call `confirm_forward`.
+        Return None if no replay is possible: run an ordinary forward, then call `confirm_forward`.
         """
         self._pending_refusal, self._capture_failed = None, False
         refusal = self.refusal or FAILED_CAPTURES.get(self.model)
         if refusal is None:
             try:
                 if self._num_warmups < self.backend.num_warmup_forwards:
-                    if not self._num_warmups:  # from the first one on, the model must not change
+                    if not self._num_warmups:  # a later change of the model restarts the warmup
                         self._save_baked_values(collect_baked_values(self.model))
                     self._num_warmups += 1
                     return None
@@ -199,7 +199,7 @@ class Replayer:
                 refusal = str(error)
             except UnsupportedView as error:
                 refusal = self.refusal = str(error)
-            except Exception as error:  # models fail to be captured in any way
+            except Exception as error:  # a capture may fail with any error
                 refusal = self._pending_refusal = _format_error(error)
             if self.refusal or self._pending_refusal:
                 self._bound = self._last_token = None
@@ -232,8 +232,8 @@ class Replayer:
     def _replay_token(self, cache: TransformersCache, tokens: list[int]) -> Tensor:
         layers, states = _list_attention_layers(cache), cache.states
         self._check_backend(states.backend)
-        unchanged = self._last_token is not None and self._last_token.is_unchanged(cache)
         buffers = list_page_buffers(states)
+        unchanged = self._last_token is not None and self._last_token.is_unchanged(cache)
         self._last_token = None  # until this token is committed
         plans = plan_token(states, seals=self.backend.seals_pages)
         self._num_tokens += 1
@@ -265,7 +265,7 @@ class Replayer:
         return out
 
     def _check_model(self) -> None:
-        """Drop the capture if the model has changed since."""
+        """Drop the capture if the model has changed; raise ReplayPaused if a replay must wait."""
         if (reason := explain_unreplayable(self.model)) is not None:
             raise ReplayPaused(reason)
         if (current := collect_baked_values(self.model)) != self._baked_values:
@@ -328,7 +328,7 @@ class Replayer:
 
 
 def _rebind(bound: BoundForward, views: Sequence[View], plans: Sequence[AppendPlan]) -> bool:
-    """Continue with later views and plans; return False if the capture does not fit them."""
+    """Bind the steps to later views and plans; return False if the capture does not fit them."""
     if len(bound.steps) != len(views) or len(bound.page_tables) != len(plans):
         return False
     pairs = zip(bound.steps, views, strict=True), zip(bound.page_tables, plans, strict=True)
@@ -343,7 +343,7 @@ def _format_error(error: Exception) -> str:
 
 
 def _list_attention_layers(cache: TransformersCache) -> list[AttentionLayer]:
-    """Return the attention layers of a cache; refuse layers that a replay cannot serve."""
+    """Return the attention layers of a cache; raise for a layer that cannot be replayed."""
     layers = [layer for layer in cache.layers if not isinstance(layer, DummyLayer)]
     for layer in layers:
         if type(layer) is not AttentionLayer:

@@ -1,7 +1,7 @@
 """The uvicorn server: runs an application until a signal, then drains its requests.
 
-Limits the connections, their idle time and their headers. At the limit, a new connection replaces
-the one that has been idle longest, so idle connections lock no client out.
+The server limits the number of connections, their idle time and the size of headers. At the limit,
+a new connection replaces the one that has been idle longest: idle clients cannot lock others out.
 
     state                   idle    deadline
     receiving a request     yes     REQUEST_TIMEOUT_S: status 408, or close if no byte arrived
@@ -34,9 +34,9 @@ from uvicorn.server import ServerState
 from kvant.server.errors import make_error
 
 MAX_HEADER_BYTES = 64 << 10  # request line and headers together
-REQUEST_TIMEOUT_S = 60.0  # for a complete request, from the connection or its first byte
+REQUEST_TIMEOUT_S = 60.0  # from connecting, or the first byte, to the end of the request
 KEEP_ALIVE_S = 75  # for a connection without a request
-LINGER_TIMEOUT_S = 1.0  # for a client to read an error; closing at once would reset its upload
+LINGER_TIMEOUT_S = 1.0  # for a client to read an error; a close during its upload would reset TCP
 MAX_LINGERING = 64  # connections
 SHARE_OF_FILES = 0.75  # of the process's file descriptors, for connections
 
@@ -57,7 +57,10 @@ class Connections(ServerState):
         self.lingering: set[Connection] = set()  # closing, until their client has read an error
 
     def make_room(self) -> bool:
-        """Close idle connections to make room for the newest; return whether there is room."""
+        """Close idle connections to make room for the newest; return whether there is room.
+
+        The newest is idle, too, and is never closed here.
+        """
         while len(self.connections) > self.limit and len(self.idle_connections) > 1:
             next(iter(self.idle_connections)).drop()
         return len(self.connections) <= self.limit
@@ -98,11 +101,15 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._clear_deadline_if_answering()
+        if self._is_between_requests and self._deadline is not None:
+            self._start_deadline()  # for the rest of the reply
+        else:
+            self._clear_deadline_if_answering()
 
     def on_response_complete(self) -> None:
-        """Mark the connection idle; a pipelined request may already be in progress."""
-        self._clear_deadline()
+        """Mark the connection idle, unless a pipelined request is already in progress."""
+        if not self.flow.write_paused:  # else the client has yet to read the reply
+            self._clear_deadline()
         super().on_response_complete()
         if self.transport.is_closing():
             return
@@ -112,7 +119,7 @@ class Connection(H11Protocol):
             self._start_deadline()
 
     def send_400_response(self, msg: str) -> None:
-        """Reject invalid HTTP and oversized headers; called inside the exception handler."""
+        """Reject invalid HTTP and oversized headers; uvicorn calls this in an `except` block."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         if status == http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
             msg = f"the request line and headers exceed {MAX_HEADER_BYTES} bytes"
@@ -165,7 +172,7 @@ class Connection(H11Protocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         if self.cycle is not None:
-            self.cycle.disconnected = True  # the application writes no more
+            self.cycle.disconnected = True  # uvicorn drops what the application still sends
             self.cycle.message_event.set()
         self._clear_deadline()
         self.connections.discard(self)
@@ -179,7 +186,7 @@ class Connection(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Drain requests on the first signal, then return instead of re-raising it as uvicorn does."""
+    """A server that drains requests on a signal and returns; uvicorn would re-raise the signal."""
 
     on_started: Callable[[int], None] | None = None
     on_stopping: Callable[[], None] | None = None
@@ -248,7 +255,7 @@ def make_server(app: FastAPI, host: str, port: int, grace: int) -> HttpServer:
 
 
 def check_host(host: str, num_keys: int) -> None:
-    """Require keys of a server that other machines can reach."""
+    """Raise an error for a server without keys that other machines can reach."""
     if not (num_keys or is_local(host)):
         raise ValueError(
             f"--host {host} without keys: anyone on the network could use the server; give "

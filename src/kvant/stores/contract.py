@@ -1,7 +1,7 @@
 """The interface of stores: immutable blobs outside this process, named by page and part.
 
     page   <namespace>/<key>, as [0-9a-z-]+/[0-9a-f]+
-    part   a word of [0-9a-z-] that starts with a letter
+    part   a word of [0-9a-z-] that starts with a letter: KV of a layer group, or a tail state
 
 A store may drop any blob at any time. It raises on every failure; `Tiers`, through which all code
 calls stores, turns failures into misses.
@@ -21,7 +21,8 @@ PAGE_NAME = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
 PART_NAME = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
 MAX_BLOB_BYTES = 1 << 32
 MAGIC = b"kvantpg2"  # first bytes of a blob
-HEAD = struct.Struct("<8sQQ")  # magic | length of the header | length of the layout
+# A blob: head | header (JSON: names, tokens) | layout (JSON: dtypes, shapes) | tensors | checksum
+HEAD = struct.Struct("<8sQQ")  # magic | bytes of the header | bytes of the layout
 MAX_HEADER, MAX_LAYOUT = 1 << 24, 1 << 18  # bytes
 
 
@@ -42,7 +43,7 @@ class Store(Protocol):
         """
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
-        """Store a blob; one of the same name is equal, so it may stay."""
+        """Store a blob. Blobs of one name are equal, so an existing one may stay."""
 
     def drop(self, page: str, part: str) -> None:
         """Delete a blob if it exists."""
@@ -75,7 +76,7 @@ def check_blob_size(nbytes: int, source: str) -> int:
 
 
 def read_head(data: Bytes, nbytes: int) -> tuple[int, int]:
-    """Return the lengths of header and layout if a blob of `nbytes` bytes can begin with `data`."""
+    """Return the lengths of header and layout; raise if no blob of `nbytes` begins like `data`."""
     if nbytes < HEAD.size or len(data) < HEAD.size or data[: len(MAGIC)] != MAGIC:
         raise BlobError("not a page of kvant, or truncated")
     _, header, layout = HEAD.unpack_from(data)

@@ -1,10 +1,10 @@
-"""Store blobs in a server: a Redis or Valkey, or the objects of a bucket.
+"""Store blobs in a Redis or Valkey server, or in a bucket of an object store.
 
-In Redis, a page is a hash `kvant:<page>`, and its fields are parts. A page expires after its time
-to live without use; before that, the server evicts by its `maxmemory-policy`.
+In Redis, a page is a hash `kvant:<page>`, and its fields are parts. A page expires `ttl`
+seconds after its last use; before that, the server evicts by its `maxmemory-policy`.
 
 In an object store (S3, Google's, Azure's, or memory), a blob is an object `<prefix>/<page>/<part>`.
-Credentials are read by obstore, from the environment alone. Old blobs are deleted by a lifecycle
+obstore reads credentials from the environment alone. kvant does not expire blobs: set a lifecycle
 rule of the bucket.
 
 Timeouts are short, so that a dead server costs little.
@@ -41,7 +41,7 @@ OBJECT_STORE_HELP = "s3://bucket/prefix, gs://bucket/prefix, az://container/pref
 OBJECT_STORE_URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#@]*)?|memory:///?", re.ASCII)
 OBJECT_STORE_TIMEOUTS = {"connect_timeout": "2s", "timeout": "10s"}
 RETRY_CONFIG = {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}
-MAX_LIST_THREADS = 16  # each lists a page
+MAX_LIST_THREADS = 16  # of one `has`; each thread lists one page at a time
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _redis_key(page: str) -> str:
 
 
 def _parse_redis_url(url: str) -> tuple[str, dict[str, int]]:
-    """Return the URL for redis-py, and the given ones of `db` and `ttl`.
+    """Return the URL for redis-py, and `db` and `ttl` if the URL has them.
 
     Errors quote no part of a URL that may be a password.
     """
@@ -149,8 +149,8 @@ class ObjectStore:
         options = {} if url.startswith("memory:") else _make_client_options()
         with self._translate_errors():
             self._bucket: Any = obstore.store.from_url(url, **options)
-            # The first call starts obstore's threads. Later, they would start in the background
-            # writer and inherit its low priority.
+            # The first call starts obstore's threads. Make it here: threads that the background
+            # writer starts would inherit its low priority.
             obstore.put(obstore.store.MemoryStore(), "begin", b"")
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
@@ -197,7 +197,7 @@ class ObjectStore:
 
 
 def _make_client_options() -> dict[str, Any]:
-    """Return timeouts and retries; they replace the environment's, except AWS_ALLOW_HTTP."""
+    """Return timeouts and retries; options replace the environment's, so pass AWS_ALLOW_HTTP on."""
     allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
     client = OBJECT_STORE_TIMEOUTS | {"allow_http": allow_http}
     return {"client_options": client, "retry_config": RETRY_CONFIG}

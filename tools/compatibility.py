@@ -149,7 +149,7 @@ def _format_counts(rows: list[FamilyReport]) -> Iterator[str]:
     refusals = ((row.name, Cell(row.name, "raw", 2, "chunked", "stock").refusal()) for row in rows)
     missing = [{"families": name, "why": why} for name, why in refusals if why is not None]
     for line in merge_lines(missing, "why"):
-        yield f"left out, chunks of a padded batch of {line['families']}: {line['why']}"
+        yield f"left out, chunks of a padded batch with {line['families']}: {line['why']}"
 
 
 def publish(tables: Mapping[str, str], problems: Sequence[str], *, is_complete: bool) -> int:

@@ -70,7 +70,7 @@ class Cell:
         """Return why no cache works: the model's own forward fails."""
         alike = self.batch == 2 and self.prefill == "chunked"
         if alike and self.family in ("mamba", "falcon_mamba"):
-            return "the model lays the mask of all tokens over the states of a chunk"
+            return "the model applies the mask of all tokens to the states of a chunk"
         return None
 
 

@@ -183,7 +183,7 @@ sinks=N | {DEFAULT_WINDOW_SINKS} with a window, else 0 | keeps the first N token
 select=N | all | each token reads the first sealed page, and N others or P% of them | speed
 prune=SCORE:KEEP | all | after a prompt each head keeps its best rows | memory
 tail=N | by format | the last N rows are read dense | less loss at few bits
-start=N | 0 | all rows are dense below N tokens | short prompts without loss
+start=N | 0 | rows stay dense until a sequence has N tokens | short prompts without loss
 edge=N:FORMAT | 0:affine8 | the first and last N layers use another format | sensitive layers
 group=N | by width | values per scale: 16, 32, 64, 128 (affine) | accuracy or size
 rotate | off | rows are rotated before encoding (affine, fp8) | rows with outliers

@@ -1,8 +1,8 @@
 """The layout of a cache: which layers store rows, which store states, and what they share.
 
-A spec has one recipe per layer. The layers that store something of their own are leaves; a layer
-with several caches has several. Leaves with equal parameters share a layer group, so they share
-one page table:
+A spec has one recipe per layer. A layer that stores rows or states of its own is a leaf; a layer
+that stores both has two leaves. Attention leaves with equal parameters form a layer group, which
+has one page table:
 
     spec.layers    0: affine8    1: affine8    2: affine8,window=64    3: rows of layer 1
     leaves         "0"           "1"           "2"                     (none)
@@ -32,7 +32,7 @@ class AttentionLeaf:
     name: str  # layer number, or number/part for a GroupSpec
     spec: LayerSpec
     group: int  # index of its layer group
-    index: int  # among all leaves
+    index: int  # among the leaves that kvant stores, of both kinds
     select_tiles: TileSelector | None = None  # None: the default of the device
 
     def make_storage(self, geometry: Geometry) -> Storage:
@@ -81,7 +81,7 @@ class RecurrentLeaf:
     name: str
     spec: RecurrentSpec
     history: int  # index in `CacheState.histories`
-    index: int  # among all leaves
+    index: int  # among the leaves that kvant stores, of both kinds
 
 
 Leaf = AttentionLeaf | RecurrentLeaf
@@ -89,13 +89,16 @@ Leaf = AttentionLeaf | RecurrentLeaf
 
 @dataclass(frozen=True, eq=False)
 class CacheLayout:
-    """The layer groups of a cache, and its leaves by their names in cache files."""
+    """The leaves of a cache, and the layer groups of its attention leaves.
+
+    A leaf's name is also its name in cache files.
+    """
 
     layer_groups: tuple[LayerGroup, ...]
-    leaf_groups: tuple[int | None, ...]  # by leaf index; None: a recurrent leaf
+    leaf_groups: tuple[int | None, ...]  # group of each leaf index; None: a recurrent leaf
     spec: CacheSpec = field(default_factory=lambda: CacheSpec(()))
-    names: tuple[str, ...] = ()  # of all leaves in order, also those whose states the model stores
-    leaves: Mapping[str, Leaf] = field(default_factory=dict)  # by name; those that kvant stores
+    names: tuple[str, ...] = ()  # of all leaves, in order; the model stores the states of some
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)  # by name, only those kvant stores
     select_tiles: TileSelector | None = None
 
     @classmethod
@@ -152,7 +155,7 @@ class CacheLayout:
 
     @cached_property
     def capacity(self) -> int | None:
-        """The maximum length of all layers; None: unbounded."""
+        """The maximum length of a sequence, which its smallest group sets; None: unbounded."""
         limits = [group.capacity for group in self.layer_groups]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -167,9 +170,9 @@ def iterate_leaves(spec: CacheSpec) -> Iterator[tuple[str, LayerSpec | Recurrent
 
 
 def make_layer_group(spec: LayerSpec, leaf: int | None = None) -> LayerGroup:
-    """Return the group of a layer: the parameters that layers with one page table share.
+    """Return the group of a layer; layers with equal groups share one page table.
 
-    A layer with a page table per head has a group of its own.
+    A layer with a page table per head has a group of its own; its leaf index makes it unique.
     """
     per_head_layer = leaf if has_per_head_tables(spec) else None
     window, sinks = spec.retention.window, spec.retention.sinks

@@ -51,9 +51,10 @@ MIN_HEAD_SHARE = 0.2  # if `adaptive`: the least fraction of its budget that a h
 
 
 def count_spare_rows(pruning: Pruning, page_table: PageTable) -> Floats:
-    """Return the number of rows that each sequence may still store, averaged over its heads.
+    """Return the allowed minus the stored rows of each sequence, averaged over its heads.
 
-    The result is negative for sequences over budget.
+    The result is negative for a sequence over budget. It is 0 for one that retains all its tokens,
+    even if its budget is larger: at most its own length is allowed.
     """
     num_rows = (
         (page_table.seq_lens - page_table.pruned_before)
@@ -66,7 +67,7 @@ def count_spare_rows(pruning: Pruning, page_table: PageTable) -> Floats:
 
 
 def count_allowed_rows(pruning: Pruning, length: int) -> int:
-    """Return the number of rows that a head retains of `length` tokens."""
+    """Return the number of rows that a head may retain of `length` tokens."""
     return min(length, max(pruning.compute_budget(length), NUM_PROTECTED_ROWS))
 
 
@@ -76,7 +77,8 @@ def prune_state(
     """Return the state after a prune, the slots allocated for it, and the rows dropped per head.
 
     The number of dropped rows is the average over all heads. Retained rows are copied to new slots
-    before any old slot is freed, so an error changes nothing. Call this within `guard_counts`.
+    before any old slot is freed, so an error loses no row. Call this within `guard_counts`, which
+    after an error frees the new slots.
     """
     sequence_masks = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
     leaves = [leaf for leaf in state.layout.attention if sequence_masks.get(leaf.group) is not None]
@@ -120,9 +122,10 @@ def prune_state(
 
 
 def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
-    """Return a mask of the sequences to prune now, or None if there are none.
+    """Return a mask of the sequences of a group to prune now, or None if there are none.
 
-    During decoding, prune only with scores that support it, and only sequences far over budget.
+    After a prompt, these are all sequences over budget. During decoding, they are the sequences
+    more than `MAX_DECODE_EXCESS` rows over budget, if the score supports it.
     """
     rule: Pruning | None = state.layout.layer_groups[group].pruning
     if rule is None or not (state.has_unpruned_prompt or rule.score.prunes_during_decode):
@@ -135,7 +138,10 @@ def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
 
 
 def count_tokens_until_prune(state: CacheState) -> int | None:
-    """Return how many tokens fit before rows are pruned again; None: any number."""
+    """Return how many tokens certainly fit before a prune during decoding; None: any number.
+
+    This is a lower bound: a sequence far below its budget has room for more.
+    """
     spare_tokens = list[float]()
     for page_table in state.page_tables:
         rule: Pruning | None = page_table.layer_group.pruning
@@ -251,7 +257,10 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
     def locate_pages(
         page_list: tuple[Ints, Ints],
     ) -> tuple[tuple[Ints, Ints], tuple[Tensor, Tensor]]:
-        """Return the pages of `page_list` in pruned sequences, and their indices in `pages`."""
+        """Return the pages of `page_list` that belong to pruned sequences.
+
+        Also return their indices in `pages` [tables, pages, ...], which the loop below makes.
+        """
         in_pruned = index_by_table[page_list[0]] >= 0
         tables_of_pages, numbers = page_list[0][in_pruned], page_list[1][in_pruned]
         index = index_by_table[tables_of_pages]
@@ -286,7 +295,10 @@ def _mask_present_rows(page_table: PageTable) -> Bools:
 def _select_queries(
     queries: PruningQueries | None, sequences: Ints, first_column: int, stop_column: int
 ) -> PruningQueries | None:
-    """Return the queries of `sequences` before `stop_column`; count columns from `first_column`."""
+    """Return the queries of `sequences` before `stop_column`.
+
+    Column 0 of the result is `first_column` of the cache.
+    """
     truncated = None if queries is None else queries.truncate(stop_column)
     return None if truncated is None else truncated.select(sequences, first_column)
 
@@ -324,10 +336,10 @@ def _compute_scores(
 
 
 def _mask_best_rows(scores: Tensor, budgets: Sequence[int], heads: int, adaptive: bool) -> Tensor:
-    """Return a mask [N, n] of the rows with the best scores.
+    """Return a mask of the rows with the best scores; mask and scores are [key heads, rows].
 
-    Each head retains its budget. If `adaptive`, it retains only a minimum; the heads of a sequence
-    then compete for the rest of their common budget.
+    `budgets` has one budget per sequence: the rows that each of its `heads` heads retains. If
+    `adaptive`, a head is sure of a minimum only; the best other rows of all heads share the rest.
     """
     mask = torch.zeros(scores.shape, dtype=torch.bool)
     for i, count in enumerate(budgets):

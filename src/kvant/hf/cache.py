@@ -29,19 +29,22 @@ from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 
-INITIAL_DRAFT_TOKENS = 32  # the first slack of speculation; longer drafts increase the slack
+INITIAL_DRAFT_TOKENS = 32  # longest draft expected at first; the slack is twice as long
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 
 
 class TransformersCache(HFCache):
     """The cache of one batch of sequences, for a transformers model.
 
-    `states` is the kvant cache that stores the rows. Opaque layers belong to transformers, which
-    alone knows their state; an operation that they do not support is refused. `padding` is the
-    left padding of each sequence, and `columns` the width of the attention mask it was read from.
+    `states` is the kvant cache that stores the rows. An opaque layer is one of transformers, whose
+    state kvant cannot read; an operation that it does not support is refused.
+
+    `padding` is the left padding of each sequence, and `columns` the width of the attention mask
+    that gave it. With `is_cross`, the rows come from an encoder. With `attachable`, `kvant.attach`
+    can switch the model to kvant's attention.
     """
 
-    # Attributes of `states`.
+    # Attributes and methods of `states`, under the same names.
     spec = StatesAttribute[CacheSpec]()
     state = StatesAttribute[CacheState]()
     backend = StatesAttribute[str | None]()
@@ -85,7 +88,8 @@ class TransformersCache(HFCache):
         """Set all fields; `existing_layers` are opaque layers to reuse, by index."""
         self.layer_info = layer_info
         self.context = context
-        self._use_cache_check: UseCacheCheck | None = None  # of a `generate` with this cache
+        # Refuses use_cache=False; set once `generate` has been given this cache.
+        self._use_cache_check: UseCacheCheck | None = None
         self._first_attention_index = next(
             (i for i, info in enumerate(layer_info) if info.attends), None
         )
@@ -319,7 +323,10 @@ class TransformersCache(HFCache):
         return f"TransformersCache({self.states!r})"
 
     def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
-        """Bytes allocated after `num_new_tokens` more tokens, recoded to `spec` first if given."""
+        """Return the bytes allocated after `num_new_tokens` more tokens.
+
+        With `spec`, count as if the cache were recoded to it first.
+        """
         return self.states.nbytes_after(
             num_new_tokens, None if spec is None else self._resolve_spec(spec)
         )
@@ -421,8 +428,9 @@ class TransformersCache(HFCache):
         if to == 0 < self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
         self.states.rewind(to)
-        # A rewind to before a sequence's first token cuts its padding. Without sinks, the next
-        # mask says where the sequence starts; with sinks, the given padding stays.
+        # After a rewind into the padding, a sequence still waits for the rest of its padding.
+        # Without sinks, drop this rest: the next attention mask says where the sequence starts.
+        # With sinks, which count from the first token, the given padding stays.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = drop_pending_padding(holder.state)
@@ -473,7 +481,7 @@ class TransformersCache(HFCache):
             self.context.padding = tuple(start[i] for i in indices.tolist())
 
     def _ensure_draft_slack(self, count: int) -> None:
-        """Make a rewind of the whole next chunk exact."""
+        """Make a rewind of `count` tokens exact; if the slack is smaller, set it to `2 * count`."""
         if count > self.context.slack:
             self.ensure_slack(2 * count)
 

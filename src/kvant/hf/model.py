@@ -67,7 +67,7 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
 
 
 def make_comparable(value: Any) -> object:
-    """Return the plain parts of a value as an immutable object; None if it has none."""
+    """Return a number or a string, or the tuple of those in a container; None for other types."""
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, Mapping):
@@ -249,7 +249,8 @@ def _sample_values(weight: Tensor) -> Tensor:
 # transformers 5.23). So after the first chunk they must read one token at a time.
 UNCHUNKED_MODEL_TYPES = ("mamba", "falcon_mamba", "jamba", "zamba")
 
-DECODER_LAYER_COUNTS = ("num_decoder_layers", "decoder_layers")  # names in configurations
+# Names, in configurations, of the number of decoder layers.
+DECODER_LAYER_COUNTS = ("num_decoder_layers", "decoder_layers")
 # Decoders with cross-attention that their configuration does not mention.
 CROSS_ATTENTION_MODEL_TYPES = ("blip_text_model", "whisper")
 # Decoders whose cross-attention reads decoder rows in place of encoder rows, with any cache.
@@ -331,12 +332,15 @@ def ignores_padding(model: PreTrainedModel) -> bool:
 
 
 def find_latent_modules(model: PreTrainedModel) -> Iterator[Any]:
-    """Return the modules that cache latents and expand them with `expand_kv`."""
+    """Return the attention modules (MLA) that cache latents, and expand them with `expand_kv`."""
     return (m for m in model.modules() if callable(getattr(m, "expand_kv", None)))
 
 
 def make_cache_spec(layers: tuple[ModelLayer, ...], spec: AnySpec) -> CacheSpec:
-    """Fit a spec to the layers of a model, as `kvant.plan` does."""
+    """Fit a spec to the layers of a model, as `kvant.plan` does.
+
+    Refuse a format of keys and values for a model that has none.
+    """
     cache_spec = fit_spec(layers, spec)
     has_rows = any(layer.attends for layer in layers)
     if isinstance(spec, str) and not has_rows and parse(spec, 1) != parse("raw", 1):

@@ -1,8 +1,8 @@
 """The cached sizes of the layers of a model, and the recipes of a spec for them.
 
-A `LayerShape` describes one layer; a model is a tuple of them. A spec gives recipes to attention
-layers, within the limits of the model: any spec keeps a window of the model, and a layer without a
-cache gets none. This module does not know whether shapes come from a configuration or a model.
+A `LayerShape` describes one layer; a model is a tuple of them. `fit_spec` gives each layer a
+recipe, within the limits of the model: no window is wider than the model's, and a layer without a
+cache gets an `EmptySpec`. Shapes may come from a configuration or from a loaded model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LayerInfo:
     """The properties of a layer that a spec depends on."""
 
     kind: str = FULL
-    window: int | None = None  # positions that the model lets a query see, or those of a chunk
+    window: int | None = None  # newest rows that a query sees; if `is_chunked`, rows of a chunk
     latent_width: int | None = None  # of the rows that keys and values are computed from (MLA)
 
     @property
@@ -106,6 +106,7 @@ def fit_spec(layers: Sequence[LayerInfo], spec: AnySpec) -> CacheSpec:
 
 
 def _make_recipe(layer: LayerInfo, recipe: Recipe | None) -> Recipe:
+    """Return the recipe of a layer; `recipe` is what the spec has for it, or None."""
     parts = dict(recipe.parts) if isinstance(recipe, GroupSpec) else {}
     attention = (
         _make_attention_recipe(layer, parts.get("attention", recipe)) if layer.attends else None
@@ -123,9 +124,9 @@ def _make_attention_recipe(layer: LayerInfo, recipe: Recipe | None) -> LayerSpec
     if not isinstance(recipe, LayerSpec):
         raise SpecError(f"{recipe} for an attention layer: a LayerSpec is needed")
     window, policy = layer.window, recipe.retention.window
-    if window is not None:  # without sinks, which the model would not see
+    if window is not None:  # without sinks: the model masks them
         recipe = replace(recipe, retention=Window(min(window, policy or window)))
     chunk = window if layer.is_chunked else None
     if window is not None or chunk is not None or layer.latent_width is not None:
-        recipe = replace(recipe, prune=None)  # they have bounded rows, or no key heads
+        recipe = replace(recipe, prune=None)  # the window bounds rows; latents have no key heads
     return replace(recipe, chunk=chunk, value_dim=layer.latent_width)

@@ -34,7 +34,7 @@ from kvant.page_table import (
 from kvant.pages.pool import Pool, Pools
 
 MAX_DRAFT_COLUMNS = 16  # up to this length, a chunk is read from its pages, as single tokens are
-NEXT_ROW_STEP = np.array([0, 0, 1, 0, 0])  # added to the writes of the last token: the next row
+NEXT_ROW_STEP = np.array([0, 0, 1, 0, 0])  # from a token's writes to the next: one row later
 
 
 def advance(
@@ -53,18 +53,18 @@ def advance(
     numbers[:, LENGTH] = new_lengths = old_lengths + count
     new_rows = np.maximum(new_lengths, 0)
     numbers[:, FIRST_OPEN] = first_open = np.maximum(old_open, group.find_first_open(new_lengths))
-    # Without sealed pages, pages before the first open one are never sealed later.
+    # Sealed pages start at `sealed_from`. If none is sealed yet, the first will be an open page.
     sealed_from = np.where(old_stop <= old_first, np.maximum(old_first, old_open), old_first)
     first_sealed = np.maximum(sealed_from, group.find_first_sealed(new_lengths))
     numbers[:, FIRST_SEALED] = first_sealed
     due = group.paging.count_due_pages_each(new_rows)
     numbers[:, STOP_SEALED] = np.maximum(np.maximum(old_stop, due), first_sealed)
-    new_page = -(-old_rows // page)
+    new_page = -(-old_rows // page)  # the first page without old rows
     open_table, new_slots, copies, writes = _plan_open_pages(
         page_table, new_lengths, first_open, pools.open
     )
 
-    # Seal the due pages. A chunk that reads itself dense skips those that its window drops.
+    # Seal begin..edge and retained_from..due; the window drops the pages between them unread.
     begin = np.maximum(old_stop, old_open)
     edge = np.maximum(begin, np.minimum(due, new_page) if new_rows_dense else due)
     retained_from = np.maximum(edge, first_sealed)
@@ -76,7 +76,7 @@ def advance(
     sealed_table[seal_tables, seal_pages] = slots = pools.sealed.allocate(len(seal_tables))
     seals = _plan_seals(seal_tables, seal_pages, slots, page_table, open_table)
 
-    # Slots to free after all layers have written.
+    # Slots to free after all layers have written: pages before the window, closed pages, sources.
     sealed_tables, sealed_pages = _concat_pairs(
         page_table.list_sealed_pages(), (seal_tables, seal_pages)
     )
@@ -93,11 +93,11 @@ def advance(
     new_table = PageTable(
         group, numbers, sealed_table, open_table, page_table.tables_per_sequence, steady_tokens
     )
-    read_numbers = numbers.copy()
+    read_numbers = numbers.copy()  # of the queries, which still read pages that are freed
     read_numbers[:, FIRST_OPEN] = old_open
     has_sealed = np.maximum(old_stop, edge) > sealed_from
     read_numbers[:, FIRST_SEALED] = np.where(has_sealed, sealed_from, first_sealed)
-    frees_nothing = not (len(holds_sinks) or len(freed[1]))  # read_table keeps closed pages open
+    frees_nothing = not (len(holds_sinks) or len(freed[1]))  # holds_sinks: by closed page
     read_table = (
         new_table if frees_nothing else replace(new_table, numbers=read_numbers, derived=Derived())
     )
@@ -166,8 +166,8 @@ def _plan_open_pages(
 def _find_copies(slots: Ints, lengths: Ints, pool: Pool) -> Ints:
     """Return the indices of the pages to copy before rows are added: the shared ones.
 
-    If the sequences of this cache are the only holders of a page, the longest writes in place: its
-    rows follow those of the others, whose rows stay intact if the forward fails.
+    If only sequences of this cache share a page, all but the longest get a copy. The longest writes
+    in place: after the rows of the others, so a failed forward leaves every row intact.
     """
     must_copy = pool.mask_shared(slots)
     if must_copy.any():
@@ -189,7 +189,7 @@ def _must_read_new_rows(count: int, needed_by_table: Bools) -> bool:
 def _plan_seals(
     table_indices: Ints, page_numbers: Ints, slots: Ints, page_table: PageTable, open_table: Ints
 ) -> Ints:
-    """Return the `seals` of a plan: each from an open page, or from new rows only."""
+    """Return the `seals` of a plan. The source of a page that has new rows only is -1."""
     first = page_numbers * page_table.layer_group.page
     source = np.full(len(table_indices), -1)
     is_stored = first < page_table.seq_lens[table_indices]
@@ -248,7 +248,7 @@ def _count_steady_tokens(layer_group: LayerGroup, lengths: Ints) -> int:
 
 
 def rewind_table(page_table: PageTable, lengths: Ints, pools: Pools) -> AppendPlan:
-    """Shorten sequences to `lengths`; sealed pages that must be open again are decoded."""
+    """Shorten sequences to `lengths` and return the plan, which decodes pages to reopen them."""
     group = page_table.layer_group
     numbers = page_table.numbers.copy()
     numbers[:, LENGTH] = lengths
@@ -264,7 +264,7 @@ def rewind_table(page_table: PageTable, lengths: Ints, pools: Pools) -> AppendPl
         open_table = open_table.copy()
         open_table[tables, page_numbers] = slots
     opens = np.stack([page_table.sealed_table[tables, page_numbers], slots], 1)
-    numbers[rows == 0, FIRST_SEALED:] = 0
+    numbers[rows == 0, FIRST_SEALED:] = 0  # empty sequences: all columns after PADDING
     new_table = PageTable(
         group, numbers, page_table.sealed_table, open_table, page_table.tables_per_sequence
     )
@@ -274,7 +274,10 @@ def rewind_table(page_table: PageTable, lengths: Ints, pools: Pools) -> AppendPl
 
 
 def mask_reachable(page_table: PageTable, lengths: Ints) -> Bools:
-    """Return which sequences still have all rows that the newest token sees at `lengths`."""
+    """Return a mask of the sequences that can be rewound to `lengths`.
+
+    They still have all rows that the newest remaining token sees.
+    """
     window = page_table.layer_group.window
     first_needed = page_table.pruned_before if window is None else np.maximum(lengths - window, 0)
     first_retained = np.maximum(
@@ -296,7 +299,10 @@ def is_exact_rewind(page_table: PageTable, lengths: Ints) -> bool:
 
 
 def _find_first_reopened(page_table: PageTable, due: Ints) -> Ints:
-    """Return the first page that is open when `due` pages are sealed."""
+    """Return the first open page after a rewind that leaves `due` pages due.
+
+    Nothing is reopened if the sealed pages end before the first open page.
+    """
     reopened = np.minimum(page_table.first_open, np.maximum(due, page_table.first_sealed))
     return np.where(
         page_table.stop_sealed >= page_table.first_open, reopened, page_table.first_open
@@ -377,7 +383,7 @@ def allocate_table(
 
 
 def share_prefix_pages(page_table: PageTable, prefix: PageTable) -> PageTable:
-    """Return the table of a sequence with its full pages replaced by those of `prefix`."""
+    """Return the table of a sequence in which the full pages of `prefix` have its slots."""
     seals = page_table.layer_group.seals
     pages = page_table.list_sealed_pages() if seals else page_table.list_open_pages()
     page_numbers = np.intersect1d(np.arange(*_find_common_pages(page_table, prefix)), pages[1])

@@ -1,16 +1,20 @@
 """Decide whether a format is harmful, on as few tokens as possible and within a time limit.
 
-A raw cache reads the text. Before the first page can be sealed, both caches would hold the same
-rows; there a fork of the raw cache is recoded and reads on in parallel. Pieces grow, so that each
-predicts the time of the next; a piece that would miss the deadline is not started.
+A trial compares the predictions of a raw cache with those of a cache of the format. Up to `begin`
+no page is sealed and both would be equal, so only the raw cache reads. At `begin` it is forked, and
+the fork is recoded; then both read the same text:
 
     0            begin            judged_from                    count
     |--- raw ----|--- raw and spec ----|--- decide on these tokens ---|
 
-Verdicts are stored on disk, so that no format is tried on a model twice. A key hashes all weights,
-the configuration, the format, the text and the version of the trial. At most 1 MiB of each weight
-is hashed, spread evenly over it: training changes all values of a weight, and a key of 14 GiB still
-takes only tenths of a second. If a file cannot be read or written, there is no verdict.
+From `judged_from` on, about half of the rows or more are sealed. The text is read in pieces. The
+time of a piece predicts that of the next; a piece that would miss the deadline is not started.
+
+Verdicts are stored on disk, so that no format is tried on a model twice. The key of a verdict is a
+hash of the weights, the configuration, the format, the text and the version of the trial. At most
+1 MiB of each weight is hashed, spread evenly over it. This is enough, because training changes all
+values of a weight; it takes tenths of a second for a model of 14 GiB. If a file cannot be read, the
+trial is run again; if it cannot be written, the verdict is used but not stored.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ from kvant.weights.packing import named_weights
 
 FIRST_PIECES = (4, 16, 44, 64)  # tokens of the first pieces
 PIECE_TOKENS = 128  # tokens of the others
-MIN_JUDGED = 64  # positions before a decision
-NUM_STANDARD_ERRORS = 3.0  # between mean and limit, for a decision
+MIN_JUDGED = 64  # positions from `judged_from` on that a decision needs
+NUM_STANDARD_ERRORS = 3.0  # distance of the mean from the limit that a decision needs
 
 ProbeProgress = Callable[[int, int], None]  # steps done, and all steps
 
@@ -90,7 +94,7 @@ def assess(
     count = ids.shape[1] - 1
     raw_cache, spec_cache = make_empty_cache(model, "raw"), None
     parts: list[Divergence] = []
-    num_read, token_seconds = 0, 0.0  # token_seconds: of one cache, an upper estimate
+    num_read, token_seconds = 0, 0.0  # token_seconds: predicted for a token of one cache
     sizes = chain(FIRST_PIECES, repeat(PIECE_TOKENS))
     progress(0, count)
     while num_read < count:
@@ -108,7 +112,7 @@ def assess(
         if spec_cache is not None:
             spec_logits = compute_logits(model, piece, spec_cache)
             parts.append(compare_logits(raw_logits, spec_logits, targets))
-        # The first piece also loads the weights: the second may take as long.
+        # The first piece also loads the weights: predict as many seconds for the whole second.
         token_seconds = (monotonic() - start) / ((size if num_read else FIRST_PIECES[1]) * caches)
         num_read += size
         progress(num_read, count)
@@ -147,7 +151,7 @@ def _decide(parts: list[Divergence], first: int, num_read: int, max_kl: float) -
 def _make_verdict(
     harmless: bool | None, parts: list[Divergence], num_read: int, total: int
 ) -> Verdict:
-    """Make a verdict; its means include the first tokens, before any row is sealed."""
+    """Make a verdict; its means are over all tokens read, those before `begin` counted as equal."""
     if not parts:
         return Verdict(harmless, 0.0, 1.0, num_read, total)
     divergence = Divergence.concatenate(parts)
@@ -158,7 +162,7 @@ def _make_verdict(
 
 KEY_VERSION = "kvant verdict 2"  # change it if trials give other results
 MAX_FILES = 256
-NUM_SLICES, SLICE_NBYTES = 256, 4096  # of a weight, that are hashed
+NUM_SLICES, SLICE_NBYTES = 256, 4096  # the slices of a large weight that are hashed
 
 T = TypeVar("T")
 
@@ -172,7 +176,10 @@ def get_folder() -> Path:
 
 
 def make_key(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
-    """Make the key of a verdict; None if more than weights determines the model's output."""
+    """Return the key of a verdict; `parts` are hashed, too.
+
+    None: the output is not determined by what is hashed, as in training mode or with hooks.
+    """
     if any(
         module.training or module._forward_hooks or module._forward_pre_hooks
         for _, module in named_modules(model)

@@ -1,9 +1,9 @@
 """Encode recipes as JSON for file headers, and decode them.
 
-A codec, frame or retention rule is an object with its "name" in CODECS, FRAMES or RETENTIONS; any
-other recipe has a "kind". Headers are untrusted: names are looked up in those tables only, values
-must have the types of the dataclass fields, and the constructors check them again. A missing key
-takes the default of its field. This module knows neither layer counts nor files.
+A recipe is a JSON object. Codecs, frames, retention rules and scores have a "name", which is a key
+of CODECS, FRAMES, RETENTIONS or SCORES; all others have a "kind". Headers are untrusted: names are
+looked up in those tables only, values must have the types of the dataclass fields, and constructors
+check them again. A missing key takes the default of its field. Callers check the number of layers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ NAMED_TYPES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     Score: ("name", SCORES),
 }
 
-# Newer fields of recipes: omitted while unset, so that keys of older stores still match.
+# Fields added later: omitted while None, so that the JSON of a spec, and with it the keys of older
+# stores, stay as they were.
 OMITTED_IF_NONE = ("select", "prune")
 
 
@@ -115,7 +116,7 @@ def refuse_constant(word: str) -> float:
 
 
 def decode(hint: Any, value: Any, path: str) -> Any:
-    """Decode a JSON value as the type `hint`."""
+    """Decode a JSON value as the type `hint`; `path` names it in errors: "spec.layers[0]"."""
     if hint in NAMED_TYPES:
         return decode_named(hint, value, path)
     reader = DECODERS.get(get_origin(hint) or hint)
@@ -148,7 +149,7 @@ def decode_named(hint: Any, value: Any, path: str) -> Any:
 
 @lru_cache
 def get_field_types(recipe_type: type) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
-    """Return the fields of a dataclass and their types; cached, since many layers repeat it."""
+    """Return the fields of a dataclass and their types; cached, since most layers need the same."""
     return {f.name: f for f in fields(recipe_type) if f.init}, get_type_hints(recipe_type)
 
 

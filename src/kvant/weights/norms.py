@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvant.native import DTYPE_CODES, NORM_DIMS, get_library, norm_rows
 from kvant.platform.torch_runtime import is_tracing
 
-EPS_NAMES = ("variance_epsilon", "eps")  # attributes of models
+EPS_NAMES = ("variance_epsilon", "eps")  # attributes of norm modules
 WEIGHT_NAME, FORWARD_NAME = "weight", "forward"
 SCALAR_TYPES = (bool, int, float, str)
 TRIAL_INPUTS = ((1, 1.0), (1, 1e-3), (64, 30.0), (65, 1.0), (1, 0.0))  # rows, magnitude
@@ -26,12 +26,12 @@ TrialResults = dict[tuple[object, ...], bool]
 
 
 class FusedNorm:
-    """Replaces a norm's forward; calls the original one where it cannot fuse, as under autograd."""
+    """The forward of a fused norm; calls the original one if a gradient is needed, for example."""
 
     def __init__(self, module: nn.Module, eps_name: str, weight: Tensor) -> None:
         self.module = module
         self.eps_name = eps_name
-        self.shape, self.dtype = weight.shape, weight.dtype  # of the trial
+        self.shape, self.dtype = weight.shape, weight.dtype  # the only ones tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weight = self.module._parameters.get(WEIGHT_NAME)
@@ -69,7 +69,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def fuse_norm(module: nn.Module, trials: TrialResults) -> bool:
-    """Fuse a norm if that gives its bits; return whether it is fused.
+    """Fuse a norm if the kernel gives the same bits; return whether the norm is fused.
 
     Norms of the same class, settings and weight shape share one trial.
     """
@@ -95,7 +95,10 @@ def unfuse_norm(module: nn.Module) -> None:
 
 
 def _is_candidate(module: nn.Module, weight: Tensor) -> bool:
-    """Tell whether a module has a 16-bit weight on a CPU as its only state, and a plain forward."""
+    """Tell whether a module may be an RMSNorm that the kernel computes.
+
+    Its only state is a 16-bit weight on a CPU, and the forward of its class takes one argument.
+    """
     return (
         get_library().functions is not None
         and list(module._parameters) == [WEIGHT_NAME]
@@ -120,9 +123,9 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def _gives_same_bits(module: nn.Module, eps_name: str, weight: Tensor) -> bool:
-    """Tell whether the fused norm gives the module's outputs to the bit.
+    """Tell whether the kernel gives the module's outputs, bit by bit, for random rows and weights.
 
-    The trial uses a random weight, and repeats in float32, which shows the last bit of a sum.
+    Rounding to 16 bits may hide a different sum, so the trial is repeated in float32.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     other = copy.copy(module)

@@ -1,8 +1,8 @@
 """The CPU backend: C++ kernels that read the stored bytes, behind a plain C interface.
 
-It stores rows, and reads raw, affine, codebook and fp8 pages: one call per layer for all sequences,
-one pass over the rows for all queries of a key head. `supports` explains why it refuses any other
-view. Sealed pages must be arranged in the tiles of `NativeTiles`.
+It stores rows, and reads raw, affine, codebook and fp8 pages. One call per layer serves all
+sequences; one pass over the rows serves all queries of a key head. `supports` returns the reason
+for each view that the backend refuses. Sealed pages must be arranged in the tiles of `NativeTiles`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_GROUP = 16  # query heads per key head in the kernels
 CPU = torch.device("cpu")
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # subclasses may have no storage
 NULL_ROWS = ROWS_STRUCT.null
-NULL_PAGES = (*NULL_POINTER, 0)
+NULL_PAGES = (*NULL_POINTER, 0)  # in place of selected pages: every page is read
 
 
 class NativeBackend:
@@ -161,7 +161,7 @@ class NativeBackend:
 
 
 def _explain_unsupported_request(request: AttentionRequest, num_heads: int) -> str | None:
-    """Return why the kernels cannot compute this request on any view, or None."""
+    """Return why the kernels cannot compute this request, or None."""
     q = request.q
     if type(q) not in PLAIN_TENSOR_TYPES:
         return f"queries in a {type(q).__name__}"
@@ -175,7 +175,10 @@ def _explain_unsupported_request(request: AttentionRequest, num_heads: int) -> s
 
 
 def select_tiles(device: torch.device) -> Tiles | None:
-    """Return the arrangement of sealed pages that the device's fastest backend reads."""
+    """Return the tiles in which the device's fastest backend reads sealed pages.
+
+    None: the canonical order of files.
+    """
     native = device.type == "cpu" and get_library().functions is not None
     return NATIVE_TILES if native else None
 

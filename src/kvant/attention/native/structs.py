@@ -3,8 +3,8 @@
 Records that many calls share are packed once and stored in `derived` of the object that they
 describe: `PagedTensors`, `PageTable` or `AppendPlan`.
 
-A tile of keys holds 16 rows x 4 bytes of codes, so that one load has the same channels of 16 rows.
-Sealed bytes in canonical order, and the same bytes in tiles (rows a, b, ..., columns 0, 1, ...):
+A tile of keys holds 4 bytes of codes from each of 16 rows, so one load of 64 bytes has the same
+channels of 16 rows. The codes of rows a, b, ..., p, with bytes 0, 1, ..., in both orders:
 
     canonical   a0 a1 a2 a3 a4 ... | b0 b1 b2 b3 b4 ... | ...
     tiles       a0 a1 a2 a3 b0 b1 b2 b3 ... p3 | a4 a5 a6 a7 b4 ...
@@ -29,7 +29,7 @@ from kvant.native import DTYPE_CODES, count_remaining_bytes
 from kvant.native.header import NULL_POINTER, PAGE_TABLE_STRUCT, PAGES_STRUCT, PLAN_STRUCT
 from kvant.page_table import AppendPlan, Ints, PageTable
 
-TILE_SHAPES = {  # by field: rows of a tile, and neighbouring values of a row in it
+TILE_SHAPES = {  # by field: rows of a tile, and adjacent values that it has of each row
     "keys.codes": (16, 4),
     "values.codes": (4, 1),
     "keys.scale": (16, 1),
@@ -55,9 +55,10 @@ class NativeTiles:
 def rearrange_tiles(
     field: Tensor, tile_rows: int, tile_width: int, *, packed: bool, into: Tensor | None = None
 ) -> Tensor:
-    """Rearrange rows into tiles, or back if `packed`; copy a field that tiles do not divide.
+    """Rearrange rows into tiles; if `packed`, rearrange tiles into rows.
 
-    The values of a row that stay neighbours move as one integer: four bytes cost as much as one.
+    A field that the tiles do not divide keeps its order, and is returned itself without `into`.
+    The adjacent values that a tile has of a row are copied as one integer of up to 4 bytes.
     """
     *lead, height, width = field.shape
     if tile_rows == 1 or height % tile_rows or width % tile_width:
@@ -186,7 +187,7 @@ def explain_unsupported_rows(codec: Codec, rows: Tensor, name: str) -> str | Non
 
 
 def encode_arrangement(tiles: Tiles | None, name: str) -> int | None:
-    """Return the library's code for the arrangement of a side; None if it has none."""
+    """Return the library's code for the arrangement of a side; None: the library has no code."""
     if tiles is None:
         return ROWS_ARRANGEMENT
     return ARRANGEMENT_CODES[name] if tiles == NATIVE_TILES else None
@@ -200,6 +201,7 @@ def make_side_record(
     sealed: Fields,
     arrangement_code: int,
 ) -> RecordInts:
+    """Return the record of a side: its format, open pages, sealed fields and codebook."""
     form = codec.form
     assert form is not None
     field_records: list[int] = []
@@ -211,7 +213,7 @@ def make_side_record(
             strides[0] * size,
             strides[1] * size,
         )
-    for _ in range(3 - len(sealed)):  # of codes, scale and bias
+    for _ in range(3 - len(sealed)):  # a side has up to three fields: codes, scale, bias
         field_records += PAGES_STRUCT.null
     width, corrected = form.group or dim, int(form.corrected)
     shape = (

@@ -1,12 +1,12 @@
 """The GPU backend: Triton kernels that read the stored bytes.
 
-It reads raw rows, affine pages of 8 and 4 bits, and codebook pages; keys and values may have
-different codecs. One launch serves sequences of any lengths, with one pass over the rows for all
-queries of a key head. It also stores and seals rows. `supports` explains why it refuses any other
-view. Pages are in the canonical order of files, so a page of a head is contiguous, and kernels
+It stores and seals rows, and reads raw rows, affine pages of 8 and 4 bits, and codebook pages. Keys
+and values may have different codecs. One launch serves sequences of any lengths; one pass over the
+rows serves all queries of a key head. `supports` returns the reason for each view that the backend
+refuses. Pages are in the canonical order of files: a page of one head is contiguous, and kernels
 load 16 bytes at a time.
 
-Triton is optional and imported only when pages are first read.
+Triton is optional. It is imported when this backend is first asked to store or read rows.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _explain_unavailable(device: str) -> str | None:
     """Return why the kernels cannot run on this type of device, or None."""
     if not is_triton_installed():
         return "triton is not installed: pip install 'kvant[gpu]'"
-    if _get_compiled_flags() == {device != "cpu"}:
+    if _get_compiled_flags() == {device != "cpu"}:  # GPU: all compiled; CPU: all interpreted
         return None
     if device == "cpu":
         return "the interpreter is off: set TRITON_INTERPRET=1 before anything imports triton"

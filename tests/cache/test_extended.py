@@ -108,3 +108,11 @@ def test_a_batch_is_refused() -> None:
             base.import_sequence(other)
     with pytest.raises(ValueError, match="recode it"):
         single.import_sequence(make_cache("affine8", 20))
+
+
+def test_pruned_cache_is_refused() -> None:
+    """Regression: pages of equal numbers were shared though their rows are of other tokens."""
+    base, other = (make_cache("raw,prune=keydiff:50%", length) for length in (300, 600))
+    base.prune(), other.prune()
+    with pytest.raises(ValueError, match="prune="):
+        base.import_sequence(other)

@@ -118,6 +118,32 @@ def test_sequences_join_and_leave(name: str) -> None:
     assert rejoined.lengths == [PROMPTS[0] + STEPS, PROMPTS[2] + STEPS, PROMPTS[1]]
 
 
+def test_only_or_missing_sequence_is_not_removed() -> None:
+    model = build("llama")
+    single = prefill_caches(model, "llama", "raw")[0]
+    with pytest.raises(ValueError, match="only sequence: clear"):
+        single.remove(0)
+    with pytest.raises(ValueError, match=r"sequences \[1\] of a batch of 1"):
+        single.remove(1)
+    assert single.lengths == [PROMPTS[0]]
+
+
+def test_slack_that_cannot_be_stored_is_set_by_a_later_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")
+    cache = prefill_caches(model, "llama", "affine8")[0]
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(cache.states, "ensure_slack", raise_memory_error)
+        cache.ensure_slack(40)
+    cache.ensure_slack(40)
+    assert cache.spec.layers[0].slack >= 40
+
+
+def raise_memory_error(slack: int) -> None:
+    raise MemoryError
+
+
 def test_incompatible_caches_are_not_merged() -> None:
     model, other = build("llama"), build("gemma3")
     single = prefill_caches(model, "llama", "raw")[0]

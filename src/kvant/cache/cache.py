@@ -452,14 +452,13 @@ class Cache(UsageHints):
             raise ValueError(
                 f"import of {other.batch} sequences, {self.batch} here: one each is needed"
             )
+        if self.state.layout.prunes:
+            raise ValueError("import with prune=: rows of both prompts may be at other positions")
         return _merge_into(self, [other], self.state.page_tables, first_number=1)
 
     def remove(self, sequence: int) -> None:
         """Remove one of the sequences; the others are unchanged."""
-        _check_indices([sequence], self.batch)
-        if self.batch == 1:
-            raise ValueError("remove of the only sequence: clear() or reset() the cache")
-        self.select([i for i in range(self.batch) if i != sequence])
+        self.select(list_other_sequences(self.batch, sequence))
 
     def select(self, index: Sequence[int] | Tensor) -> None:
         """Replace the batch by the sequences `index`, in this order, repeats allowed."""
@@ -475,6 +474,14 @@ class Cache(UsageHints):
         if count < 1:
             raise ValueError(f"repeat({count}): 1 or more times")
         self.select(torch.arange(self.batch).repeat_interleave(count))
+
+
+def list_other_sequences(batch: int, sequence: int) -> list[int]:
+    """Return the sequences of a batch but one; raise if it is missing or the only one."""
+    _check_indices([sequence], batch)
+    if batch == 1:
+        raise ValueError("remove of the only sequence: clear() or reset() the cache")
+    return [i for i in range(batch) if i != sequence]
 
 
 def merge(caches: Sequence[Any]) -> Any:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache as HFCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvant.cache import Cache, constrain_spec
+from kvant.cache.cache import list_other_sequences
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import drop_pending_padding
 from kvant.contracts import Snapshot
@@ -264,9 +265,7 @@ class TransformersCache(HFCache):
     def remove(self, sequence: int) -> None:
         """Remove one sequence and release its pages."""
         self._check_no_opaque_layers("remove")
-        remaining = [i for i in range(self.states.batch) if i != sequence]
-        self.states.extract(sequence)  # refuses an invalid index
-        self.batch_select_indices(torch.tensor(remaining))
+        self.batch_select_indices(torch.tensor(list_other_sequences(self.states.batch, sequence)))
 
     def merge_with(self, others: Sequence[Any]) -> TransformersCache:
         """Return one cache with the sequences of this cache and of `others`, of the same model."""
@@ -365,9 +364,9 @@ class TransformersCache(HFCache):
     def ensure_slack(self, slack: int) -> None:
         """Make rewinds of up to `slack` tokens exact from now on."""
         if slack > self.context.slack:
-            self.context.slack = slack
             self._invalidate_pending()
             self.states.ensure_slack(slack)
+            self.context.slack = slack
 
     def recode(self, spec: AnySpec) -> None:
         """Convert the stored rows to another spec; the windows of the model still apply."""

@@ -139,7 +139,7 @@ def test_clients_that_do_not_read_hold_no_file_descriptors(bundled_model: tuple[
 def test_client_that_never_reads_its_reply_is_dropped(
     monkeypatch: pytest.MonkeyPatch, header: bytes
 ) -> None:
-    """Regression: the deadline ended when the reply was complete, though nobody had read it."""
+    """Regression: the deadline ended when the reply was complete, though still unread."""
     monkeypatch.setattr(http_server, "REQUEST_TIMEOUT_S", 0.2)
     app, is_sent, started = FastAPI(), threading.Event(), threading.Event()
 

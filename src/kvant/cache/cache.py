@@ -453,7 +453,9 @@ class Cache(UsageHints):
                 f"import of {other.batch} sequences, {self.batch} here: one each is needed"
             )
         if self.state.layout.prunes:
-            raise ValueError("import with prune=: rows of both prompts may be at other positions")
+            raise ValueError(
+                "import into a cache with prune=, whose pages hold other tokens: merge the caches"
+            )
         return _merge_into(self, [other], self.state.page_tables, first_number=1)
 
     def remove(self, sequence: int) -> None:

@@ -13,7 +13,7 @@ them, so drafting does not change the distribution of the output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -140,8 +140,7 @@ class Sampler:
         self.modifies_logits = sampling.modifies_logits
         self.prompt_length = prompt_length
         self.matcher = matcher
-        # Equal ones are sampled as one batch.
-        self.unseeded_sampling = sampling if sampling.seed is None else replace(sampling, seed=None)
+        self.unseeded_sampling = sampling.with_seed(None)  # equal: sampled as one batch
         seed = sampling.seed
         if seed is None and sampling.temperature:  # `torch.manual_seed` applies
             seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))

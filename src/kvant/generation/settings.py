@@ -71,7 +71,11 @@ class Sampling:
 
     def derive_choice(self, index: int) -> Sampling:
         """Return these settings with the seed of one of several continuations."""
-        return self if self.seed is None else replace(self, seed=derive_seed(self.seed, index))
+        return self.with_seed(derive_seed(self.seed, index))
+
+    def with_seed(self, seed: int | None) -> Sampling:
+        """Return these settings with another seed; the same object if the seed stays."""
+        return self if seed == self.seed else replace(self, seed=seed)
 
 
 class SamplingOptions(TypedDict, total=False):

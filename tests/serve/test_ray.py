@@ -104,23 +104,26 @@ def test_requests_reach_the_replica_with_their_prefix(deployment: str) -> None:
     assert max(load.values()) <= 1.25 * PREFIXES * EACH / 2, load
 
 
-@pytest.mark.laws  # the load of the machine determines what is restored
+@pytest.mark.laws  # slow
 def test_pages_of_a_failed_replica_are_reassigned(deployment: str) -> None:
-    while not all_written(deployment):  # writes of earlier tests
-        time.sleep(0.1)
     numbers = send_all("dies")
     responses: dict[tuple[int, int], Answer] = {}
-    half = threading.Barrier(2)
+    num_clients, middle = 4, len(numbers) // 2
+    half = threading.Barrier(num_clients + 1)
 
     def ask(place: int) -> None:
-        if place == len(numbers) // 2:
+        if middle <= place < middle + num_clients:  # one question of each client
             half.wait(60)
+            half.wait(600)
         responses[numbers[place]] = send_question(deployment, "dies", *numbers[place])
 
-    with ThreadPoolExecutor(4) as clients:
+    with ThreadPoolExecutor(num_clients) as clients:
         results = clients.map(ask, range(len(numbers)))
-        half.wait(60)
+        half.wait(600)
+        while not all_written(deployment):  # what is not written is lost with its replica
+            time.sleep(0.1)
         killed = responses[0, 0].replica
+        half.wait(60)  # the replica fails while it answers
         ray.kill(ray.get_actor(f"SERVE_REPLICA::kvant#replica#{killed}", namespace="serve"))
         list(results)
     assert len(responses) == len(numbers) and {a.status for a in responses.values()} == {200}

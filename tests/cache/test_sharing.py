@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -367,3 +369,18 @@ def test_threads_wait_while_growth_is_forecast(monkeypatch: pytest.MonkeyPatch) 
     assert fork[0].nbytes_after_append(more, more) == expected
     other.end()
     cache.state.pools.check()
+
+
+EXIT_SCRIPT = """
+import torch
+from kvant import Cache
+
+cache = Cache(1)
+cache[0].append(torch.zeros(1, 2, 70, 64), torch.zeros(1, 2, 70, 64))
+torch.kept = cache  # outlives numpy
+"""
+
+
+def test_a_cache_that_outlives_numpy_is_silent_at_exit() -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT_SCRIPT], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

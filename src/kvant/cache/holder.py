@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
@@ -58,8 +59,10 @@ class StateHolder:
         self.in_prompt = False  # set by `prompt_mode`: all tokens are part of a prompt
         state.pools.add_holder(self)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Queue the slots: a pool operation may be running, so a later one frees them."""
+        if is_finalizing():  # modules, numpy among them, may be gone
+            return
         state: CacheState | None = self.__dict__.get("state")
         for group, pools in enumerate(state.pools if state is not None else ()):
             for pool, slots in zip(pools, self._list_group_slots(group), strict=True):

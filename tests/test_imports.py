@@ -26,7 +26,7 @@ RANKS = (
     "engine/",
     "server/",
     "serve/",
-    "bench/ eval/",
+    "bench/ eval/ lm_eval/",
     "cli/",
 )
 PLACES = {name: rank for rank, names in enumerate(RANKS) for name in names.split()}

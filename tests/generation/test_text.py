@@ -108,9 +108,9 @@ def test_stop_strings_end_the_text_and_are_hidden(
 ) -> None:
     text = IncrementalDetokenizer(PieceTokenizer(*strings), stop)
     visible_text = "".join(
-        text.append_token(token) for token in range(len(strings)) if not text.stopped
+        text.append_token(token) for token in range(len(strings)) if not text.has_stopped
     )
-    assert text.stopped
+    assert text.has_stopped
     assert visible_text + text.flush() == expected
 
 
@@ -119,16 +119,16 @@ def test_stop_string_may_span_tokens(tokenizer: Any) -> None:
     text, visible_text = IncrementalDetokenizer(tokenizer, ["本語 🙂 t"]), ""
     for token in tokens:
         visible_text += text.append_token(token)
-        if text.stopped:
+        if text.has_stopped:
             break
-    assert text.stopped
+    assert text.has_stopped
     assert visible_text + text.flush() == "naïve 日"
 
 
 def test_possible_stop_string_is_withheld_until_decided() -> None:
     text = IncrementalDetokenizer(PieceTokenizer("one st", "o", "ry", " s", "t"), ["stop"])
     assert [text.append_token(token) for token in range(5)] == ["one ", "", "story", " ", ""]
-    assert not text.stopped
+    assert not text.has_stopped
     assert text.flush() == "st"
     assert text.flush() == "", "said twice"
 

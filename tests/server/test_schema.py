@@ -21,6 +21,8 @@ OPERATIONS = [
     "POST /tokenize",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "POST /v1/responses",
 ]
 

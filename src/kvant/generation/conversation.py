@@ -52,6 +52,8 @@ class Messages:
     messages: Sequence[Message]
     tools: Sequence[Any] = ()  # functions that the model may call, as JSON or in Python
     options: Mapping[str, Any] = field(default_factory=dict)  # of the template: enable_thinking
+    marks: Sequence[int] = ()  # numbers of first messages after which other prompts may differ
+    continues: bool = False  # whether the last message is the beginning of the reply
 
     def __post_init__(self) -> None:
         reserved = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -116,7 +118,8 @@ def encode_messages(
         raise PromptError("messages for a tokenizer without a chat template: give one text")
     try:
         adapted = conversation.adapt_to(tokenizer)
-        text = adapted.render_text(tokenizer, adapted.messages, add_generation_prompt=True)
+        end = "continue_final_message" if conversation.continues else "add_generation_prompt"
+        text = adapted.render_text(tokenizer, adapted.messages, **{end: True})
     except PromptError:  # content that cannot be rendered as text
         raise
     except Exception as error:  # a template is a program and may raise anything
@@ -125,25 +128,27 @@ def encode_messages(
 
 
 def find_branch_points(tokenizer: Any, prompt: Prompt, tokens: Sequence[int]) -> list[int]:
-    """Return the lengths after the system messages and before the last message of a prompt.
+    """Return the lengths after the system messages, after marks, and before the last message.
 
     Other prompts may differ there. A prompt without messages has none.
     """
     conversation = _parse_messages(prompt)
     if conversation is None:
         return []
-    conversation = conversation.adapt_to(tokenizer)
-    messages = conversation.messages
-    roles = [message.get("role") for message in messages]
+    adapted = conversation.adapt_to(tokenizer)
+    roles = [message.get("role") for message in adapted.messages]
     num_system = next((i for i, role in enumerate(roles) if role != "system"), 0)
+    heads = [adapted.messages[:num_system], adapted.messages[:-1]]
+    heads += [
+        replace(conversation, messages=conversation.messages[:mark]).adapt_to(tokenizer).messages
+        for mark in conversation.marks
+        if mark < len(conversation.messages) - 1
+    ]
     branch_points = set()
-    for head in (messages[:num_system], messages[:-1]):
-        if head:
-            with suppress(Exception):  # a template may reject a part of the messages
-                ids = tokenizer.encode(
-                    conversation.render_text(tokenizer, head), add_special_tokens=False
-                )
-                branch_points.add(count_shared_prefix(ids, tokens))
+    for head in filter(None, heads):
+        with suppress(Exception):  # a template may reject a part of the messages
+            ids = tokenizer.encode(adapted.render_text(tokenizer, head), add_special_tokens=False)
+            branch_points.add(count_shared_prefix(ids, tokens))
     return sorted(branch_points)
 
 

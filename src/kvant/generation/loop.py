@@ -75,6 +75,7 @@ class Step:
     drafted: bool = False  # an accepted draft
     likeliest: tuple[tuple[int, float], ...] = ()  # alternatives and logprobs, if requested
     choice: int = 0  # index among several continuations of a prompt
+    stop_string: str | None = None  # the one that ended the text
 
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
@@ -105,11 +106,15 @@ class IncrementalDetokenizer:
             tokenizer.decode, skip_special_tokens=not include_special_tokens
         )
         self.stop = tuple(stop)
-        self.stopped = False
+        self.stop_string: str | None = None  # the one that ended the text
         self._tokens = list(previous_tokens[-DETOKENIZER_CONTEXT_TOKENS:])
         self._prefix_offset = 0  # where decoding starts
         self._read_offset = len(self._tokens)  # where the uncertain text starts
         self._pending_text = ""  # possible beginning of a stop string
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stop_string is not None
 
     def append_token(self, token: int) -> str:
         """Append a token; return the text that became certain."""
@@ -127,7 +132,7 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """Return the text that was held back: no more tokens follow."""
-        if self.stopped:
+        if self.has_stopped:
             return ""
         old_text = self._decode(self._tokens[self._prefix_offset : self._read_offset])
         piece = self._decode(self._tokens[self._prefix_offset :])[len(old_text) :]
@@ -138,10 +143,11 @@ class IncrementalDetokenizer:
 
     def _cut_at_stop(self, piece: str) -> str:
         text = self._pending_text + piece
-        stop_positions = [at for at in (text.find(string) for string in self.stop) if at >= 0]
-        if stop_positions:
-            self.stopped, self._pending_text = True, ""
-            return text[: min(stop_positions)]
+        found = [(text.find(string), string) for string in self.stop if string in text]
+        if found:
+            position, self.stop_string = min(found, key=lambda pair: pair[0])
+            self._pending_text = ""
+            return text[:position]
         num_pending = max((_count_overlap(text, string) for string in self.stop), default=0)
         self._pending_text = text[len(text) - num_pending :]
         return text[: len(text) - num_pending]
@@ -195,11 +201,20 @@ class Output:
             piece, reason = detokenizer.flush(), "stop"
         else:
             piece = detokenizer.append_token(token)
-            if detokenizer.stopped or len(self.tokens) >= self._max_length:
+            if detokenizer.has_stopped or len(self.tokens) >= self._max_length:
                 piece += detokenizer.flush()
-                reason = "stop" if detokenizer.stopped else "length"
+                reason = "stop" if detokenizer.has_stopped else "length"
         self._pieces.append(piece)
-        return Step(token, piece, sampled.logprob, reason, drafted, sampled.top_logprobs, choice)
+        return Step(
+            token,
+            piece,
+            sampled.logprob,
+            reason,
+            drafted,
+            sampled.top_logprobs,
+            choice,
+            detokenizer.stop_string,
+        )
 
 
 class GenerationOptions(SamplingOptions, total=False):

@@ -6,6 +6,8 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,14 +26,15 @@ from kvant.platform import c_libraries
 from kvant.server.errors import (
     BadRequest,
     ErrorResponse,
+    MessagesError,
     add_error_handlers,
     make_error,
     make_error_response,
 )
 from kvant.server.http_server import MAX_HEADER_BYTES
-from kvant.server.output_parsing import OutputParser
+from kvant.server.messages_api import MessagesRequest, MessagesWriter, PromptRequest
 from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams, TokenizeRequest
-from kvant.server.response_writers import ChatWriter, CompletionWriter, ResponseWriter
+from kvant.server.response_writers import ChatWriter, CompletionWriter, Reply, ResponseWriter
 from kvant.server.responses_api import ResponsesRequest, ResponsesWriter
 from kvant.server.service import Prompt, RequestStreams, Service
 from kvant.server.settings import ADMIN_ONLY_MESSAGE, UNKNOWN_KEY_MESSAGE
@@ -55,6 +58,10 @@ PAGE_HEADERS = {
 STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "A response, or a stream of events", "content": {"text/event-stream": {}}}
 }
+MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": MessagesError},
+    "5XX": {"model": MessagesError},
+}
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -68,7 +75,10 @@ CurrentService = Annotated[Service, Depends(_get_service)]
 
 async def _authenticate(http: Request, service: CurrentService) -> str:
     """Return the tenant of a request."""
-    tenant = service.keys.authenticate(http.headers.get("authorization", ""))
+    authorization = http.headers.get("authorization")
+    if authorization is None:  # as Anthropic's clients send their keys
+        authorization = f"Bearer {http.headers.get('x-api-key', '')}"
+    tenant = service.keys.authenticate(authorization)
     if tenant is None:
         raise BadRequest(UNKNOWN_KEY_MESSAGE, None, 401, "invalid_api_key")
     return tenant
@@ -133,7 +143,8 @@ async def metrics(service: CurrentService, tenant: Tenant) -> Response:
 
 @router.get("/v1/models")
 async def models(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    return {"object": "list", "data": [_describe_model(service)]}
+    ids = {"first_id": service.model, "last_id": service.model, "has_more": False}
+    return {"object": "list", "data": [_describe_model(service)]} | ids
 
 
 @router.get("/v1/models/{name:path}")
@@ -187,11 +198,45 @@ async def responses(
     return await _generate(make_writer, prompts, params, service, tenant, http)
 
 
+@router.post("/v1/messages", responses=STREAM_RESPONSES | MESSAGES_ERRORS)
+async def messages(
+    body: MessagesRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_model(service, body.model)
+    params = body.chat_request
+    prompts = [_make_messages_prompt(body, params, service)]
+    make_writer = partial(MessagesWriter, body)
+    return await _generate(make_writer, prompts, params, service, tenant, http)
+
+
+@router.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
+async def count_tokens(
+    body: PromptRequest, service: CurrentService, tenant: Tenant
+) -> dict[str, Any]:
+    _check_model(service, body.model)
+    prompt = _make_messages_prompt(body, body.chat_request, service)
+    return {"input_tokens": len(await service.tokenize(prompt, tenant))}
+
+
+def _make_messages_prompt(body: PromptRequest, params: ChatRequest, service: Service) -> Prompt:
+    conversation = body.add_marks(params.template_messages)
+    options = {
+        name: value
+        for name, value in conversation.options.items()
+        if service.has_template_variable(name)  # whether to think is a hint to other models
+    }
+    return service.make_prompt(replace(conversation, options=options))
+
+
 def _describe_model(service: Service) -> dict[str, Any]:
+    created = datetime.fromtimestamp(service.created, UTC)
     return {
         "id": service.model,
         "object": "model",
         "created": service.created,
+        "type": "model",  # this and the next two: for Anthropic's clients
+        "display_name": service.model,
+        "created_at": created.isoformat(),
         "owned_by": "kvant",
         "max_model_len": service.engine.stop_conditions.max_context,
     }
@@ -204,7 +249,7 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 async def _generate(
-    make_writer: Callable[[Any, str, SamplingParams, Sequence[OutputParser]], ResponseWriter],
+    make_writer: Callable[[Any, str, SamplingParams, Reply], ResponseWriter],
     prompts: Sequence[Prompt],
     params: SamplingParams,
     service: Service,
@@ -215,7 +260,7 @@ async def _generate(
     _check_model(service, params.model)
     streams = await service.submit(prompts, params, tenant)
     try:
-        writer = make_writer(service.engine.tokenizer, service.model, params, streams.parsers)
+        writer = make_writer(service.engine.tokenizer, service.model, params, streams)
     except Exception:
         streams.cancel()
         raise
@@ -227,13 +272,13 @@ async def _generate(
         try:
             steps = await streams.collect_steps()
         except Exception as error:
-            return make_error_response(error, started=True)
+            return make_error_response(http, error, started=True)
         finally:
             streams.cancel()
             group.cancel_scope.cancel()
     if steps is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(await anyio.to_thread.run_sync(writer.write_all, steps, streams.usages))
+    return JSONResponse(await anyio.to_thread.run_sync(writer.write_all, steps))
 
 
 class EventStreamResponse(StreamingResponse):

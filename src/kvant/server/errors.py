@@ -1,10 +1,11 @@
-"""Errors of the server, and their responses in OpenAI's format."""
+"""Errors of the server, and their responses in the format of the API that was called."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,16 @@ from kvant.errors import CacheError, CapacityError, ContextError, EngineError, G
 
 log = logging.getLogger("kvant")
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_TYPES = {  # of Anthropic's errors, by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 TYPE_NAMES = ("body", "str", "int", "bool", "float", "list")
 
 
@@ -61,20 +72,19 @@ def add_error_handlers(app: FastAPI) -> None:
             code = None
         else:
             message, code = f"{param}: {first['msg']}", None
-        return JSONResponse(make_error(message, "invalid_request_error", param, code), 400)
+        return _respond(http, 400, make_error(message, "invalid_request_error", param, code))
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> Response:
-        return JSONResponse(
-            make_error(str(error.detail), "invalid_request_error"), error.status_code, error.headers
-        )
+        body = make_error(str(error.detail), "invalid_request_error")
+        return _respond(http, error.status_code, body, error.headers)
 
     @app.exception_handler(ValueError)
     @app.exception_handler(TypeError)
     @app.exception_handler(CacheError)
     @app.exception_handler(Exception)
     async def answer_error(http: Request, error: Exception) -> Response:
-        return make_error_response(error)
+        return make_error_response(http, error)
 
 
 def _is_type_name(part: str | int) -> bool:
@@ -93,6 +103,28 @@ class ErrorResponse(BaseModel):
     """An error in OpenAI's shape."""
 
     error: ErrorBody
+
+
+class MessagesErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorBody
+
+    @classmethod
+    def convert(cls, status: int, body: Mapping[str, Any]) -> MessagesError:
+        """Convert an error in OpenAI's shape."""
+        error = body["error"]
+        message = error["message"]
+        if error["code"] == CONTEXT_EXCEEDED:  # clients cut a conversation when they read this
+            message = f"prompt is too long: {message}"
+        name = MESSAGES_TYPES.get(status, "api_error" if status >= 500 else error["type"])
+        return cls(error=MessagesErrorBody(type=name, message=message))
 
 
 def make_error(
@@ -121,14 +153,23 @@ def describe_error(error: BaseException, *, started: bool = False) -> tuple[int,
     if isinstance(error, BadRequest):
         status, param, code = error.status, error.param, error.code
     elif isinstance(error, ContextError):  # clients cut a conversation when they see this code
-        code = "context_length_exceeded"
+        code = CONTEXT_EXCEEDED
     message = str(error) if status < 500 or status == 503 else "the request failed"
     return status, make_error(message, error_type, param, code)
 
 
-def make_error_response(error: BaseException, *, started: bool = False) -> Response:
+def make_error_response(http: Request, error: BaseException, *, started: bool = False) -> Response:
     status, body = describe_error(error, started=started)
     if status >= 500:
         log.error("a request failed: %r", error)
     headers = {"Retry-After": str(error.retry_seconds)} if isinstance(error, ServerBusy) else None
+    return _respond(http, status, body, headers)
+
+
+def _respond(
+    http: Request, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+) -> Response:
+    """Respond with an error in the shape of the API whose path was called."""
+    if http.url.path.startswith(MESSAGES_PATH):
+        body = MessagesError.convert(status, body).model_dump()
     return JSONResponse(body, status, headers)

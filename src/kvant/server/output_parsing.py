@@ -145,10 +145,13 @@ class TemplateParser(OutputParser):
         prompt: str,
         tools: Sequence[Mapping[str, Any]],
         max_calls: int | None = None,
+        *,
+        continues: bool = False,
     ) -> None:
         """Start after `prompt`, whose end may already open the reply, for example its reasoning.
 
-        Without tools, nothing is parsed as a call. Calls beyond `max_calls` are dropped.
+        Without tools, nothing is parsed as a call. Calls beyond `max_calls` are dropped. If the
+        reply `continues` the text of the prompt, its leading spaces are kept.
         """
         response_template = template.with_calls if tools else template.without_calls
         prefix = response_template.truncate_past_last_anchor(prompt)
@@ -157,7 +160,9 @@ class TemplateParser(OutputParser):
         self._num_calls_left = max_calls
         self._has_self_delimiting_calls = template.has_self_delimiting_calls
         # Part types without any text yet: the first text loses its leading spaces.
-        self._types_not_started: set[type] = {ContentPart, ReasoningPart}
+        self._types_not_started: set[type] = {ReasoningPart} | (
+            set() if continues else {ContentPart}
+        )
         self._pending_text = ""  # text not returned in any part yet; content if parsing fails
         self._has_failed = False
 
@@ -228,6 +233,7 @@ class ReplyFormat:
     tools: Sequence[Mapping[str, Any]]
     max_calls: int | None
     lists_calls: bool  # calls are a JSON list; else they are as the template says
+    continues: bool = False  # the reply continues a message of the prompt
 
     def make_parsers(self, count: int, decode_prompt: Callable[[], str]) -> list[OutputParser]:
         """Make a parser for each choice of a prompt, of whose text the template needs the end."""
@@ -237,7 +243,10 @@ class ReplyFormat:
             template, prompt = self.template, decode_prompt()
             template_tools = [] if self.lists_calls else tools
             parsers = [
-                TemplateParser(template, prompt, template_tools, max_calls) for _ in range(count)
+                TemplateParser(
+                    template, prompt, template_tools, max_calls, continues=self.continues
+                )
+                for _ in range(count)
             ]
         if self.lists_calls:
             return [CallListParser(parser, tools, max_calls) for parser in parsers]

@@ -19,7 +19,8 @@ MAX_CONTENT_PARTS = 256  # per message
 MAX_PROMPTS = 128
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 8  # per reply, under tool_choice "required"
-MAX_SCHEMA_CHARACTERS = 64 << 10
+MAX_SCHEMA_CHARACTERS = 64 << 10  # of one schema, or of all that a grammar is made of
+MAX_TOOLS_CHARACTERS = 512 << 10  # with their descriptions: agents send about 100 KiB
 # The fields that are keyword arguments of `Engine.submit`, under the same names.
 ENGINE_FIELDS = {"top_p", "min_p", "seed", "stop", "n"}
 ENGINE_FIELDS |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
@@ -265,7 +266,7 @@ Conversation = Annotated[
 
 
 class FunctionDefinition(RequestBody):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
@@ -282,7 +283,9 @@ class Tool(RequestBody):
 
 
 def check_tools_size(tools: list[Any]) -> list[Any]:
-    check_schema_size([tool.template_dict for tool in tools])
+    """Limit the characters of all tools, which become part of the prompt."""
+    if (size := len(json.dumps([tool.template_dict for tool in tools]))) > MAX_TOOLS_CHARACTERS:
+        raise ValueError(f"tools of {size} characters: at most {MAX_TOOLS_CHARACTERS} are allowed")
     return tools
 
 
@@ -359,6 +362,7 @@ class ChatRequest(SamplingParams):
             name = self.tool_choice.function.name
             if name not in {function.name for function in self.callable_functions}:
                 raise ValueError(f"tool_choice: {name!r} is none of the tools")
+        check_schema_size([function.parameters for function in self.required_functions])
         if self.requires_json and self.callable_functions:
             raise ValueError("response_format with tools: allowed only with tool_choice none")
         return self

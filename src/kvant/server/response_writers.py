@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from kvant.engine import Usage
 from kvant.generation import Step
@@ -34,24 +34,31 @@ def find_finish_reason(steps: Sequence[Step]) -> str:
     return CANCELLED_REASON if reason in (None, "cancelled") else str(reason)
 
 
+class Reply(Protocol):
+    """What writers need of a request under way."""
+
+    @property
+    def parsers(self) -> Sequence[OutputParser]:
+        """One parser per choice."""
+
+    @property
+    def usages(self) -> Sequence[Usage]:
+        """The tokens so far, by prompt."""
+
+
 class ResponseWriter(ABC):
     """Writes the response to one request, whole or as events."""
 
-    def __init__(
-        self, tokenizer: Any, model: str, params: SamplingParams, parsers: Sequence[OutputParser]
-    ) -> None:
-        """Take one parser per choice."""
+    def __init__(self, tokenizer: Any, model: str, params: SamplingParams, reply: Reply) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self.num_logprobs = params.num_logprobs
         self.includes_usage = params.includes_usage
-        self.parsers = parsers
-        self._unfinished = set(range(len(parsers)))
+        self.reply = reply
+        self._unfinished = set(range(len(reply.parsers)))
 
     @abstractmethod
-    def write_all(
-        self, steps_by_choice: Sequence[Sequence[Step]], usages: Iterable[Usage]
-    ) -> dict[str, Any]:
+    def write_all(self, steps_by_choice: Sequence[Sequence[Step]]) -> dict[str, Any]:
         """Return the whole response, from all steps of every choice."""
 
     def write_begin(self) -> str:
@@ -63,7 +70,7 @@ class ResponseWriter(ABC):
         """Return the events of a step; with None, the last ones of an unfinished choice."""
 
     @abstractmethod
-    def write_end(self, usages: Iterable[Usage]) -> str:
+    def write_end(self) -> str:
         """Return the events after the last step."""
 
     def write_error(self, body: Mapping[str, Any]) -> str:
@@ -72,7 +79,7 @@ class ResponseWriter(ABC):
 
     def parse_step(self, index: int, step: Step | None) -> list[OutputPart]:
         """Return the parts that a step adds to a choice; `step` None ends an unfinished choice."""
-        parser = self.parsers[index]
+        parser = self.reply.parsers[index]
         parts = [] if step is None else parser.feed(step.text)
         if step is None or step.finish_reason:
             self._unfinished.discard(index)
@@ -100,20 +107,18 @@ class ChoicesWriter(ResponseWriter):
             "system_fingerprint": f"kvant-{version('kvant')}",
         }
 
-    def write_all(
-        self, steps_by_choice: Sequence[Sequence[Step]], usages: Iterable[Usage]
-    ) -> dict[str, Any]:
+    def write_all(self, steps_by_choice: Sequence[Sequence[Step]]) -> dict[str, Any]:
         choices = [self.make_choice(index, steps) for index, steps in enumerate(steps_by_choice)]
         return self._header | {
             "object": self.object_type,
             "choices": choices,
-            "usage": make_usage(usages),
+            "usage": make_usage(self.reply.usages),
         }
 
-    def write_end(self, usages: Iterable[Usage]) -> str:
+    def write_end(self) -> str:
         events = "".join(self.write_step(index, None) for index in self.list_unfinished())
         if self.includes_usage:
-            events += self.write_chunk([], usage=make_usage(usages))
+            events += self.write_chunk([], usage=make_usage(self.reply.usages))
         return events + DONE_EVENT
 
     @abstractmethod
@@ -142,7 +147,7 @@ class ChatWriter(ChoicesWriter):
         delta = {"role": "assistant"}
         return "".join(
             self.write_chunk([self._make_chunk_choice(index, delta, None)])
-            for index in range(len(self.parsers))
+            for index in range(len(self.reply.parsers))
         )
 
     def make_choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:

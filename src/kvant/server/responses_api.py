@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from kvant.engine import Usage
 from kvant.generation import Step
 from kvant.server.output_parsing import (
     CallPart,
@@ -358,13 +357,11 @@ class ResponsesWriter(ResponseWriter):
             "store": False,
         }
 
-    def write_all(
-        self, steps_by_choice: Sequence[Sequence[Step]], usages: Iterable[Usage]
-    ) -> dict[str, Any]:
+    def write_all(self, steps_by_choice: Sequence[Sequence[Step]]) -> dict[str, Any]:
         for step in steps_by_choice[0]:
             self.write_step(0, step)
         self._finish_items()
-        return self._make_response(find_finish_reason(steps_by_choice[0]), usages)
+        return self._make_response(find_finish_reason(steps_by_choice[0]))
 
     def write_begin(self) -> str:
         response = self._make_response(None)
@@ -380,9 +377,9 @@ class ResponsesWriter(ResponseWriter):
             self._last_steps = [step]
         return "".join(map(self._items.add_part, parts))
 
-    def write_end(self, usages: Iterable[Usage]) -> str:
+    def write_end(self) -> str:
         events = self._finish_items()
-        response = self._make_response(find_finish_reason(self._last_steps), usages)
+        response = self._make_response(find_finish_reason(self._last_steps))
         return events + self._items.write_event(f"response.{response['status']}", response=response)
 
     def _finish_items(self) -> str:
@@ -395,7 +392,7 @@ class ResponsesWriter(ResponseWriter):
         failed = self._make_response(None) | {"status": "failed", "error": error}
         return self._items.write_event("response.failed", response=failed)
 
-    def _make_response(self, reason: str | None, usages: Iterable[Usage] = ()) -> dict[str, Any]:
+    def _make_response(self, reason: str | None) -> dict[str, Any]:
         """Return the response with all items so far; a finish `reason` completes it."""
         status = "in_progress" if reason is None else "completed"
         is_truncated = reason == "length"
@@ -404,11 +401,11 @@ class ResponsesWriter(ResponseWriter):
             "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
             "error": None,
             "output": [*self._items.items],
-            "usage": None if reason is None else self._make_usage(usages),
+            "usage": None if reason is None else self._make_usage(),
         }
 
-    def _make_usage(self, usages: Iterable[Usage]) -> dict[str, Any]:
-        usage = make_usage(usages)
+    def _make_usage(self) -> dict[str, Any]:
+        usage = make_usage(self.reply.usages)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],

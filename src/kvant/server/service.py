@@ -111,6 +111,10 @@ class Service:
             return messages  # without a template, the engine rejects tools and options
         return "".join(str(message["content"]) for message in messages.messages)
 
+    def has_template_variable(self, name: str) -> bool:
+        """Whether the model's chat template reads a variable, as far as its text tells."""
+        return name in str(getattr(self.engine.tokenizer, "chat_template", None))
+
     async def tokenize(self, prompt: Prompt, tenant: str) -> list[int]:
         """Encode a prompt; it may exceed the context, since clients measure it to shorten it."""
         limit = max(MAX_ENCODED_TOKENS, self.engine.stop_conditions.max_context or 0)
@@ -192,7 +196,8 @@ class Service:
             )
         # The calls are a JSON list if a grammar forces it, or if the prompt describes the tools.
         lists_calls = params.requires_calls or (bool(tools) and not renders_tools)
-        return ReplyFormat(template, tools, params.max_calls, lists_calls)
+        continues = isinstance(prompt, Messages) and prompt.continues
+        return ReplyFormat(template, tools, params.max_calls, lists_calls, continues)
 
 
 @contextmanager
@@ -311,7 +316,7 @@ class RequestStreams:
             async for index, step in self.iterate_steps():
                 if events := writer.write_step(index, step):
                     yield events
-            yield writer.write_end(self.usages)
+            yield writer.write_end()
         except Exception as error:
             log.warning("a response stream failed: %r", error)
             yield writer.write_error(describe_error(error, started=True)[1])

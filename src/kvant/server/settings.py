@@ -27,7 +27,9 @@ from kvant.stores import open_tiers
 
 BUNDLED_MODEL_NAME = "kvant-inside"
 DEFAULT_PREFIX_BYTES = "1GiB"  # of prefixes, if max_bytes does not bound all caches
-UNKNOWN_KEY_MESSAGE = "missing or unknown API key: send Authorization: Bearer KEY"
+UNKNOWN_KEY_MESSAGE = (
+    "missing or unknown API key: send Authorization: Bearer KEY, or x-api-key: KEY"
+)
 MIN_KEY_LENGTH = 8  # characters
 ADMIN_ROLE = "admin"  # the word before an admin's key
 ADMIN_ONLY_MESSAGE = (

@@ -23,16 +23,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant.generation import Messages
 from kvant.platform import c_libraries
+from kvant.server import ollama_api
 from kvant.server.errors import (
     BadRequest,
     ErrorResponse,
     MessagesError,
+    OllamaError,
     add_error_handlers,
     make_error,
     make_error_response,
 )
 from kvant.server.http_server import MAX_HEADER_BYTES
 from kvant.server.messages_api import MessagesRequest, MessagesWriter, PromptRequest
+from kvant.server.ollama_api import (
+    ChatLineWriter,
+    GenerateLineWriter,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams, TokenizeRequest
 from kvant.server.response_writers import ChatWriter, CompletionWriter, Reply, ResponseWriter
 from kvant.server.responses_api import ResponsesRequest, ResponsesWriter
@@ -61,6 +70,13 @@ STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
 MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": MessagesError},
     "5XX": {"model": MessagesError},
+}
+OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OllamaError},
+    "5XX": {"model": OllamaError},
+}
+LINES_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A response, or a line of JSON for each part of it"}
 }
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -219,13 +235,73 @@ async def count_tokens(
 
 
 def _make_messages_prompt(body: PromptRequest, params: ChatRequest, service: Service) -> Prompt:
-    conversation = body.add_marks(params.template_messages)
+    return _make_hinted_prompt(body.add_marks(params.template_messages), service)
+
+
+def _make_hinted_prompt(conversation: Messages, service: Service) -> Prompt:
+    """Make a prompt; whether to think is a hint that some templates do not read."""
     options = {
         name: value
         for name, value in conversation.options.items()
-        if service.has_template_variable(name)  # whether to think is a hint to other models
+        if service.has_template_variable(name)
     }
     return service.make_prompt(replace(conversation, options=options))
+
+
+# ---- Ollama's API
+
+
+@router.get("/api/version")
+async def ollama_version() -> dict[str, str]:
+    return {"version": ollama_api.API_VERSION}
+
+
+@router.get("/api/tags", responses=OLLAMA_ERRORS)
+async def tags(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
+    return {"models": [ollama_api.describe_model(service)]}
+
+
+@router.get("/api/ps", responses=OLLAMA_ERRORS)
+async def running_models(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
+    return {"models": [ollama_api.describe_running(service)]}
+
+
+@router.post("/api/show", responses=OLLAMA_ERRORS)
+async def show(body: ShowRequest, service: CurrentService, tenant: Tenant) -> dict[str, Any]:
+    _check_ollama_model(service, body.model)
+    return ollama_api.describe_capabilities(service)
+
+
+@router.post("/api/chat", responses=LINES_RESPONSES | OLLAMA_ERRORS)
+async def ollama_chat(
+    body: OllamaChatRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_ollama_model(service, body.model)
+    if not body.messages:  # clients ask to load the model so
+        return JSONResponse(ChatLineWriter.describe_load(service.model))
+    params = body.chat_request
+    prompts = [_make_hinted_prompt(params.template_messages, service)]
+    return await _generate(ChatLineWriter, prompts, params, service, tenant, http)
+
+
+@router.post("/api/generate", responses=LINES_RESPONSES | OLLAMA_ERRORS)
+async def ollama_generate(
+    body: OllamaGenerateRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_ollama_model(service, body.model)
+    if not body.prompt:
+        return JSONResponse(GenerateLineWriter.describe_load(service.model))
+    params = body.params
+    prompt: Prompt = body.prompt
+    if isinstance(params, ChatRequest):
+        prompt = _make_hinted_prompt(params.template_messages, service)
+    if body.context is not None:
+        prompt = [*body.context, *await service.tokenize(prompt, tenant)]
+    return await _generate(GenerateLineWriter, [prompt], params, service, tenant, http)
+
+
+def _check_ollama_model(service: Service, name: str) -> None:
+    _check_model(service, name.removesuffix(ollama_api.TAG))
 
 
 def _describe_model(service: Service) -> dict[str, Any]:
@@ -265,7 +341,7 @@ async def _generate(
         streams.cancel()
         raise
     if params.stream:
-        return EventStreamResponse(streams.iterate_events(writer), streams)
+        return EventStreamResponse(streams.iterate_events(writer), streams, writer.media_type)
     steps = None
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_on_disconnect, http, group.cancel_scope)
@@ -284,8 +360,10 @@ async def _generate(
 class EventStreamResponse(StreamingResponse):
     """A stream of events that cancels its generation when it ends, also by a disconnect."""
 
-    def __init__(self, events: AsyncIterator[str], streams: RequestStreams) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+    def __init__(
+        self, events: AsyncIterator[str], streams: RequestStreams, media_type: str
+    ) -> None:
+        super().__init__(events, media_type=media_type, headers=STREAM_HEADERS)
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

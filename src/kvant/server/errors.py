@@ -18,7 +18,7 @@ from kvant.errors import CacheError, CapacityError, ContextError, EngineError, G
 log = logging.getLogger("kvant")
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
-MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 MESSAGES_TYPES = {  # of Anthropic's errors, by status
     401: "authentication_error",
     403: "permission_error",
@@ -105,6 +105,12 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
+class OllamaError(BaseModel):
+    """An error in Ollama's shape."""
+
+    error: str
+
+
 class MessagesErrorBody(BaseModel):
     type: str
     message: str
@@ -172,4 +178,6 @@ def _respond(
     """Respond with an error in the shape of the API whose path was called."""
     if http.url.path.startswith(MESSAGES_PATH):
         body = MessagesError.convert(status, body).model_dump()
+    elif http.url.path.startswith(OLLAMA_PATH):
+        body = OllamaError(error=body["error"]["message"]).model_dump()
     return JSONResponse(body, status, headers)

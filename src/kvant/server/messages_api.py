@@ -7,7 +7,6 @@ system text are those of the system message.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,13 @@ from kvant.server.protocol import (
     check_tools_size,
     join_text,
 )
-from kvant.server.response_writers import ResponseWriter, find_finish_reason, format_event
+from kvant.server.response_writers import (
+    ResponseWriter,
+    find_finish_reason,
+    format_event,
+    format_json,
+    parse_arguments,
+)
 
 MAX_MARKS = 4  # of a request, as in Anthropic's API
 TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
@@ -68,8 +73,7 @@ class ToolUseBlock(Block):
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        arguments = json.dumps(self.input, ensure_ascii=False)
-        function = {"name": self.name, "arguments": arguments}
+        function = {"name": self.name, "arguments": format_json(self.input)}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -366,7 +370,7 @@ class ReplyBlocks:
         header = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name}
         events = self._begin_block(header | {"input": {}})
         events += self._write_delta({"type": "input_json_delta", "partial_json": call.arguments})
-        self.blocks[-1]["input"] = json.loads(call.arguments or "{}")
+        self.blocks[-1]["input"] = parse_arguments(call)
         return events + self._write_event("stop")
 
     def _begin_block(self, block: dict[str, Any]) -> str:

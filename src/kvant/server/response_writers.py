@@ -42,12 +42,18 @@ class Reply(Protocol):
         """One parser per choice."""
 
     @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """The tokens of each prompt."""
+
+    @property
     def usages(self) -> Sequence[Usage]:
         """The tokens so far, by prompt."""
 
 
 class ResponseWriter(ABC):
     """Writes the response to one request, whole or as events."""
+
+    media_type = "text/event-stream"  # of events
 
     def __init__(self, tokenizer: Any, model: str, params: SamplingParams, reply: Reply) -> None:
         self.tokenizer = tokenizer
@@ -293,7 +299,16 @@ def make_usage(usages: Iterable[Usage]) -> dict[str, Any]:
 
 def format_event(data: Mapping[str, Any]) -> str:
     """Format data as a server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {format_json(data)}\n\n"
+
+
+def format_json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, ensure_ascii=False)
+
+
+def parse_arguments(call: CallPart) -> Any:
+    """Return the arguments of a call as an object."""
+    return json.loads(call.arguments or "{}")
 
 
 def _clamp_logprob(logprob: float) -> float:

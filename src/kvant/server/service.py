@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from kvant.engine import Engine, Stream, Usage
@@ -23,6 +23,7 @@ from kvant.errors import CapacityError, GrammarError
 from kvant.generation import Grammar, Messages, Step
 from kvant.generation.conversation import supports_tools
 from kvant.generation.grammar import make_matcher
+from kvant.hf import compute_model_fingerprint
 from kvant.platform import c_libraries
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
@@ -110,6 +111,11 @@ class Service:
         if has_template or messages.tools or messages.options:
             return messages  # without a template, the engine rejects tools and options
         return "".join(str(message["content"]) for message in messages.messages)
+
+    @cached_property
+    def model_digest(self) -> str:
+        """A hash of the model's weights."""
+        return compute_model_fingerprint(self.engine.model)
 
     def has_template_variable(self, name: str) -> bool:
         """Whether the model's chat template reads a variable, as far as its text tells."""
@@ -246,6 +252,10 @@ class RequestStreams:
         self._choices_per_stream = len(parsers) // len(streams)
         self._metrics = metrics
         self._start_time = start_time
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [stream.prompt for stream in self._streams]
 
     @property
     def usages(self) -> list[Usage]:

@@ -1,0 +1,406 @@
+"""Ollama's API: /api/chat and /api/generate, whose replies are lines of JSON, and the served model.
+
+An option that is unset has Ollama's default. Hints about the machine, such as `num_gpu`, and about
+loading, such as `keep_alive`, change nothing. `num_ctx` neither: prompts are never truncated.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from kvant.generation import Step
+from kvant.server.output_parsing import CallPart, ContentPart, OutputPart, ReasoningPart
+from kvant.server.protocol import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    ChatRequest,
+    CompletionRequest,
+    RequestBody,
+    SamplingParams,
+    Schema,
+    TokenIds,
+    Tools,
+)
+from kvant.server.response_writers import (
+    ResponseWriter,
+    find_finish_reason,
+    format_json,
+    parse_arguments,
+)
+from kvant.server.service import Service
+from kvant.weights.packing import named_weights
+
+API_VERSION = "0.12.0"  # of Ollama, whose API this is: clients require versions
+TAG = ":latest"  # may follow the name of a model
+TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
+DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+# The options that are fields of a chat or completion request, under the same names.
+SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "min_p", "seed", "stop"}
+SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
+UNLIMITED = 1 << 30  # tokens: a reply ends with the context
+
+Empty = Annotated[list[Any], Field(max_length=0)]
+EmptyText = Literal[""]
+
+
+class OllamaOptions(RequestBody):
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: int | None = None
+    num_predict: Annotated[int | None, Field(ge=-2)] = None  # -1 and -2: up to the context
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    repeat_penalty: Annotated[float | None, Field(gt=0)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    # Accepted only with the value that changes nothing:
+    repeat_last_n: Literal[-1] | None = None  # penalties count all tokens
+    mirostat: Literal[0] | None = None
+    typical_p: Annotated[float | None, Field(ge=1, le=1)] = None
+    tfs_z: Annotated[float | None, Field(ge=1, le=1)] = None
+    # Hints:
+    num_ctx: int | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+
+    def make_sampling_fields(self) -> dict[str, Any]:
+        """Return the fields of a chat or completion request."""
+        fields = self.model_dump(include=SAMPLING_FIELDS)
+        fields["repetition_penalty"] = self.repeat_penalty
+        if (count := self.num_predict) is not None:
+            fields["max_tokens"] = UNLIMITED if count < 0 else count
+        return DEFAULTS | {name: value for name, value in fields.items() if value is not None}
+
+
+class ShowRequest(RequestBody):
+    """Body of POST /api/show."""
+
+    model: str
+    verbose: bool | None = None  # a hint
+
+
+class OllamaRequest(RequestBody):
+    """Fields of both requests that generate text."""
+
+    model: str
+    stream: bool | None = None  # default: true
+    format: EmptyText | Literal["json"] | Schema | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    keep_alive: float | str | None = None  # a hint
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def sampling_fields(self) -> dict[str, Any]:
+        options = OllamaOptions() if self.options is None else self.options
+        return {"model": self.model, "stream": self.streams} | options.make_sampling_fields()
+
+    def make_chat_request(self, **fields: Any) -> ChatRequest:
+        fields |= self.sampling_fields
+        if self.logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.think is not None:
+            fields["chat_template_kwargs"] = {TEMPLATE_OPTION: self.think is not False}
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif self.format:
+            schema = {"name": "reply", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest.model_validate(fields)
+
+
+class OllamaFunction(RequestBody):
+    name: str
+    arguments: dict[str, Any]
+    index: int | None = None
+    description: str | None = None
+
+
+class OllamaCall(RequestBody):
+    id: str | None = None
+    function: OllamaFunction
+
+    def make_chat_call(self, number: int) -> dict[str, Any]:
+        """Return the call with an id."""
+        arguments = format_json(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id or f"call_{number}", "type": "function", "function": function}
+
+
+class OllamaMessage(RequestBody):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: Empty | None = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """Body of POST /api/chat."""
+
+    messages: (
+        Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
+    tools: Tools | None = None
+
+    @property
+    def chat_request(self) -> ChatRequest:
+        """The equivalent chat request."""
+        tools = {"tools": [tool.template_dict for tool in self.tools]} if self.tools else {}
+        return self.make_chat_request(messages=self._make_messages(), **tools)
+
+    def _make_messages(self) -> list[dict[str, Any]]:
+        """Convert the messages; calls get ids, and results those of the first open calls."""
+        messages, open_calls, num_calls = [], list[tuple[str, str]](), 0
+        for message in self.messages or ():
+            chat: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+            if message.thinking:
+                chat["reasoning_content"] = message.thinking
+            if message.tool_calls:
+                calls = [
+                    call.make_chat_call(i) for i, call in enumerate(message.tool_calls, num_calls)
+                ]
+                open_calls += [(call["function"]["name"], call["id"]) for call in calls]
+                num_calls += len(calls)
+                chat["tool_calls"] = calls
+            if message.role == "tool":
+                call_id = message.tool_call_id or _take_call(open_calls, message.tool_name)
+                chat["tool_call_id"] = call_id
+            messages.append(chat)
+        return messages
+
+
+def _take_call(open_calls: list[tuple[str, str]], name: str | None) -> str:
+    """Remove the first open call of a function, or of any, and return its id."""
+    index = next((i for i, call in enumerate(open_calls) if name in (None, call[0])), None)
+    return f"call_{name}" if index is None else open_calls.pop(index)[1]
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """Body of POST /api/generate."""
+
+    prompt: str = ""
+    system: str | None = None
+    context: TokenIds | None = None  # tokens before the prompt, as an earlier reply returned them
+    raw: bool | None = None
+    suffix: EmptyText | None = None
+    template: EmptyText | None = None
+    images: Empty | None = None
+
+    @model_validator(mode="after")
+    def _check_raw(self) -> OllamaGenerateRequest:
+        if self.raw and (self.format or self.system or self.think is not None):
+            raise ValueError("raw: not with format, system or think")
+        return self
+
+    @property
+    def params(self) -> SamplingParams:
+        """The equivalent chat request; for a raw prompt, completion request."""
+        if self.raw:
+            fields = self.sampling_fields | {"prompt": self.prompt}
+            if self.logprobs:
+                fields["logprobs"] = self.top_logprobs or 0
+            return CompletionRequest.model_validate(fields)
+        messages = [{"role": "user", "content": self.prompt}]
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return self.make_chat_request(messages=messages)
+
+
+# ---- replies
+
+
+class LineWriter(ResponseWriter):
+    """Writes one choice as lines of JSON."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._start_ns = time.monotonic_ns()
+        self._first_token_ns: int | None = None
+        self._steps: list[Step] = []
+
+    @classmethod
+    def describe_load(cls, model: str) -> dict[str, Any]:
+        """Return the reply to a request that only loads the model."""
+        end = {"done": True, "done_reason": "load"}
+        return describe_moment(model) | cls.make_content([]) | end
+
+    def write_all(self, steps_by_choice: Sequence[Sequence[Step]]) -> dict[str, Any]:
+        parts = [part for step in steps_by_choice[0] for part in self._add_step(step)]
+        parts += [part for index in self.list_unfinished() for part in self.parse_step(index, None)]
+        return self._make_line(parts, steps_by_choice[0]) | self._make_end()
+
+    def write_step(self, index: int, step: Step | None) -> str:
+        parts = self.parse_step(index, None) if step is None else self._add_step(step)
+        steps = [] if step is None else [step]
+        if not parts and (self.num_logprobs is None or not steps):
+            return ""
+        return format_json(self._make_line(parts, steps) | {"done": False}) + "\n"
+
+    def write_end(self) -> str:
+        lines = "".join(self.write_step(index, None) for index in self.list_unfinished())
+        return lines + format_json(self._make_line([], []) | self._make_end()) + "\n"
+
+    def write_error(self, body: Mapping[str, Any]) -> str:
+        return format_json({"error": body["error"]["message"]}) + "\n"
+
+    @staticmethod
+    @abstractmethod
+    def make_content(parts: Sequence[OutputPart]) -> dict[str, Any]:
+        """Return the fields of a line that hold the reply."""
+
+    def _add_step(self, step: Step) -> list[OutputPart]:
+        self._first_token_ns = self._first_token_ns or time.monotonic_ns()
+        self._steps.append(step)
+        return self.parse_step(0, step)
+
+    def _make_line(self, parts: Sequence[OutputPart], steps: Iterable[Step]) -> dict[str, Any]:
+        line = describe_moment(self.model) | self.make_content(parts)
+        if self.num_logprobs is not None:
+            line["logprobs"] = [
+                self._make_logprob(step.token, step.logprob)
+                | {"top_logprobs": [self._make_logprob(*pair) for pair in step.likeliest]}
+                for step in steps
+            ]
+        return line
+
+    def _make_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": str(self.tokenizer.decode([token])), "logprob": max(logprob, -9999.0)}
+
+    def _make_end(self) -> dict[str, Any]:
+        now, [usage] = time.monotonic_ns(), self.reply.usages
+        first = now if self._first_token_ns is None else self._first_token_ns
+        return {
+            "done": True,
+            "done_reason": find_finish_reason(self._steps),
+            "total_duration": now - self._start_ns,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first - self._start_ns,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": now - first,
+        }
+
+
+def join_parts(parts: Iterable[OutputPart], part_type: type[ContentPart | ReasoningPart]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, part_type))
+
+
+class ChatLineWriter(LineWriter):
+    """Writes the lines of /api/chat."""
+
+    @staticmethod
+    def make_content(parts: Sequence[OutputPart]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": join_parts(parts, ContentPart)}
+        if thinking := join_parts(parts, ReasoningPart):
+            message["thinking"] = thinking
+        if calls := [part for part in parts if isinstance(part, CallPart)]:
+            message["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": parse_arguments(call)}}
+                for call in calls
+            ]
+        return {"message": message}
+
+
+class GenerateLineWriter(LineWriter):
+    """Writes the lines of /api/generate; the last has the tokens of prompt and reply."""
+
+    @staticmethod
+    def make_content(parts: Sequence[OutputPart]) -> dict[str, Any]:
+        thinking = join_parts(parts, ReasoningPart)
+        content = {"response": join_parts(parts, ContentPart)}
+        return content | ({"thinking": thinking} if thinking else {})
+
+    def _make_end(self) -> dict[str, Any]:
+        [prompt] = self.reply.prompts
+        return super()._make_end() | {"context": [*prompt, *(step.token for step in self._steps)]}
+
+
+# ---- the model
+
+
+def describe_moment(model: str) -> dict[str, str]:
+    """Return the model and the present time, which all replies have."""
+    return {"model": model, "created_at": datetime.now(UTC).isoformat()}
+
+
+def describe_details(service: Service) -> dict[str, Any]:
+    """Return the model's family, its number of parameters and their formats."""
+    model = service.engine.model
+    count = sum(weight.numel() for _, weight in named_weights(model))
+    family = model.config.model_type
+    return {
+        "parent_model": "",
+        "format": "gguf" if service.model.endswith(".gguf") else "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
+        "quantization_level": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def describe_model(service: Service) -> dict[str, Any]:
+    """Return what lists say of the model."""
+    model = service.engine.model
+    return {
+        "name": service.model,
+        "model": service.model,
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "size": sum(weight.nbytes for _, weight in named_weights(model)),
+        "digest": service.model_digest,
+        "details": describe_details(service),
+    }
+
+
+def describe_running(service: Service) -> dict[str, Any]:
+    """Return what /api/ps says of the model: it is never unloaded."""
+    device = service.engine.model.device.type
+    description = describe_model(service)
+    return description | {
+        "expires_at": datetime.max.replace(tzinfo=UTC).isoformat(),
+        "size_vram": 0 if device == "cpu" else description["size"],
+        "context_length": service.engine.stop_conditions.max_context,
+    }
+
+
+def describe_capabilities(service: Service) -> dict[str, Any]:
+    """Return what /api/show says of the model."""
+    template = getattr(service.engine.tokenizer, "chat_template", None)
+    capabilities = ["completion"]
+    capabilities += ["tools"] if template is not None else []
+    capabilities += ["thinking"] if service.has_template_variable(TEMPLATE_OPTION) else []
+    details = describe_details(service)
+    family, context = details["family"], service.engine.stop_conditions.max_context
+    return {
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "template": str(template or ""),
+        "details": details,
+        "model_info": {"general.architecture": family, f"{family}.context_length": context},
+        "capabilities": capabilities,
+    }

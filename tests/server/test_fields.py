@@ -48,5 +48,4 @@ NOT_FIELDS = {"enable_thinking"}
 )
 def test_fields_are_documented(documented: set[str], models: list[Any]) -> None:
     fields = {name for model in models for name in model.model_fields}
-    fields -= {"display"}  # of thinking: how other models show it
     assert documented - NOT_FIELDS == fields - REFUSED

@@ -118,6 +118,12 @@ def test_reply_is_split_into_thinking_text_and_calls(speaking_client: Any) -> No
     assert call.id.startswith("toolu_") and reply.stop_reason == "tool_use"
 
 
+def test_thinking_can_be_omitted(speaking_client: Any) -> None:
+    thinking = {"type": "adaptive", "display": "omitted"}
+    reply = send(speaking_client, tools=TOOLS, thinking=thinking)
+    assert [block.type for block in reply.content] == ["text", "tool_use"]
+
+
 def test_streamed_blocks_are_those_of_a_whole_reply(speaking_client: Any) -> None:
     whole = send(speaking_client, tools=TOOLS)
     with speaking_client.messages.stream(

@@ -1,4 +1,4 @@
-"""`kvant serve`: run an HTTP server compatible with OpenAI's API."""
+"""`kvant serve`: run an HTTP server with the APIs of OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typer import Option
 from kvant.cli import print_note
 from kvant.cli.options import EngineOptions, check_readable, expand_options
 from kvant.cli.session import attach_model, open_prefixes
+
+AGENT_NAMES = "claude-code, codex, opencode, cline"
 
 
 @expand_options
@@ -41,8 +43,12 @@ def serve(
     grace: Annotated[
         int, Option(min=0, help="Seconds that running requests get at shutdown.")
     ] = 30,
+    print_config: Annotated[
+        str | None,
+        Option(help="Print the configuration of an agent and exit: " + AGENT_NAMES + "."),
+    ] = None,
 ) -> None:
-    """Serve a model over HTTP, compatible with OpenAI's API."""
+    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama."""
     if api_keys is not None:
         check_readable(api_keys, "--api-keys")
     engine_options.check()
@@ -60,9 +66,18 @@ def serve(
     server.check_host(host, len(keys))
     settings.check()
 
+    def make_url(port: int) -> str:
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"  # brackets: IPv6
+
+    if print_config is not None:
+        address = server.Address(
+            make_url(port), settings.served_model_name, len(keys) > 0, settings.max_context
+        )
+        print(server.make_config(print_config, address), end="")
+        return
+
     def print_address(port: int) -> None:
-        url_host = f"[{host}]" if ":" in host else host  # brackets around an IPv6 address
-        print_note(f"{settings.served_model_name} at http://{url_host}:{port}/v1")
+        print_note(f"{settings.served_model_name} at {make_url(port)}/v1")
 
     if replicas is not None:
         from kvant.serve.ray import DeploymentSettings, run

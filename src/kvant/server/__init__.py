@@ -1,4 +1,4 @@
-"""HTTP server for an engine, compatible with OpenAI's API."""
+"""HTTP server for an engine, with the APIs of OpenAI, Anthropic and Ollama."""
 
 from kvant.errors import CacheError
 
@@ -9,12 +9,14 @@ try:
 except ImportError as error:
     raise CacheError(f"{error}: pip install 'kvant[server]'") from None
 
+from kvant.server.agents import Address, make_config
 from kvant.server.app import create_app
 from kvant.server.http_server import HttpServer, check_host, make_server
 from kvant.server.service import Service, open_service
 from kvant.server.settings import ApiKeys, ServerSettings, load_keys, parse_keys
 
 __all__ = [
+    "Address",
     "ApiKeys",
     "HttpServer",
     "ServerSettings",
@@ -22,6 +24,7 @@ __all__ = [
     "check_host",
     "create_app",
     "load_keys",
+    "make_config",
     "make_server",
     "open_service",
     "parse_keys",

@@ -7,6 +7,7 @@ system text are those of the system message.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,8 @@ from kvant.server.response_writers import (
 )
 
 MAX_MARKS = 4  # of a request, as in Anthropic's API
+# Claude Code begins system prompts with this text; a prefix that has it is never shared.
+ACCOUNTING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 
 
@@ -156,6 +159,12 @@ class InputMessage(RequestBody):
         return reply | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
 
 
+def _join_system(system: str | Sequence[TextBlock] | None) -> str:
+    """Join the system text without the accounting line, which changes with each request."""
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    return "".join(ACCOUNTING_LINE.sub("", text) for text in texts)
+
+
 def _join_texts(role: str, texts: Sequence[TextBlock]) -> MarkedMessage:
     message = {"role": role, "content": join_text([*texts])}
     return MarkedMessage(message, any(text.cache_control for text in texts))
@@ -199,7 +208,7 @@ class MessagesToolChoice(RequestBody):
 class ThinkingOptions(RequestBody):
     type: Literal["enabled", "disabled", "adaptive"]  # adaptive: the template's default
     budget_tokens: Annotated[int | None, Field(ge=1)] = None  # unused: max_tokens is the limit
-    display: Literal["summarized", "omitted"] | None = None  # unused: all of it is sent
+    display: Literal["summarized", "omitted"] | None = None  # summarized: all of it is sent
 
 
 class OutputFormat(RequestBody):
@@ -292,7 +301,7 @@ class PromptRequest(RequestBody):
         return replace(messages, marks=marks, continues=self.messages[-1].role == "assistant")
 
     def _convert_messages(self) -> list[MarkedMessage]:
-        system = join_text(self.system)
+        system = _join_system(self.system)
         first = [MarkedMessage({"role": "system", "content": system}, False)] if system else []
         return first + [m for message in self.messages for m in message.iterate_chat_messages()]
 
@@ -394,6 +403,9 @@ class MessagesWriter(ResponseWriter):
     def __init__(self, request: MessagesRequest, *args: Any) -> None:
         super().__init__(*args)
         self._has_marks = request.has_marks
+        self._omits_thinking = (
+            request.thinking is not None and request.thinking.display == "omitted"
+        )
         self._id = f"msg_{secrets.token_hex(12)}"
         self._blocks = ReplyBlocks()
         self._last_step: Step | None = None
@@ -412,6 +424,8 @@ class MessagesWriter(ResponseWriter):
     def write_step(self, index: int, step: Step | None) -> str:
         self._last_step = step or self._last_step
         parts = self.parse_step(index, step)
+        if self._omits_thinking:
+            parts = [part for part in parts if not isinstance(part, ReasoningPart)]
         return self._begin_message() + "".join(map(self._blocks.add_part, parts))
 
     def write_end(self) -> str:

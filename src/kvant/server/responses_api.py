@@ -28,6 +28,7 @@ from kvant.server.protocol import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchema,
+    Metadata,
     RequestBody,
     TextFormat,
     check_tools_size,
@@ -163,7 +164,8 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    # Accepted and ignored: reasoning is always sent, as plain text.
+    # Accepted and ignored; reasoning is always sent, as plain text.
+    client_metadata: Metadata | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = (
         None
     )

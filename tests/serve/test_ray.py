@@ -32,9 +32,14 @@ from kvant.serve.ray import (
     choose_num_replicas,
 )
 from kvant.serve.routing import PAGE_BYTES, RoutedRequest, parse_prefix_pages
+from kvant.server.errors import make_error
+from kvant.server.response_writers import format_stream_error
+from kvant.server.settings import read_authorization
+from serve.conftest import NAME
 
 pytestmark = pytest.mark.xdist_group("ray")  # one deployment for all
 PREFIXES, EACH = 12, 20
+MESSAGES = [{"role": "user", "content": "import os"}]
 
 
 class Answer(NamedTuple):
@@ -113,18 +118,25 @@ def test_pages_of_a_failed_replica_are_reassigned(deployment: str) -> None:
 
     def ask(place: int) -> None:
         if middle <= place < middle + num_clients:  # one question of each client
-            half.wait(60)
+            half.wait(600)
             half.wait(600)
         responses[numbers[place]] = send_question(deployment, "dies", *numbers[place])
 
     with ThreadPoolExecutor(num_clients) as clients:
         results = clients.map(ask, range(len(numbers)))
-        half.wait(600)
-        while not all_written(deployment):  # what is not written is lost with its replica
-            time.sleep(0.1)
-        killed = responses[0, 0].replica
-        half.wait(60)  # the replica fails while it answers
-        ray.kill(ray.get_actor(f"SERVE_REPLICA::kvant#replica#{killed}", namespace="serve"))
+        try:
+            half.wait(600)
+            deadline = time.monotonic() + 500
+            while not all_written(deployment):  # what is not written is lost with its replica
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            killed = responses[numbers[middle][0], 0].replica  # the home of a question that follows
+            actor = ray.get_actor(f"SERVE_REPLICA::kvant#replica#{killed}", namespace="serve")
+            half.wait(60)
+            ray.kill(actor)  # while it answers
+        except BaseException:
+            half.abort()
+            raise
         list(results)
     assert len(responses) == len(numbers) and {a.status for a in responses.values()} == {200}
     homes = {number: responses[number, 0].replica for number in range(PREFIXES)}
@@ -215,6 +227,12 @@ def test_pages_depend_on_the_start_of_a_prompt() -> None:
     assert short[:3] == long[:3]
     assert parse_prefix_pages(json.dumps({"prompt": list(range(200))}).encode())[1]
     assert parse_prefix_pages(json.dumps({"tools": [1] * 200} | first).encode())[1][0] != short[0]
+    accounted = [
+        parse_prefix_pages(json.dumps({"system": text} | first).encode())
+        for line in ("x-anthropic-billing-header: cch=a;", "x-anthropic-billing-header: cch=b;")
+        for text in (f"{line}\n" + "Be brief. " * 50, [{"type": "text", "text": line}, "Hi " * 200])
+    ]
+    assert accounted[:2] == accounted[2:] and accounted[0] != accounted[1]
     for nothing in (b"", b"[]", b"\xff", b"{", b'{"prompt": null}', b'{"prompt": "short"}'):
         assert parse_prefix_pages(nothing) == (None, [])
     assert (
@@ -275,3 +293,29 @@ def test_deployment_is_validated_before_it_starts() -> None:
         app(DeploymentSettings(kv_cache="affine9000"))
     with pytest.raises(ValueError, match="nothing"):
         app({"nothing": 1})
+
+
+def test_replicas_serve_all_apis(deployment: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/messages": {"model": NAME, "max_tokens": 2, "messages": MESSAGES},
+        "/api/chat": {"model": NAME, "messages": MESSAGES, "options": {"num_predict": 2}},
+    }
+    for path, body in bodies.items():
+        whole = send(deployment, "POST", path, body | {"stream": False})
+        assert whole.status == 200 and whole.replica, whole.body
+    refused = send(deployment, "POST", "/v1/messages", {"model": NAME})
+    assert (refused.status, refused.body["type"]) == (400, "error")
+
+
+def test_a_broken_stream_ends_with_an_error_of_its_api() -> None:
+    body = make_error("it died", "server_error")
+    assert format_stream_error("/v1/chat/completions", body).startswith('data: {"error"')
+    event, data = format_stream_error("/v1/messages", body).strip().split("\n")
+    assert event == "event: error" and json.loads(data[6:])["error"]["type"] == "api_error"
+    assert json.loads(format_stream_error("/api/chat", body)) == {"error": "it died"}
+
+
+def test_keys_are_read_from_either_header() -> None:
+    assert read_authorization({"authorization": "Bearer a", "x-api-key": "b"}) == "Bearer a"
+    assert read_authorization({"authorization": "", "x-api-key": "b"}) == "Bearer b"
+    assert read_authorization({}) == "Bearer "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import httpx2
 import pytest
 
 import kvant
@@ -15,6 +16,8 @@ from kvant.generation import Messages
 from kvant.generation.conversation import encode_messages, find_branch_points
 from kvant.server import ApiKeys
 from kvant.server.messages_api import MessagesRequest
+from kvant.server.output_parsing import CallPart
+from kvant.server.response_writers import parse_arguments
 from server.conftest import serve_model
 from server.speaking import TEMPLATE, make_speaker
 from server.test_tools import CALL, SPEECH, WEATHER
@@ -53,14 +56,14 @@ def client(running: tuple[Any, str]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def speaking_client() -> Iterator[Any]:
-    """Return a model that reasons, says something, and calls a tool."""
+    """Yield a client of a model that reasons, says something, and calls a tool."""
     with serve_client(*make_speaker(*SPEECH)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def free_client(bundled_model: tuple[Any, Any]) -> Iterator[Any]:
-    """Return the bundled model with a template that supports tools."""
+    """Yield a client of the bundled model with a template that supports tools."""
     tokenizer = deepcopy(bundled_model[1])
     tokenizer.chat_template = TEMPLATE
     with serve_client(bundled_model[0], tokenizer) as client:
@@ -281,6 +284,10 @@ def test_keys_are_sent_in_either_header(bundled_model: tuple[Any, Any]) -> None:
     with serve_model(*bundled_model, ApiKeys(["secret-key"])) as (_, url):
         with open_client(url, "secret-key") as client:
             assert client.models.list().data[0].id == "inside"
+            assert send(client, max_tokens=1).usage.output_tokens == 1
+        token = anthropic.Anthropic(base_url=url, auth_token="secret-key", max_retries=0)
+        with token as client:
+            assert send(client, max_tokens=1).usage.output_tokens == 1
         with (
             open_client(url, "another-key") as client,
             pytest.raises(anthropic.AuthenticationError, match="authentication_error"),
@@ -301,11 +308,12 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": {"type": "tool"}}, "name: required with type tool"),
         ({"extra_body": {"mcp_servers": [{"url": "http://x"}]}}, "mcp_servers"),
-        ({"extra_body": {"container": "a"}}, "container"),
+        ({"extra_body": {"container": "a"}}, "container: "),
         ({"extra_body": {"unknown": 1}}, "unknown: not supported"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": [USE]}]}, "results are missing"),
+        ({"max_tokens": 0}, "max_tokens: "),
         ({"system": [{"type": "text", "text": "a"} | MARK] * 5}, "5 blocks have it, at most 4"),
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "messages: "),
     ],
 )
 def test_invalid_requests_name_the_field(client: Any, options: Any, message: str) -> None:
@@ -320,6 +328,57 @@ def test_other_errors_have_anthropics_types(client: Any) -> None:
     long = [{"role": "user", "content": "word " * 20_000}]
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         send(client, messages=long)
+
+
+MALFORMED = {
+    '"Rome"': {"arguments": "Rome"},
+    "[1]": {"arguments": [1]},
+    '{"x": NaN, "y": 1e999}': {"x": "NaN", "y": "1e999"},
+    '{"x": "\\ud800"}': {"x": "\ufffd"},
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_arguments_are_always_an_object(text: str) -> None:
+    """Whatever the model writes, the reply is JSON that clients can read."""
+    assert parse_arguments(CallPart("weather", text)) == MALFORMED[text]
+    json.dumps(MALFORMED[text], ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_a_call_that_is_no_object_is_streamed(bundled_model: tuple[Any, Any]) -> None:
+    pieces = ("<tool_call>", '{"name": "now", "arguments": "Rome"}', "</tool_call>")
+    with (
+        serve_client(*make_speaker(*pieces)) as client,
+        client.messages.stream(
+            model="inside", messages=ASKED, extra_body=GREEDY, max_tokens=40, tools=TOOLS
+        ) as stream,
+    ):
+        (call,) = stream.get_final_message().content
+    assert (call.name, call.input) == ("now", {"arguments": "Rome"})
+
+
+def test_deep_bodies_are_refused(running: tuple[Any, str]) -> None:
+    inner = '{"a":' * 924 + "1" + "}" * 924
+    body = {"model": "inside", "max_tokens": 1, "messages": [ASKED[0] | {"role": "assistant"}]}
+    text = json.dumps(body).replace(
+        json.dumps(ASKED[0]["content"]),
+        "[" + json.dumps(USE).replace('{"city": "Rome"}', inner) + "]",
+    )
+    headers = {"content-type": "application/json"}
+    answer = httpx2.post(f"{running[1]}/v1/messages", content=text, headers=headers)
+    assert answer.status_code == 400 and answer.json()["type"] == "error"
+
+
+def test_what_a_client_sends_back_is_accepted(speaking_client: Any) -> None:
+    reply = send(speaking_client, tools=TOOLS)
+    blocks = [block.model_dump() for block in reply.content]
+    result = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "Rain."}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": [result]},
+    ]
+    assert send(speaking_client, messages=messages, tools=TOOLS).stop_reason == "tool_use"
 
 
 def test_hints_change_nothing(client: Any) -> None:

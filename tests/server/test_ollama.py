@@ -45,14 +45,14 @@ def client(running: tuple[Any, str]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def speaking_client() -> Iterator[Any]:
-    """Return a model that reasons, says something, and calls a tool."""
+    """Yield a client of a model that reasons, says something, and calls a tool."""
     with serve_client(*make_speaker(*SPEECH)) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def free_client(bundled_model: tuple[Any, Any]) -> Iterator[Any]:
-    """Return the bundled model with a template that supports tools."""
+    """Yield a client of the bundled model with a template that supports tools."""
     tokenizer = deepcopy(bundled_model[1])
     tokenizer.chat_template = TEMPLATE
     with serve_client(bundled_model[0], tokenizer) as client:
@@ -79,7 +79,9 @@ def test_reply_equals_the_model_output(client: Any, bundled_model: tuple[Any, An
     reply = generate(client, PROMPT, {"num_predict": 12}, raw=True)
     assert reply.response == expected and reply.done and reply.done_reason == "length"
     assert reply.eval_count == 12 and reply.prompt_eval_count > 0
-    assert reply.total_duration >= reply.eval_duration > 0
+    durations = reply.prompt_eval_duration, reply.eval_duration
+    assert all(durations) and sum(durations) == pytest.approx(reply.total_duration, abs=10)
+    assert reply.eval_duration > 1e5  # eleven forwards of a model take longer
     messages = [{"role": "user", "content": PROMPT}]
     assert chat(client, messages, {"num_predict": 12}).message.content == expected
 
@@ -106,6 +108,7 @@ def test_context_continues_an_earlier_reply(client: Any, bundled_model: tuple[An
     first = generate(client, PROMPT, {"num_predict": 8})
     tokenizer = bundled_model[1]
     assert first.context == [*tokenizer.encode(PROMPT), *first.context[-8:]]
+    assert generate(client, PROMPT, {"num_predict": 8}, context=[]).context == first.context
     more = "\n\nclass A:\n"
     second = generate(client, more, {"num_predict": 8}, context=first.context)
     tokens = [*first.context, *tokenizer.encode(more)]
@@ -121,25 +124,33 @@ def test_reply_has_thinking_content_and_calls(speaking_client: Any) -> None:
     assert "".join(line.thinking or "" for line in lines) == "It may rain."
     (call,) = [call for line in lines for call in line.tool_calls or ()]
     assert call.function.arguments == {"city": "Rome"}
+    assert "tools" in speaking_client.show("inside").capabilities
     without = chat(speaking_client).message
     assert without.content == f"I look.<tool_call>{CALL}</tool_call>" and not without.tool_calls
 
 
 def test_results_belong_to_the_calls_before_them(speaking_client: Any) -> None:
     def call(name: str) -> dict[str, Any]:
-        return {"function": {"name": name, "arguments": {"city": "Rome"}}}
+        return {
+            "type": "function",
+            "index": 0,
+            "function": {"name": name, "arguments": {"city": "Rome"}},
+        }
 
     messages: list[Any] = [
+        *ASKED,
+        {"role": "assistant", "tool_calls": [call("weather")]},  # without a result
         *ASKED,
         {"role": "assistant", "thinking": "Hm.", "tool_calls": [call("weather"), call("now")]},
         {"role": "tool", "content": "Noon.", "tool_name": "now"},
         {"role": "tool", "content": "Rain."},
     ]
     request = OllamaChatRequest(model="inside", messages=messages)
-    _, reply, *results = [m.template_dict for m in request.chat_request.messages]
-    assert [one["id"] for one in reply["tool_calls"]] == ["call_0", "call_1"]
+    *_, reply, first, second = [m.template_dict for m in request.chat_request.messages]
+    assert [one["id"] for one in reply["tool_calls"]] == ["call_1", "call_2"]
     assert reply["reasoning_content"] == "Hm."
-    assert [one["tool_call_id"] for one in results] == ["call_1", "call_0"]
+    assert (first["tool_call_id"], first["name"]) == ("call_2", "now")
+    assert second["tool_call_id"] == "call_1"
     assert chat(speaking_client, messages).done_reason == "stop"
 
 
@@ -171,11 +182,14 @@ def test_the_model_is_described(client: Any, bundled_model: tuple[Any, Any]) -> 
     (listed,) = client.list().models
     (running,) = client.ps().models
     shown = client.show("inside:latest")
+    options = GREEDY | {"num_predict": 1}
+    assert client.generate("inside:latest", PROMPT, options=options).eval_count == 1
+    assert client.chat("inside:latest", ASKED, options=options).eval_count == 1
     assert listed.model == running.name == "inside" and listed.digest == running.digest
     assert int(listed.size) == sum(weight.nbytes for weight in model.parameters())
     assert listed.details.family == model.config.model_type == "qwen3"
     assert running.context_length == 2048 and shown.modelinfo["qwen3.context_length"] == 2048
-    assert "completion" in shown.capabilities
+    assert shown.capabilities == ["completion"]  # no template renders tools
 
 
 def test_empty_requests_load_the_model(client: Any) -> None:
@@ -214,8 +228,9 @@ def test_other_errors_have_ollamas_shape(client: Any, bundled_model: tuple[Any, 
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="raw: not with format"):
         generate(client, PROMPT, raw=True, format="json")
-    with pytest.raises(ollama.ResponseError):
+    with pytest.raises(ollama.ResponseError) as caught:
         client.pull("llama3")
+    assert caught.value.status_code == 404
     with (
         serve_client(*bundled_model, ApiKeys(["secret-key"])) as locked,
         pytest.raises(ollama.ResponseError, match="API key"),

@@ -66,18 +66,15 @@ def serve(
     server.check_host(host, len(keys))
     settings.check()
 
-    def make_url(port: int) -> str:
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"  # brackets: IPv6
-
+    model_name = settings.served_model_name
     if print_config is not None:
-        address = server.Address(
-            make_url(port), settings.served_model_name, len(keys) > 0, settings.max_context
-        )
-        print(server.make_config(print_config, address), end="")
+        url = _make_url(host, port)
+        address = server.Address(url, model_name, len(keys) > 0, engine_options.max_context)
+        print(server.make_config(print_config, address._replace(max_new_tokens=max_new_tokens)))
         return
 
     def print_address(port: int) -> None:
-        print_note(f"{settings.served_model_name} at {make_url(port)}/v1")
+        print_note(f"{model_name} at {_make_url(host, port)}/v1")
 
     if replicas is not None:
         from kvant.serve.ray import DeploymentSettings, run
@@ -95,3 +92,7 @@ def serve(
         http_server = server.make_server(server.create_app(service, host), host, port, grace)
         http_server.on_started, http_server.on_stopping = print_address, service.close
         http_server.run()
+
+
+def _make_url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"  # brackets: IPv6

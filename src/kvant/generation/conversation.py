@@ -52,7 +52,7 @@ class Messages:
     messages: Sequence[Message]
     tools: Sequence[Any] = ()  # functions that the model may call, as JSON or in Python
     options: Mapping[str, Any] = field(default_factory=dict)  # of the template: enable_thinking
-    marks: Sequence[int] = ()  # numbers of first messages after which other prompts may differ
+    marks: Sequence[int] = ()  # counts of leading messages; other prompts may differ after each
     continues: bool = False  # whether the last message is the beginning of the reply
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ except ImportError as error:
     raise CacheError(f"{error}: pip install 'kvant[ray]'") from None
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 from ray.exceptions import RayActorError
 from ray.serve.config import (
@@ -54,10 +54,10 @@ from kvant.probing import attach_checked
 from kvant.serve.routing import PrefixRouter, RoutedRequest
 from kvant.server import ApiKeys, ServerSettings, create_app, load_keys, open_service
 from kvant.server.app import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
-from kvant.server.errors import make_error
+from kvant.server.errors import make_error, respond
 from kvant.server.http_server import is_local
-from kvant.server.response_writers import format_event
-from kvant.server.settings import UNKNOWN_KEY_MESSAGE
+from kvant.server.response_writers import format_stream_error
+from kvant.server.settings import UNKNOWN_KEY_MESSAGE, read_authorization
 
 log = logging.getLogger("kvant")
 
@@ -69,7 +69,7 @@ SCALE_UP_SHARE = 0.9  # of the bytes of all replicas: more use starts another re
 APP_NAME = "kvant"
 REPLICA_HEADER = b"x-kvant-replica"  # names the replica in its responses
 USED_METRIC = "used"
-EVENT_STREAM_TYPE = b"text/event-stream"
+STREAM_TYPES = (b"text/event-stream", b"application/x-ndjson")
 STORE_FLUSH_S = 30.0  # for pending store writes when a replica stops
 MAX_ONGOING_REQUESTS = 1_000_000  # no limit here: a replica limits its requests itself, with 429
 
@@ -261,17 +261,16 @@ class HttpFront:
 
     async def __call__(self, http: Request) -> Response:
         if not (len(self._api_keys) or (http.client and is_local(http.client.host))):
-            return make_refusal(
-                403, "without api_keys, only clients on this machine are accepted: set api_keys"
-            )
-        tenant = self._api_keys.authenticate(http.headers.get("authorization", ""))
+            message = "without api_keys, only clients on this machine are accepted: set api_keys"
+            return make_refusal(http, 403, message)
+        tenant = self._api_keys.authenticate(read_authorization(http.headers))
         if tenant is None and http.method == "POST":  # replicas authenticate other methods
-            return make_refusal(401, UNKNOWN_KEY_MESSAGE, code="invalid_api_key")
+            return make_refusal(http, 401, UNKNOWN_KEY_MESSAGE, code="invalid_api_key")
         body = bytearray()
         async for chunk in http.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
-                return make_refusal(413, BODY_TOO_LARGE_MESSAGE)
+                return make_refusal(http, 413, BODY_TOO_LARGE_MESSAGE)
         request = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "")
         for _ in range(MAX_REPLICA_TRIES):
             stream = self._stream_answer.remote(request)
@@ -281,41 +280,44 @@ class HttpFront:
             except RayActorError as error:
                 log.warning("a replica died before it responded: %s", error)
                 continue
-            is_event_stream = dict(headers).get(b"content-type", b"").startswith(EVENT_STREAM_TYPE)
-            response = StreamingResponse(
-                forward_answer(stream, first_chunk, is_event_stream), status
-            )
+            is_stream = dict(headers).get(b"content-type", b"").startswith(STREAM_TYPES)
+            path = http.url.path if is_stream else None
+            response = StreamingResponse(forward_answer(stream, first_chunk, path), status)
             response.raw_headers = headers
             return response
-        return make_refusal(
-            503,
-            f"{MAX_REPLICA_TRIES} replicas died before they responded: retry later",
-            "server_error",
-        )
+        message = f"{MAX_REPLICA_TRIES} replicas died before they responded: retry later"
+        return make_refusal(http, 503, message, "server_error")
 
 
 async def forward_answer(
-    stream: Any, first_chunk: bytes, is_event_stream: bool
+    stream: Any, first_chunk: bytes, stream_path: str | None
 ) -> AsyncIterator[bytes]:
-    """Yield the body of a replica's response; if the replica dies, end with an error event."""
+    """Yield the body of a replica's response.
+
+    If the replica dies, a stream of events or lines, whose path is given, ends with an error.
+    """
     try:
         yield first_chunk
         async for chunk in stream:
             yield chunk
     except RayActorError as error:
         log.warning("a replica died before its response was complete: %s", error)
-        if not is_event_stream:
+        if stream_path is None:
             raise
         body = make_error("the replica of this request died: send it again", "server_error")
-        yield format_event(body).encode()
+        yield format_stream_error(stream_path, body).encode()
     finally:
         stream.cancel()
 
 
 def make_refusal(
-    status: int, message: str, error_type: str = "invalid_request_error", code: str | None = None
+    http: Request,
+    status: int,
+    message: str,
+    error_type: str = "invalid_request_error",
+    code: str | None = None,
 ) -> Response:
-    return JSONResponse(make_error(message, error_type, None, code), status)
+    return respond(http, status, make_error(message, error_type, None, code))
 
 
 # ---- the deployment

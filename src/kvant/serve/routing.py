@@ -24,6 +24,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvant.server.protocol import ACCOUNTING_LINE
+
 KEY_DEPTHS = (1, 4, 16, 64, 256)  # pages per key
 LOAD_BOUND = 1.25  # times the mean load: above it, a server is overloaded
 SPARE_REQUESTS = 8  # above the bound, without a penalty
@@ -34,7 +36,9 @@ LOAD_HALF_LIFE = 64  # requests per server, after which a past request counts ha
 MAX_KEYS = 1 << 18  # of all servers together
 HASH_MIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, odd factor
 PAGE_BYTES = 256  # of the request's JSON: about 64 tokens
-PROMPT_FIELDS = ("instructions", "tools", "messages", "input", "prompt")  # in the order of a prompt
+PROMPT_FIELDS = (  # in the order of a prompt
+    *("instructions", "tools", "system", "context", "messages", "input", "prompt"),
+)
 SCOPE_FIELDS = (  # the fields of an ASGI scope that applications use, all of which pickle
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("root_path", "headers", "client", "server"),
@@ -207,6 +211,17 @@ class RoutedRequest:
         return cls(picklable_scope, body, tuple(make_keys(pages, salt)), len(pages))
 
 
+def _drop_accounting(system: Any) -> Any:
+    """Return system text, or blocks of it, without the line that changes with each request."""
+    if isinstance(system, str):
+        return ACCOUNTING_LINE.sub("", system)
+    if isinstance(system, list):
+        return [_drop_accounting(block) for block in system]
+    if isinstance(system, dict) and isinstance(system.get("text"), str):
+        return system | {"text": ACCOUNTING_LINE.sub("", system["text"])}
+    return system
+
+
 def parse_prefix_pages(body: bytes) -> tuple[str | None, list[bytes]]:
     """Return the `cache_salt` of a request and the complete pages of its prompt.
 
@@ -216,6 +231,8 @@ def parse_prefix_pages(body: bytes) -> tuple[str | None, list[bytes]]:
         fields = json.loads(body)
         if not isinstance(fields, dict):
             return None, []
+        if "system" in fields:
+            fields["system"] = _drop_accounting(fields["system"])
         parts = [fields[name] for name in PROMPT_FIELDS if fields.get(name) is not None]
         text = json.dumps(parts, separators=(",", ":")).encode()
     except (ValueError, RecursionError):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
 KEY_VARIABLE = "KVANT_API_KEY"  # an agent's key, where the server has keys
-NO_KEY = "none"  # agents insist on a key
+NO_KEY = "none"  # sent to a server without keys: agents require some key
 
 
 class Address(NamedTuple):
@@ -17,23 +18,26 @@ class Address(NamedTuple):
     model: str
     has_keys: bool
     max_context: int | None = None
+    max_new_tokens: int = 1024
 
 
 def configure_claude_code(address: Address) -> str:
-    names = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    names = ["ANTHROPIC_MODEL"]
+    names += [f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")]
     variables = {
-        "ANTHROPIC_BASE_URL": address.url,
+        "ANTHROPIC_BASE_URL": shlex.quote(address.url),
         "ANTHROPIC_AUTH_TOKEN": f"${KEY_VARIABLE}" if address.has_keys else NO_KEY,
-        **dict.fromkeys(names, address.model),
+        **dict.fromkeys(names, shlex.quote(address.model)),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(address.max_new_tokens),  # memory is reserved for it
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it changes with each request
     }
-    return "".join(f"export {name}={value}\n" for name, value in variables.items())
+    return "\n".join(f"export {name}={value}" for name, value in variables.items())
 
 
 def configure_codex(address: Address) -> str:
     """Return the lines of ~/.codex/config.toml."""
     lines = [
-        f'model = "{address.model}"',
+        f"model = {json.dumps(address.model, ensure_ascii=False)}",
         'model_provider = "kvant"',
         'web_search = "disabled"',
         *([f"model_context_window = {address.max_context}"] if address.max_context else ()),
@@ -44,7 +48,7 @@ def configure_codex(address: Address) -> str:
         'wire_api = "responses"',
         *([f'env_key = "{KEY_VARIABLE}"'] if address.has_keys else ()),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def configure_opencode(address: Address) -> str:
@@ -62,7 +66,7 @@ def configure_opencode(address: Address) -> str:
         "model": f"kvant/{address.model}",
         "provider": {"kvant": provider},
     }
-    return json.dumps(config, indent=2) + "\n"
+    return json.dumps(config, indent=2)
 
 
 def configure_cline(address: Address) -> str:
@@ -74,7 +78,7 @@ def configure_cline(address: Address) -> str:
         f"Model ID: {address.model}",
         *([f"Context Window Size: {address.max_context}"] if address.max_context else ()),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 AGENTS: dict[str, Callable[[Address], str]] = {
@@ -89,4 +93,6 @@ def make_config(agent: str, address: Address) -> str:
     """Return the configuration of an agent, by its name."""
     if agent not in AGENTS:
         raise ValueError(f"--print-config {agent}: known are {', '.join(AGENTS)}")
+    if address.url.endswith(":0"):
+        raise ValueError("--print-config with --port 0: give the port that the server has")
     return AGENTS[agent](address)

@@ -34,7 +34,8 @@ from kvant.server.errors import (
     make_error_response,
 )
 from kvant.server.http_server import MAX_HEADER_BYTES
-from kvant.server.messages_api import MessagesRequest, MessagesWriter, PromptRequest
+from kvant.server.messages_api import MessagesRequest, PromptRequest
+from kvant.server.messages_writer import MessagesWriter
 from kvant.server.ollama_api import (
     ChatLineWriter,
     GenerateLineWriter,
@@ -46,7 +47,11 @@ from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams
 from kvant.server.response_writers import ChatWriter, CompletionWriter, Reply, ResponseWriter
 from kvant.server.responses_api import ResponsesRequest, ResponsesWriter
 from kvant.server.service import Prompt, RequestStreams, Service
-from kvant.server.settings import ADMIN_ONLY_MESSAGE, UNKNOWN_KEY_MESSAGE
+from kvant.server.settings import (
+    ADMIN_ONLY_MESSAGE,
+    UNKNOWN_KEY_MESSAGE,
+    read_authorization,
+)
 
 MAX_BODY_BYTES = 4 << 20
 TRIM_BODY_BYTES = 1 << 20  # a larger body is worth a trim of the heap
@@ -91,10 +96,7 @@ CurrentService = Annotated[Service, Depends(_get_service)]
 
 async def _authenticate(http: Request, service: CurrentService) -> str:
     """Return the tenant of a request."""
-    authorization = http.headers.get("authorization")
-    if authorization is None:  # as Anthropic's clients send their keys
-        authorization = f"Bearer {http.headers.get('x-api-key', '')}"
-    tenant = service.keys.authenticate(authorization)
+    tenant = service.keys.authenticate(read_authorization(http.headers))
     if tenant is None:
         raise BadRequest(UNKNOWN_KEY_MESSAGE, None, 401, "invalid_api_key")
     return tenant
@@ -137,7 +139,7 @@ async def ready(service: CurrentService) -> Response:
     return JSONResponse({"status": "ready" if service.is_ready else "not ready"}, status)
 
 
-@router.get("/", include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page() -> Response:
     nonce = secrets.token_urlsafe(16)
     headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY.format(nonce)} | PAGE_HEADERS
@@ -235,11 +237,11 @@ async def count_tokens(
 
 
 def _make_messages_prompt(body: PromptRequest, params: ChatRequest, service: Service) -> Prompt:
-    return _make_hinted_prompt(body.add_marks(params.template_messages), service)
+    return _make_prompt_with_known_options(body.add_marks(params.template_messages), service)
 
 
-def _make_hinted_prompt(conversation: Messages, service: Service) -> Prompt:
-    """Make a prompt; whether to think is a hint that some templates do not read."""
+def _make_prompt_with_known_options(conversation: Messages, service: Service) -> Prompt:
+    """Make a prompt, without the options that the chat template does not read."""
     options = {
         name: value
         for name, value in conversation.options.items()
@@ -258,18 +260,18 @@ async def ollama_version() -> dict[str, str]:
 
 @router.get("/api/tags", responses=OLLAMA_ERRORS)
 async def tags(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    return {"models": [ollama_api.describe_model(service)]}
+    return {"models": [await anyio.to_thread.run_sync(ollama_api.describe_model, service)]}
 
 
 @router.get("/api/ps", responses=OLLAMA_ERRORS)
 async def running_models(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    return {"models": [ollama_api.describe_running(service)]}
+    return {"models": [await anyio.to_thread.run_sync(ollama_api.describe_running, service)]}
 
 
 @router.post("/api/show", responses=OLLAMA_ERRORS)
 async def show(body: ShowRequest, service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    _check_ollama_model(service, body.model)
-    return ollama_api.describe_capabilities(service)
+    _check_ollama_model(service, body.model or body.name or "")
+    return await anyio.to_thread.run_sync(ollama_api.describe_capabilities, service)
 
 
 @router.post("/api/chat", responses=LINES_RESPONSES | OLLAMA_ERRORS)
@@ -280,7 +282,7 @@ async def ollama_chat(
     if not body.messages:  # clients ask to load the model so
         return JSONResponse(ChatLineWriter.describe_load(service.model))
     params = body.chat_request
-    prompts = [_make_hinted_prompt(params.template_messages, service)]
+    prompts = [_make_prompt_with_known_options(params.template_messages, service)]
     return await _generate(ChatLineWriter, prompts, params, service, tenant, http)
 
 
@@ -294,14 +296,15 @@ async def ollama_generate(
     params = body.params
     prompt: Prompt = body.prompt
     if isinstance(params, ChatRequest):
-        prompt = _make_hinted_prompt(params.template_messages, service)
-    if body.context is not None:
+        prompt = _make_prompt_with_known_options(params.template_messages, service)
+    if body.context:
         prompt = [*body.context, *await service.tokenize(prompt, tenant)]
     return await _generate(GenerateLineWriter, [prompt], params, service, tenant, http)
 
 
 def _check_ollama_model(service: Service, name: str) -> None:
-    _check_model(service, name.removesuffix(ollama_api.TAG))
+    if name.removesuffix(ollama_api.TAG) != service.model.removesuffix(ollama_api.TAG):
+        _check_model(service, name)
 
 
 def _describe_model(service: Service) -> dict[str, Any]:

@@ -51,7 +51,12 @@ class BadRequest(ValueError):
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ValidationError)  # a /v1/responses request is converted to a chat
+    @app.exception_handler(RecursionError)
+    async def too_deep(http: Request, error: RecursionError) -> Response:
+        message = "the body is nested too deeply"
+        return respond(http, 400, make_error(message, "invalid_request_error"))
+
+    @app.exception_handler(ValidationError)  # other APIs' requests are converted to chat requests
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError | ValidationError) -> Response:
         # Of a union, pydantic reports an error for each member: the deepest is the nearest match.
@@ -72,12 +77,12 @@ def add_error_handlers(app: FastAPI) -> None:
             code = None
         else:
             message, code = f"{param}: {first['msg']}", None
-        return _respond(http, 400, make_error(message, "invalid_request_error", param, code))
+        return respond(http, 400, make_error(message, "invalid_request_error", param, code))
 
     @app.exception_handler(HTTPException)
     async def http_error(http: Request, error: HTTPException) -> Response:
         body = make_error(str(error.detail), "invalid_request_error")
-        return _respond(http, error.status_code, body, error.headers)
+        return respond(http, error.status_code, body, error.headers)
 
     @app.exception_handler(ValueError)
     @app.exception_handler(TypeError)
@@ -127,7 +132,7 @@ class MessagesError(BaseModel):
         """Convert an error in OpenAI's shape."""
         error = body["error"]
         message = error["message"]
-        if error["code"] == CONTEXT_EXCEEDED:  # clients cut a conversation when they read this
+        if error["code"] == CONTEXT_EXCEEDED:  # clients shorten a conversation when they read this
             message = f"prompt is too long: {message}"
         name = MESSAGES_TYPES.get(status, "api_error" if status >= 500 else error["type"])
         return cls(error=MessagesErrorBody(type=name, message=message))
@@ -169,10 +174,10 @@ def make_error_response(http: Request, error: BaseException, *, started: bool = 
     if status >= 500:
         log.error("a request failed: %r", error)
     headers = {"Retry-After": str(error.retry_seconds)} if isinstance(error, ServerBusy) else None
-    return _respond(http, status, body, headers)
+    return respond(http, status, body, headers)
 
 
-def _respond(
+def respond(
     http: Request, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     """Respond with an error in the shape of the API whose path was called."""

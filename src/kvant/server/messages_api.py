@@ -1,24 +1,21 @@
-"""POST /v1/messages: converts Anthropic's requests to chat requests, and writes replies as blocks.
+"""The requests of POST /v1/messages, Anthropic's API, converted to chat requests.
 
 A mark (`cache_control`) makes the end of its message a branch point, so that models with windows or
-recurrent states can resume there; other models can resume at every page. Marks after tools or
-system text are those of the system message.
+recurrent states can resume there; other models can resume at every page. The end of the system
+messages is always a branch point, so marks on tools or system text add none.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kvant.generation import Messages, Step
-from kvant.server.errors import MessagesError
-from kvant.server.output_parsing import CallPart, OutputPart, ReasoningPart
+from kvant.generation import Messages
 from kvant.server.protocol import (
+    ACCOUNTING_LINE,
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
     MAX_STOPS,
@@ -30,16 +27,10 @@ from kvant.server.protocol import (
     join_text,
 )
 from kvant.server.response_writers import (
-    ResponseWriter,
-    find_finish_reason,
-    format_event,
     format_json,
-    parse_arguments,
 )
 
 MAX_MARKS = 4  # of a request, as in Anthropic's API
-# Claude Code begins system prompts with this text; a prefix that has it is never shared.
-ACCOUNTING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 
 
@@ -52,6 +43,10 @@ class Block(RequestBody):
     """A part of a message, of a system prompt or of a list of tools."""
 
     cache_control: CacheControl | None = None
+
+    def list_marks(self) -> list[CacheControl]:
+        """Return the marks of this block and of those in it."""
+        return [] if self.cache_control is None else [self.cache_control]
 
 
 class TextBlock(Block):
@@ -73,6 +68,8 @@ class ToolUseBlock(Block):
     id: str
     name: str
     input: dict[str, Any]
+    caller: Any = None  # this and the next: fields of replies, which clients send back
+    toolset_name: None = None
 
     @property
     def template_dict(self) -> dict[str, Any]:
@@ -88,6 +85,10 @@ class ToolResultBlock(Block):
     tool_use_id: str
     content: Texts | None = None
     is_error: bool | None = None
+
+    def list_marks(self) -> list[CacheControl]:
+        texts = self.content if isinstance(self.content, list) else []
+        return [mark for part in (self, *texts) for mark in Block.list_marks(part)]
 
     @property
     def template_dict(self) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class InputMessage(RequestBody):
                 yield _join_texts(self.role, texts)
                 texts = []
             if isinstance(block, ToolResultBlock):
-                yield MarkedMessage(block.template_dict, block.cache_control is not None)
+                yield MarkedMessage(block.template_dict, bool(block.list_marks()))
         if texts:
             yield _join_texts(self.role, texts)
 
@@ -262,6 +263,9 @@ class PromptRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_request(self) -> PromptRequest:
+        last = self.messages[-1]
+        if last.role == "assistant" and any(isinstance(b, ToolUseBlock) for b in last.blocks):
+            raise ValueError("messages: the last one calls tools, and their results are missing")
         if (count := len(self._list_marks())) > MAX_MARKS:
             raise ValueError(f"cache_control: {count} blocks have it, at most {MAX_MARKS} may")
         return self
@@ -309,7 +313,7 @@ class PromptRequest(RequestBody):
         system = [] if self.system is None or isinstance(self.system, str) else self.system
         parts: list[Block] = [*(self.tools or ()), *system]
         parts += [block for message in self.messages for block in message.blocks]
-        return [part.cache_control for part in parts if part.cache_control is not None]
+        return [mark for part in parts for mark in part.list_marks()]
 
 
 class MessagesRequest(PromptRequest):
@@ -339,150 +343,3 @@ class MessagesRequest(PromptRequest):
             "top_k": self.top_k,
         }
         return fields | ({"stop": self.stop_sequences} if self.stop_sequences else {})
-
-
-class ReplyBlocks:
-    """The blocks of a reply: thinking, text and calls. Each method returns its events.
-
-    thinking, text    content_block_start, content_block_delta ..., content_block_stop
-    tool_use          content_block_start, content_block_delta, content_block_stop
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []
-        self._is_open = False  # whether the last block gets more text
-
-    @property
-    def has_calls(self) -> bool:
-        return any(block["type"] == "tool_use" for block in self.blocks)
-
-    def add_part(self, part: OutputPart) -> str:
-        if isinstance(part, CallPart):
-            return self.close_block() + self._add_call(part)
-        name = "thinking" if isinstance(part, ReasoningPart) else "text"
-        events = ""
-        if not (self._is_open and self.blocks[-1]["type"] == name):
-            events = self.close_block() + self._begin_block(
-                {"type": name, name: ""} | ({"signature": ""} if name == "thinking" else {})
-            )
-            self._is_open = True
-        self.blocks[-1][name] += part.text
-        return events + self._write_delta({"type": f"{name}_delta", name: part.text})
-
-    def close_block(self) -> str:
-        """Complete the block that gets text, if any."""
-        was_open, self._is_open = self._is_open, False
-        return self._write_event("stop") if was_open else ""
-
-    def _add_call(self, call: CallPart) -> str:
-        """Append a complete call."""
-        header = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name}
-        events = self._begin_block(header | {"input": {}})
-        events += self._write_delta({"type": "input_json_delta", "partial_json": call.arguments})
-        self.blocks[-1]["input"] = parse_arguments(call)
-        return events + self._write_event("stop")
-
-    def _begin_block(self, block: dict[str, Any]) -> str:
-        self.blocks.append(block)
-        return self._write_event("start", content_block=block)
-
-    def _write_delta(self, delta: Mapping[str, Any]) -> str:
-        return self._write_event("delta", delta=delta)
-
-    def _write_event(self, action: str, **fields: Any) -> str:
-        return write_event(f"content_block_{action}", index=len(self.blocks) - 1, **fields)
-
-
-def write_event(event_type: str, **fields: Any) -> str:
-    return f"event: {event_type}\n{format_event({'type': event_type} | fields)}"
-
-
-class MessagesWriter(ResponseWriter):
-    """Writes one choice as a message of blocks."""
-
-    def __init__(self, request: MessagesRequest, *args: Any) -> None:
-        super().__init__(*args)
-        self._has_marks = request.has_marks
-        self._omits_thinking = (
-            request.thinking is not None and request.thinking.display == "omitted"
-        )
-        self._id = f"msg_{secrets.token_hex(12)}"
-        self._blocks = ReplyBlocks()
-        self._last_step: Step | None = None
-        self._has_begun = False
-
-    def write_all(self, steps_by_choice: Sequence[Sequence[Step]]) -> dict[str, Any]:
-        for step in steps_by_choice[0]:
-            self.write_step(0, step)
-        self._finish_blocks()
-        return self._make_message(self._blocks.blocks) | self._make_stop()
-
-    def write_begin(self) -> str:
-        """Show the connection to be alive: the message begins with its first token."""
-        return write_event("ping")
-
-    def write_step(self, index: int, step: Step | None) -> str:
-        self._last_step = step or self._last_step
-        parts = self.parse_step(index, step)
-        if self._omits_thinking:
-            parts = [part for part in parts if not isinstance(part, ReasoningPart)]
-        return self._begin_message() + "".join(map(self._blocks.add_part, parts))
-
-    def write_end(self) -> str:
-        events = self._begin_message() + self._finish_blocks()
-        delta, usage = self._make_stop(), self._make_usage()
-        events += write_event("message_delta", delta=delta, usage=usage)
-        return events + write_event("message_stop")
-
-    def write_error(self, body: Mapping[str, Any]) -> str:
-        error = MessagesError.convert(500, body)
-        return f"event: error\n{format_event(error.model_dump())}"
-
-    def _begin_message(self) -> str:
-        """Start the message, once the tokens of its prompt that were cached are known."""
-        if self._has_begun:
-            return ""
-        self._has_begun = True
-        open_end = {"stop_reason": None, "stop_sequence": None}
-        return write_event("message_start", message=self._make_message([]) | open_end)
-
-    def _finish_blocks(self) -> str:
-        """Add the parts that the parser still buffers, and close the last block."""
-        events = "".join(self.write_step(index, None) for index in self.list_unfinished())
-        return events + self._blocks.close_block()
-
-    def _make_message(self, content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": [*content],
-            "usage": self._make_usage(),
-        }
-
-    def _make_stop(self) -> dict[str, Any]:
-        steps = [] if self._last_step is None else [self._last_step]
-        stop_string = steps[0].stop_string if steps else None
-        if find_finish_reason(steps) == "length":
-            reason = "max_tokens"
-        elif self._blocks.has_calls:
-            reason = "tool_use"
-        else:
-            reason = "end_turn" if stop_string is None else "stop_sequence"
-        return {
-            "stop_reason": reason,
-            "stop_sequence": stop_string if reason == "stop_sequence" else None,
-        }
-
-    def _make_usage(self) -> dict[str, Any]:
-        """Count the tokens; those that were not cached were written to the cache if marked."""
-        [usage] = self.reply.usages
-        num_new = usage.prompt_tokens - usage.cached_tokens
-        num_created = num_new if self._has_marks else 0
-        return {
-            "input_tokens": num_new - num_created,
-            "cache_creation_input_tokens": num_created,
-            "cache_read_input_tokens": usage.cached_tokens,
-            "output_tokens": usage.completion_tokens,
-        }

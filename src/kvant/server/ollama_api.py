@@ -1,11 +1,13 @@
 """Ollama's API: /api/chat and /api/generate, whose replies are lines of JSON, and the served model.
 
-An option that is unset has Ollama's default. Hints about the machine, such as `num_gpu`, and about
-loading, such as `keep_alive`, change nothing. `num_ctx` neither: prompts are never truncated.
+Unset, `temperature`, `top_k` and `top_p` have Ollama's defaults; `num_predict` is the server's, and
+nothing is penalized. Hints about the machine, such as `num_gpu`, and about loading, such as
+`keep_alive`, change nothing. `num_ctx` neither: prompts are never truncated.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kvant.generation import Step
+from kvant.server.errors import OLLAMA_PATH
 from kvant.server.output_parsing import CallPart, ContentPart, OutputPart, ReasoningPart
 from kvant.server.protocol import (
     MAX_MESSAGES,
@@ -25,13 +28,13 @@ from kvant.server.protocol import (
     RequestBody,
     SamplingParams,
     Schema,
-    TokenIds,
     Tools,
 )
 from kvant.server.response_writers import (
     ResponseWriter,
     find_finish_reason,
     format_json,
+    format_stream_error,
     parse_arguments,
 )
 from kvant.server.service import Service
@@ -56,7 +59,7 @@ class OllamaOptions(RequestBody):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: int | None = None
-    num_predict: Annotated[int | None, Field(ge=-2)] = None  # -1 and -2: up to the context
+    num_predict: Annotated[int | None, Field(ge=-2)] = None  # 0 and less: up to the context
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     repeat_penalty: Annotated[float | None, Field(gt=0)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -77,6 +80,8 @@ class OllamaOptions(RequestBody):
     low_vram: bool | None = None
     use_mmap: bool | None = None
     use_mlock: bool | None = None
+    f16_kv: bool | None = None
+    vocab_only: Literal[False] | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
 
@@ -84,15 +89,17 @@ class OllamaOptions(RequestBody):
         """Return the fields of a chat or completion request."""
         fields = self.model_dump(include=SAMPLING_FIELDS)
         fields["repetition_penalty"] = self.repeat_penalty
+        fields["seed"] = None if self.seed == -1 else self.seed  # -1: random
         if (count := self.num_predict) is not None:
-            fields["max_tokens"] = UNLIMITED if count < 0 else count
+            fields["max_tokens"] = UNLIMITED if count <= 0 else count
         return DEFAULTS | {name: value for name, value in fields.items() if value is not None}
 
 
 class ShowRequest(RequestBody):
     """Body of POST /api/show."""
 
-    model: str
+    model: str | None = None
+    name: str | None = None  # of older clients, for `model`
     verbose: bool | None = None  # a hint
 
 
@@ -115,14 +122,17 @@ class OllamaRequest(RequestBody):
     @property
     def sampling_fields(self) -> dict[str, Any]:
         options = OllamaOptions() if self.options is None else self.options
-        return {"model": self.model, "stream": self.streams} | options.make_sampling_fields()
+        return {"stream": self.streams} | options.make_sampling_fields()
 
     def make_chat_request(self, **fields: Any) -> ChatRequest:
         fields |= self.sampling_fields
         if self.logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.think is not None:
-            fields["chat_template_kwargs"] = {TEMPLATE_OPTION: self.think is not False}
+            options: dict[str, Any] = {TEMPLATE_OPTION: self.think is not False}
+            if isinstance(self.think, str):
+                options["reasoning_effort"] = self.think  # of gpt-oss
+            fields["chat_template_kwargs"] = options
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format:
@@ -140,6 +150,8 @@ class OllamaFunction(RequestBody):
 
 class OllamaCall(RequestBody):
     id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
     function: OllamaFunction
 
     def make_chat_call(self, number: int) -> dict[str, Any]:
@@ -153,8 +165,10 @@ class OllamaMessage(RequestBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS)] | None = None
-    tool_name: str | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
+    tool_name: Annotated[str | None, Field(max_length=256)] = None
     tool_call_id: str | None = None
     images: Empty | None = None
 
@@ -174,7 +188,7 @@ class OllamaChatRequest(OllamaRequest):
         return self.make_chat_request(messages=self._make_messages(), **tools)
 
     def _make_messages(self) -> list[dict[str, Any]]:
-        """Convert the messages; calls get ids, and results those of the first open calls."""
+        """Convert the messages; calls get ids, and results those of the calls before them."""
         messages, open_calls, num_calls = [], list[tuple[str, str]](), 0
         for message in self.messages or ():
             chat: dict[str, Any] = {"role": message.role, "content": message.content or ""}
@@ -184,12 +198,13 @@ class OllamaChatRequest(OllamaRequest):
                 calls = [
                     call.make_chat_call(i) for i, call in enumerate(message.tool_calls, num_calls)
                 ]
-                open_calls += [(call["function"]["name"], call["id"]) for call in calls]
+                open_calls = [(call["function"]["name"], call["id"]) for call in calls]
                 num_calls += len(calls)
                 chat["tool_calls"] = calls
             if message.role == "tool":
                 call_id = message.tool_call_id or _take_call(open_calls, message.tool_name)
                 chat["tool_call_id"] = call_id
+                chat |= {"name": message.tool_name} if message.tool_name else {}
             messages.append(chat)
         return messages
 
@@ -205,7 +220,9 @@ class OllamaGenerateRequest(OllamaRequest):
 
     prompt: str = ""
     system: str | None = None
-    context: TokenIds | None = None  # tokens before the prompt, as an earlier reply returned them
+    context: (  # tokens before the prompt, as an earlier reply returned them
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None
+    ) = None
     raw: bool | None = None
     suffix: EmptyText | None = None
     template: EmptyText | None = None
@@ -219,7 +236,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
     @property
     def params(self) -> SamplingParams:
-        """The equivalent chat request; for a raw prompt, completion request."""
+        """The equivalent completion request of a raw prompt, else chat request."""
         if self.raw:
             fields = self.sampling_fields | {"prompt": self.prompt}
             if self.logprobs:
@@ -241,15 +258,13 @@ class LineWriter(ResponseWriter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._start_ns = time.monotonic_ns()
-        self._first_token_ns: int | None = None
         self._steps: list[Step] = []
 
     @classmethod
     def describe_load(cls, model: str) -> dict[str, Any]:
         """Return the reply to a request that only loads the model."""
         end = {"done": True, "done_reason": "load"}
-        return describe_moment(model) | cls.make_content([]) | end
+        return make_header(model) | cls.make_content([]) | end
 
     def write_all(self, steps_by_choice: Sequence[Sequence[Step]]) -> dict[str, Any]:
         parts = [part for step in steps_by_choice[0] for part in self._add_step(step)]
@@ -268,7 +283,7 @@ class LineWriter(ResponseWriter):
         return lines + format_json(self._make_line([], []) | self._make_end()) + "\n"
 
     def write_error(self, body: Mapping[str, Any]) -> str:
-        return format_json({"error": body["error"]["message"]}) + "\n"
+        return format_stream_error(OLLAMA_PATH, body)
 
     @staticmethod
     @abstractmethod
@@ -276,12 +291,11 @@ class LineWriter(ResponseWriter):
         """Return the fields of a line that hold the reply."""
 
     def _add_step(self, step: Step) -> list[OutputPart]:
-        self._first_token_ns = self._first_token_ns or time.monotonic_ns()
         self._steps.append(step)
         return self.parse_step(0, step)
 
     def _make_line(self, parts: Sequence[OutputPart], steps: Iterable[Step]) -> dict[str, Any]:
-        line = describe_moment(self.model) | self.make_content(parts)
+        line = make_header(self.model) | self.make_content(parts)
         if self.num_logprobs is not None:
             line["logprobs"] = [
                 self._make_logprob(step.token, step.logprob)
@@ -294,18 +308,22 @@ class LineWriter(ResponseWriter):
         return {"token": str(self.tokenizer.decode([token])), "logprob": max(logprob, -9999.0)}
 
     def _make_end(self) -> dict[str, Any]:
-        now, [usage] = time.monotonic_ns(), self.reply.usages
-        first = now if self._first_token_ns is None else self._first_token_ns
+        [usage], end, start = self.reply.usages, time.monotonic(), self.reply.start_time
+        first = self.reply.first_step_time or end
         return {
             "done": True,
             "done_reason": find_finish_reason(self._steps),
-            "total_duration": now - self._start_ns,
+            "total_duration": _to_ns(end - start),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": first - self._start_ns,
+            "prompt_eval_duration": _to_ns(first - start),
             "eval_count": usage.completion_tokens,
-            "eval_duration": now - first,
+            "eval_duration": _to_ns(end - first),
         }
+
+
+def _to_ns(seconds: float) -> int:
+    return int(1e9 * seconds)
 
 
 def join_parts(parts: Iterable[OutputPart], part_type: type[ContentPart | ReasoningPart]) -> str:
@@ -314,6 +332,18 @@ def join_parts(parts: Iterable[OutputPart], part_type: type[ContentPart | Reason
 
 class ChatLineWriter(LineWriter):
     """Writes the lines of /api/chat."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._num_calls = 0
+
+    def _make_line(self, parts: Sequence[OutputPart], steps: Iterable[Step]) -> dict[str, Any]:
+        line = super()._make_line(parts, steps)
+        for call in line["message"].get("tool_calls", ()):
+            call["id"] = f"call_{secrets.token_hex(12)}"
+            call["function"]["index"] = self._num_calls
+            self._num_calls += 1
+        return line
 
     @staticmethod
     def make_content(parts: Sequence[OutputPart]) -> dict[str, Any]:
@@ -345,8 +375,8 @@ class GenerateLineWriter(LineWriter):
 # ---- the model
 
 
-def describe_moment(model: str) -> dict[str, str]:
-    """Return the model and the present time, which all replies have."""
+def make_header(model: str) -> dict[str, str]:
+    """Return the fields that every reply begins with."""
     return {"model": model, "created_at": datetime.now(UTC).isoformat()}
 
 
@@ -357,7 +387,6 @@ def describe_details(service: Service) -> dict[str, Any]:
     family = model.config.model_type
     return {
         "parent_model": "",
-        "format": "gguf" if service.model.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family],
         "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
@@ -393,7 +422,7 @@ def describe_capabilities(service: Service) -> dict[str, Any]:
     """Return what /api/show says of the model."""
     template = getattr(service.engine.tokenizer, "chat_template", None)
     capabilities = ["completion"]
-    capabilities += ["tools"] if template is not None else []
+    capabilities += ["tools"] if service.takes_tools else []
     capabilities += ["thinking"] if service.has_template_variable(TEMPLATE_OPTION) else []
     details = describe_details(service)
     family, context = details["family"], service.engine.stop_conditions.max_context

@@ -26,6 +26,8 @@ ENGINE_FIELDS = {"top_p", "min_p", "seed", "stop", "n"}
 ENGINE_FIELDS |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 # The schema of a function without parameters.
 EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# Claude Code begins system prompts with this text; a prefix that has it is never shared.
+ACCOUNTING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 # fail_fast: one error per list, so that a huge invalid list makes no huge response.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 PROMPT_LIST = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)

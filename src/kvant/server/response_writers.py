@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from kvant.engine import Usage
 from kvant.generation import Step
+from kvant.server.errors import MESSAGES_PATH, OLLAMA_PATH, MessagesError, OllamaError
 from kvant.server.output_parsing import (
     CallPart,
     ContentPart,
@@ -48,6 +50,14 @@ class Reply(Protocol):
     @property
     def usages(self) -> Sequence[Usage]:
         """The tokens so far, by prompt."""
+
+    @property
+    def start_time(self) -> float:
+        """When the request arrived, in seconds of `time.monotonic`."""
+
+    @property
+    def first_step_time(self) -> float | None:
+        """When the first step arrived; None before."""
 
 
 class ResponseWriter(ABC):
@@ -306,9 +316,32 @@ def format_json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, ensure_ascii=False)
 
 
-def parse_arguments(call: CallPart) -> Any:
-    """Return the arguments of a call as an object."""
-    return json.loads(call.arguments or "{}")
+def format_stream_error(path: str, body: Mapping[str, Any]) -> str:
+    """Format an error in OpenAI's shape as the end of a stream of the API of a path."""
+    if path.startswith(MESSAGES_PATH):
+        return f"event: error\n{format_event(MessagesError.convert(500, body).model_dump())}"
+    if path.startswith(OLLAMA_PATH):
+        return format_json(OllamaError(error=body["error"]["message"]).model_dump()) + "\n"
+    return format_event(body)
+
+
+def parse_arguments(call: CallPart) -> dict[str, Any]:
+    """Return the arguments of a call as an object that JSON and UTF-8 can encode.
+
+    What is no object becomes its field `arguments`.
+    """
+
+    def parse_finite(number: str) -> Any:
+        return value if math.isfinite(value := float(number)) else number
+
+    try:
+        value = json.loads(call.arguments or "{}", parse_float=parse_finite, parse_constant=str)
+    except (ValueError, RecursionError):
+        value = call.arguments
+    value = value if isinstance(value, dict) else {"arguments": value}
+    text = format_json(value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    arguments: dict[str, Any] = json.loads(text)
+    return arguments
 
 
 def _clamp_logprob(logprob: float) -> float:

@@ -117,6 +117,14 @@ class Service:
         """A hash of the model's weights."""
         return compute_model_fingerprint(self.engine.model)
 
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the model may choose to call tools: its calls can be parsed."""
+        if getattr(self.engine.tokenizer, "chat_template", None) is None:
+            return False
+        has_calls = self._template is not None and self._template.has_calls
+        return has_calls or not supports_tools(self.engine.tokenizer)
+
     def has_template_variable(self, name: str) -> bool:
         """Whether the model's chat template reads a variable, as far as its text tells."""
         return name in str(getattr(self.engine.tokenizer, "chat_template", None))
@@ -251,7 +259,8 @@ class RequestStreams:
         self._streams = streams
         self._choices_per_stream = len(parsers) // len(streams)
         self._metrics = metrics
-        self._start_time = start_time
+        self.start_time = start_time
+        self.first_step_time: float | None = None
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -284,7 +293,7 @@ class RequestStreams:
                 else:
                     yield item
         finally:
-            self._metrics.request_latency.observe(time.monotonic() - self._start_time)
+            self._metrics.request_latency.observe(time.monotonic() - self.start_time)
             self.cancel()
             for reader in readers:
                 reader.cancel()
@@ -300,8 +309,9 @@ class RequestStreams:
         try:
             async for step in stream:
                 now = time.monotonic()
+                self.first_step_time = self.first_step_time or now
                 if not last_times:
-                    self._metrics.time_to_first_token.observe(now - self._start_time)
+                    self._metrics.time_to_first_token.observe(now - self.start_time)
                 elif step.choice in last_times:
                     self._metrics.inter_token_latency.observe(now - last_times[step.choice])
                 last_times[step.choice] = now
@@ -319,7 +329,7 @@ class RequestStreams:
         return steps_by_choice
 
     async def iterate_events(self, writer: ResponseWriter) -> AsyncIterator[str]:
-        """Yield server-sent events as steps arrive; an error becomes the last event."""
+        """Yield events, or lines of JSON, as steps arrive; an error becomes the last one."""
         try:
             if begin := writer.write_begin():
                 yield begin

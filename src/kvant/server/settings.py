@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,6 +108,11 @@ class ServerSettings(BaseModel):
     def shares_prefixes(self) -> bool:
         """Whether prompts share prefixes: not if rows are pruned, which another may need."""
         return is_auto(self.kv_cache) or not as_spec(self.kv_cache, 1).prunes
+
+
+def read_authorization(headers: Mapping[str, str]) -> str:
+    """Return the Authorization header, or x-api-key in its form, as Anthropic's clients send it."""
+    return headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
 
 
 class ApiKeys:

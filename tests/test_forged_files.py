@@ -92,18 +92,29 @@ def test_missing_sinks_in_a_file_allocate_nothing(count: int, tmp_path: Path) ->
     assert grown < 200 << 10, f"{grown} KiB"
 
 
-@pytest.mark.parametrize("option", ["capacity", "step"])
-def test_capacity_in_a_header_is_not_allocated_by_loading(option: str, tmp_path: Path) -> None:
+def test_capacity_in_a_header_is_not_allocated_by_loading(tmp_path: Path) -> None:
     cache = Cache(1, "raw")
     forward(cache, 3)
     save(cache, tmp_path / "a")
 
     def edit(entry: Any, outer: Any) -> None:
-        entry["spec"]["layers"][0][option] = 2**31 - 1
+        entry["spec"]["layers"][0]["capacity"] = 2**31 - 1
 
     (tmp_path / "b").write_bytes(forged.forge((tmp_path / "a").read_bytes(), edit))
     loaded = load(tmp_path / "b")
     assert loaded.nbytes_used == cache.nbytes_used <= loaded.nbytes <= cache.nbytes
+
+
+def test_a_huge_step_in_a_header_is_refused(tmp_path: Path) -> None:
+    """Regression: a rewind of the loaded cache allocated 549 GB, or failed to."""
+    cache = Cache(1, "raw,step=64")
+    forward(cache, 100)
+    assert_refused(
+        cache,
+        lambda entry: entry["spec"]["layers"][0].update(step=2**31 - 1),
+        tmp_path,
+        "step is 2147483647; allowed: 1 to 65536",
+    )
 
 
 def test_pages_starting_out_of_range_are_refused(tmp_path: Path) -> None:

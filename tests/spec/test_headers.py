@@ -89,7 +89,7 @@ attention = st.builds(
     slack=numbers,
     dense_until=numbers,
     prefill=st.sampled_from(["dense", "stored"]),
-    step=numbers,
+    step=st.integers(1, 1 << 16),
     capacity=st.none() | numbers,
     dtype=st.sampled_from(
         [

@@ -273,6 +273,7 @@ REFUSED = [
     ("affine4,page=32", "'page=32'", "nearest: page=64"),
     ("affine4,page=100", "'page=100'", "nearest: page=128"),
     ("affine4,step=0", "'step=0'", "nearest: step=1"),
+    ("affine4,step=65537", "step is 65537", "nearest: 65536"),
     ("affine4,capacity=0", "'capacity=0'", "nearest: capacity=1"),
     ("affine4,group=48", "'group=48'", "nearest: group=32"),
     ("affine4,group=0", "'group=0'", "nearest: group=16"),

@@ -56,6 +56,7 @@ OPTION_FIELDS["start"] = "dense_until"  # option -> field of LayerSpec
 MIN_VALUES = dict.fromkeys(
     ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
 )  # other minima are 0; only text must give pages in multiples of 64
+MAX_VALUES = {"step": 1 << 16}  # other maxima are MAX_OPTION_VALUE; a file may request a step
 MAX_KL = 5e-3  # mean nats: about one percent of perplexity
 MAX_LOST = 0.04  # share of the probability of an answer: formats lose about half or twice this
 Recipes = Sequence[Recipe]
@@ -228,11 +229,12 @@ def check_shared(layer: SharedSpec, path: str, previous: Recipes) -> None:
 def check_numbers(owner: object, path: str, names: str) -> None:
     """Refuse a field of `owner` that is out of range; `names` are separated by spaces."""
     for name in names.split():
-        value, minimum = getattr(owner, name), MIN_VALUES.get(name, 0)
-        if value is not None and not minimum <= value <= MAX_OPTION_VALUE:
-            nearest = min(max(value, minimum), MAX_OPTION_VALUE)
+        minimum, maximum = MIN_VALUES.get(name, 0), MAX_VALUES.get(name, MAX_OPTION_VALUE)
+        value = getattr(owner, name)
+        if value is not None and not minimum <= value <= maximum:
+            nearest = min(max(value, minimum), maximum)
             raise SpecError(
-                f"{path}.{name} is {short(value)}; allowed: {minimum} to {MAX_OPTION_VALUE};"
+                f"{path}.{name} is {short(value)}; allowed: {minimum} to {maximum};"
                 f" nearest: {nearest}"
             )
 

@@ -12,8 +12,8 @@ Try forgeries until the time is up; exit with 1 at the first other outcome.
 from __future__ import annotations
 
 import argparse
-import gc
 import copy
+import gc
 import hashlib
 import json
 import logging

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'kvant[server]'")
 
-from kvant import Engine, checkpoints
+from kvant import Engine, checkpoints, generate
 from kvant.prefixes import Prefixes
 from kvant.server import ApiKeys, Service, create_app, make_server
 
@@ -38,6 +38,12 @@ def serve_model(
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def generate_alone(bundled_model: tuple[Any, Any], prompt: Any, count: int) -> str:
+    """Return what the model generates without a server."""
+    steps = generate(*bundled_model, prompt, kv_cache="affine8", max_new_tokens=count)
+    return "".join(step.text for step in steps)
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-import kvant
 from kvant.server import ApiKeys
 from kvant.server.ollama_api import OllamaChatRequest
-from server.conftest import serve_model
+from server.conftest import generate_alone, serve_model
 from server.speaking import TEMPLATE, make_speaker
 from server.test_tools import CALL, SPEECH, TOOLS, WEATHER
 
@@ -67,11 +66,6 @@ def chat(client: Any, messages: Any = ASKED, options: Any = None, **fields: Any)
 def generate(client: Any, prompt: str, options: Any = None, **fields: Any) -> Any:
     options = GREEDY | (options or {})
     return client.generate(model="inside", prompt=prompt, options=options, **fields)
-
-
-def generate_alone(bundled_model: tuple[Any, Any], prompt: Any, count: int) -> str:
-    steps = kvant.generate(*bundled_model, prompt, kv_cache="affine8", max_new_tokens=count)
-    return "".join(step.text for step in steps)
 
 
 def test_reply_equals_the_model_output(client: Any, bundled_model: tuple[Any, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import kvant
+from server.conftest import generate_alone
 
 openai = pytest.importorskip("openai")
 PROMPT = "import os\n\ndef read(path):\n"
@@ -16,11 +16,6 @@ PROMPT = "import os\n\ndef read(path):\n"
 def client(running: tuple[Any, str]) -> Any:
     with openai.OpenAI(base_url=f"{running[1]}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def generate_alone(bundled_model: tuple[Any, Any], prompt: str, count: int) -> str:
-    steps = kvant.generate(*bundled_model, prompt, kv_cache="affine8", max_new_tokens=count)
-    return "".join(step.text for step in steps)
 
 
 def test_models_are_listed(client: Any) -> None:

@@ -181,8 +181,13 @@ def respond(
     http: Request, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
 ) -> Response:
     """Respond with an error in the shape of the API whose path was called."""
-    if http.url.path.startswith(MESSAGES_PATH):
-        body = MessagesError.convert(status, body).model_dump()
-    elif http.url.path.startswith(OLLAMA_PATH):
-        body = OllamaError(error=body["error"]["message"]).model_dump()
-    return JSONResponse(body, status, headers)
+    return JSONResponse(shape_error(http.url.path, status, body), status, headers)
+
+
+def shape_error(path: str, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an error in OpenAI's shape to that of the API of a path."""
+    if path.startswith(MESSAGES_PATH):
+        return MessagesError.convert(status, body).model_dump()
+    if path.startswith(OLLAMA_PATH):
+        return OllamaError(error=body["error"]["message"]).model_dump()
+    return dict(body)

@@ -20,6 +20,7 @@ from kvant.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,
+    TEMPLATE_OPTION,
     ChatRequest,
     RequestBody,
     Schema,
@@ -31,7 +32,6 @@ from kvant.server.response_writers import (
 )
 
 MAX_MARKS = 4  # of a request, as in Anthropic's API
-TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 
 
 class CacheControl(RequestBody):

@@ -23,6 +23,7 @@ from kvant.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
     MAX_TOOLS,
+    TEMPLATE_OPTION,
     ChatRequest,
     CompletionRequest,
     RequestBody,
@@ -32,6 +33,7 @@ from kvant.server.protocol import (
 )
 from kvant.server.response_writers import (
     ResponseWriter,
+    clamp_logprob,
     find_finish_reason,
     format_json,
     format_stream_error,
@@ -42,7 +44,6 @@ from kvant.weights.packing import named_weights
 
 API_VERSION = "0.12.0"  # of Ollama, whose API this is: clients require versions
 TAG = ":latest"  # may follow the name of a model
-TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 # The options that are fields of a chat or completion request, under the same names.
 SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "min_p", "seed", "stop"}
@@ -305,7 +306,7 @@ class LineWriter(ResponseWriter):
         return line
 
     def _make_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": str(self.tokenizer.decode([token])), "logprob": max(logprob, -9999.0)}
+        return {"token": str(self.tokenizer.decode([token])), "logprob": clamp_logprob(logprob)}
 
     def _make_end(self) -> dict[str, Any]:
         [usage], end, start = self.reply.usages, time.monotonic(), self.reply.start_time

@@ -26,6 +26,7 @@ ENGINE_FIELDS = {"top_p", "min_p", "seed", "stop", "n"}
 ENGINE_FIELDS |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 # The schema of a function without parameters.
 EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 # Claude Code begins system prompts with this text; a prefix that has it is never shared.
 ACCOUNTING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 # fail_fast: one error per list, so that a huge invalid list makes no huge response.

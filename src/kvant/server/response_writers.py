@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from kvant.engine import Usage
 from kvant.generation import Step
-from kvant.server.errors import MESSAGES_PATH, OLLAMA_PATH, MessagesError, OllamaError
+from kvant.server.errors import MESSAGES_PATH, OLLAMA_PATH, shape_error
 from kvant.server.output_parsing import (
     CallPart,
     ContentPart,
@@ -246,7 +246,7 @@ class ChatWriter(ChoicesWriter):
         text = self._decode_token(token)
         # The bytes of a token that is only part of a character are unknown.
         token_bytes = None if INCOMPLETE_CHARACTER in text else list(text.encode())
-        return {"token": text, "logprob": _clamp_logprob(logprob), "bytes": token_bytes}
+        return {"token": text, "logprob": clamp_logprob(logprob), "bytes": token_bytes}
 
 
 class CompletionWriter(ChoicesWriter):
@@ -282,11 +282,11 @@ class CompletionWriter(ChoicesWriter):
             map(len, texts), initial=self._num_characters[index]
         )
         top_logprobs = [
-            {self._decode_token(t): _clamp_logprob(p) for t, p in step.likeliest} for step in steps
+            {self._decode_token(t): clamp_logprob(p) for t, p in step.likeliest} for step in steps
         ]
         return {
             "tokens": texts,
-            "token_logprobs": [_clamp_logprob(step.logprob) for step in steps],
+            "token_logprobs": [clamp_logprob(step.logprob) for step in steps],
             "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
@@ -318,11 +318,10 @@ def format_json(data: Mapping[str, Any]) -> str:
 
 def format_stream_error(path: str, body: Mapping[str, Any]) -> str:
     """Format an error in OpenAI's shape as the end of a stream of the API of a path."""
-    if path.startswith(MESSAGES_PATH):
-        return f"event: error\n{format_event(MessagesError.convert(500, body).model_dump())}"
+    error = shape_error(path, 500, body)
     if path.startswith(OLLAMA_PATH):
-        return format_json(OllamaError(error=body["error"]["message"]).model_dump()) + "\n"
-    return format_event(body)
+        return format_json(error) + "\n"
+    return ("event: error\n" if path.startswith(MESSAGES_PATH) else "") + format_event(error)
 
 
 def parse_arguments(call: CallPart) -> dict[str, Any]:
@@ -344,6 +343,6 @@ def parse_arguments(call: CallPart) -> dict[str, Any]:
     return arguments
 
 
-def _clamp_logprob(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """Clamp minus infinity, which JSON does not have, to OpenAI's -9999."""
     return max(logprob, -9999.0)

@@ -80,13 +80,14 @@ def _load(
         )
     check_checkpoint(name, flag=flag, tokenizer=tokenizer)
     checkpoint = _resolve_checkpoint(name, flag)
-    with _report_loading_errors(checkpoint, flag) as options:
-        options |= {"trust_remote_code": trust_code}
+    with _report_loading_errors(checkpoint, flag) as hub_options:
+        options = {**hub_options, "trust_remote_code": trust_code}
         model, info = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=torch_dtype,
             use_safetensors=True,
             output_loading_info=True,
+            adapter_kwargs=hub_options,  # with PEFT, transformers looks for an adapter first
             **options,
         )
         if missing := sorted(info["missing_keys"]):

@@ -60,7 +60,7 @@ def test_another_adapter_misses() -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-        model = peft.get_peft_model(build("llama"), config)
+        model = peft.get_peft_model(build("llama"), config).eval()
         inner = model.get_base_model()
         assert count_hit_tokens(prefixes, inner) == 0
         assert count_hit_tokens(prefixes, inner) >= 192

@@ -48,7 +48,7 @@ def serve(
         Option(help="Print the configuration of an agent and exit: " + AGENT_NAMES + "."),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP, with the APIs of OpenAI, Anthropic and Ollama."""
+    """Serve a model with the APIs of OpenAI, Anthropic and Ollama."""
     if api_keys is not None:
         check_readable(api_keys, "--api-keys")
     engine_options.check()

@@ -23,7 +23,12 @@ from kvant.engine.scheduler import ChunkSizer, Scheduler
 from kvant.engine.stream import Stream
 from kvant.engine.worker import EngineWorker
 from kvant.errors import CacheError, RenamedAttribute
-from kvant.generation.conversation import Prompt, encode_prompt, find_branch_points
+from kvant.generation.conversation import (
+    Prompt,
+    describe_prefix_loss,
+    encode_prompt,
+    find_branch_points,
+)
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.loop import Step
 from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
@@ -134,7 +139,7 @@ class Engine:
             has_store=prefixes is not None and prefixes.prefix_store is not None,
         )
         self._request_numbers = count()
-        self._worker = EngineWorker(Batch(decoder, empty_cache, backend), scheduler, tokenizer)
+        self._worker = EngineWorker(Batch(decoder, empty_cache, backend), scheduler)
         _round_weights(model, weights)
         cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
         warn_of_slow_weights(model, log.warning)
@@ -224,7 +229,9 @@ class Engine:
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
         # Cancel by number: a stream outlives its request, and must not keep sequences alive.
-        stream = Stream(tokens, n, partial(self._worker.cancel, number), on_step)
+        explain_loss = partial(describe_prefix_loss, self.tokenizer, prompt)
+        cancel = partial(self._worker.cancel, number)
+        stream = Stream(tokens, n, cancel, explain_loss, on_step)
         self._worker.submit(request, stream)
         return stream
 

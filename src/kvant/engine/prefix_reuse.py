@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 from weakref import WeakValueDictionary
 
 from kvant.engine.batch import Batch
@@ -45,7 +44,6 @@ class PrefixReuse:
         batch: Batch,
         scheduler: Scheduler,
         requests: Mapping[Request, Stream],
-        tokenizer: Any,
         inbox: Inbox,
     ) -> None:
         """Share these objects with the engine; `requests` maps open requests to their streams."""
@@ -53,7 +51,6 @@ class PrefixReuse:
         self.scheduler = scheduler
         self.requests = requests
         self.inbox = inbox
-        self._tokenizer = tokenizer
         self._namespace: PrefixNamespace | None = None  # without a salt; None: prefixes are off
         # Only the open requests of a salt reference its namespace; it is freed with the last one.
         self._salted_namespaces: WeakValueDictionary[str, PrefixNamespace] = WeakValueDictionary()
@@ -87,7 +84,7 @@ class PrefixReuse:
 
     def match_prefix(self, request: Request) -> None:
         """Match a prompt with the prefixes, and give the result to scheduler and stream."""
-        length, checkpoints, mismatch = 0, list[int](), None
+        length, checkpoints, loss = 0, list[int](), None
         sequence, namespace, caches = request.sequences[0], request.namespace, self.batch.caches
         assert namespace is not None
         try:
@@ -99,13 +96,13 @@ class PrefixReuse:
                 length, sequence.num_prefilled = cache.length, num_prefilled
                 sequence.cache = caches.import_cache(cache)  # it may be in other pools
             checkpoints = namespace.plan_checkpoints(sequence.tokens, length, request.branch_points)
-            mismatch = namespace.describe_mismatch(self._tokenizer)
+            loss = namespace.loss
         except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
             log.warning("a prompt was not matched with prefixes: %r", error)
             caches.release([sequence])
             length, checkpoints = 0, []
-        self.requests[request].set_prefix_usage(length, request.restored_range, mismatch)
+        self.requests[request].set_prefix_usage(length, request.restored_range, loss)
         request.set_match(self.scheduler.prefix_version, length, tuple(checkpoints))
         self.update_prefix_slots()
 

@@ -10,11 +10,13 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Condition
 from typing import Literal
 
 from kvant.generation.loop import FinishReason, Step
+from kvant.prefixes.tree import PrefixLoss
 
 log = logging.getLogger("kvant")
 
@@ -35,7 +37,16 @@ class Usage:
     completion_tokens: int = 0  # of all continuations; in a `Result`, of that continuation
     cached_tokens: int = 0  # prompt tokens taken from a cached prefix, not prefilled
     restored_tokens: int = 0  # cached tokens that came from a store
-    prefix_lost: str | None = None  # where the prompt diverges from the cached prefixes, as text
+    loss: PrefixLoss | None = field(default=None, repr=False)
+    explain_loss: Callable[[PrefixLoss], str] = field(default=str, repr=False, compare=False)
+
+    @cached_property
+    def prefix_lost(self) -> str | None:
+        """Where the prompt diverges from the cached prefixes, as text: the message and the token.
+
+        The first access encodes the prompt again; it takes milliseconds per 1,000 tokens.
+        """
+        return None if self.loss is None else self.explain_loss(self.loss)
 
     @property
     def total_tokens(self) -> int:
@@ -74,11 +85,13 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         prompt: Sequence[int],
         num_choices: int,
         cancel: Callable[[], None],
+        explain_loss: Callable[[PrefixLoss], str] = str,
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
-        # cached_tokens, restored_tokens and prefix_lost of `Usage`
-        self._prefix_usage: tuple[int, int, str | None] = (0, 0, None)
+        # cached_tokens, restored_tokens and loss of `Usage`
+        self._prefix_usage: tuple[int, int, PrefixLoss | None] = (0, 0, None)
+        self._explain_loss = explain_loss
         self._steps: list[list[Step]] = [[] for _ in range(num_choices)]
         self._cancel = cancel
         self._on_step = on_step
@@ -139,7 +152,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
     @property
     def usage(self) -> Usage:
         """Token counts so far, over all continuations."""
-        return Usage(len(self.prompt), sum(map(len, self._steps)), *self._prefix_usage)
+        return self._make_usage(sum(map(len, self._steps)))
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end of the request and return the first continuation."""
@@ -158,7 +171,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                 tuple(step.token for step in steps),
                 tuple(step.logprob for step in steps),
                 (steps[-1].finish_reason if steps else None) or "cancelled",
-                Usage(len(self.prompt), len(steps), *self._prefix_usage),
+                self._make_usage(len(steps)),
             )
             for choice, steps in enumerate(self._steps)
         ]
@@ -174,10 +187,10 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         if self._on_step is not None:
             self._on_step(step)
 
-    def set_prefix_usage(self, num_cached: int, restored: range, mismatch: str | None) -> None:
+    def set_prefix_usage(self, num_cached: int, restored: range, loss: PrefixLoss | None) -> None:
         """Set what `Usage` reports; `restored` is the range of prompt tokens from a store."""
         num_restored = len(range(restored.start, min(restored.stop, num_cached)))
-        self._prefix_usage = num_cached, num_restored, mismatch
+        self._prefix_usage = num_cached, num_restored, loss
 
     def finish(
         self, error: BaseException | None = None, final_texts: Mapping[int, str] | None = None
@@ -200,6 +213,9 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                 log.exception("a done callback of a stream failed")
 
     # ---- internals
+
+    def _make_usage(self, num_tokens: int) -> Usage:
+        return Usage(len(self.prompt), num_tokens, *self._prefix_usage, self._explain_loss)
 
     def _take_step(self) -> Step | None:
         """Return the next unread step; None if one may follow later."""

@@ -92,7 +92,7 @@ def _summarize_waits(waits: deque[float]) -> dict[str, float]:
 class EngineWorker:
     """A thread that serves the requests of one model; other threads submit and cancel."""
 
-    def __init__(self, batch: Batch, scheduler: Scheduler, tokenizer: Any) -> None:
+    def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
         self.batch = batch
         self.scheduler = scheduler
         self.requests: dict[Request, Stream] = {}  # open ones, each with the stream of its client
@@ -104,7 +104,7 @@ class EngineWorker:
         self._submit_lock = Lock()  # no request is queued after the close
         self._cleanup = ExitStack()
         self._thread = Thread(target=self._run, name="kvant-engine", daemon=True)
-        self.prefix_reuse = PrefixReuse(batch, scheduler, self.requests, tokenizer, self._inbox)
+        self.prefix_reuse = PrefixReuse(batch, scheduler, self.requests, self._inbox)
         self.store_lookups = StoreLookups(self.prefix_reuse)
 
     # ---- in any thread

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import json
 import reprlib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from kvant.errors import ContextError, PromptError
-from kvant.prefixes.tree import count_shared_prefix
+from kvant.prefixes.tree import PrefixLoss, count_shared_prefix
 
 Message = Mapping[str, Any]  # role, content, and further fields of a template
 Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring
@@ -144,12 +146,44 @@ def find_branch_points(tokenizer: Any, prompt: Prompt, tokens: Sequence[int]) ->
         for mark in conversation.marks
         if mark < len(conversation.messages) - 1
     ]
-    branch_points = set()
-    for head in filter(None, heads):
-        with suppress(Exception):  # a template may reject a part of the messages
-            ids = tokenizer.encode(adapted.render_text(tokenizer, head), add_special_tokens=False)
-            branch_points.add(count_shared_prefix(ids, tokens))
-    return sorted(branch_points)
+    counts = (_count_head_tokens(tokenizer, adapted, head, tokens) for head in heads if head)
+    return sorted({count for count in counts if count is not None})
+
+
+def describe_prefix_loss(tokenizer: Any, prompt: Prompt, loss: PrefixLoss) -> str:
+    """Describe why no longer prefix of a prompt was found; name the message that differs."""
+    return loss.describe(tokenizer, partial(_locate_token, tokenizer, prompt))
+
+
+def _locate_token(tokenizer: Any, prompt: Prompt, position: int) -> str:
+    """Return which message of a prompt has a token: "message 2 (user)"; "" without messages."""
+    conversation = _parse_messages(prompt)
+    if conversation is None:
+        return ""
+    tokens, messages = encode_messages(tokenizer, conversation), conversation.messages
+
+    def has_token(count: int) -> bool:
+        """Return whether the first `count` messages have the token."""
+        head = replace(conversation, messages=messages[:count]).adapt_to(tokenizer)
+        return (_count_head_tokens(tokenizer, head, head.messages, tokens) or 0) > position
+
+    number = 1 + bisect_left(range(1, len(messages) + 1), True, key=has_token)
+    if number > len(messages):
+        return f"after message {len(messages)}"
+    return f"message {number} ({messages[number - 1].get('role')})"
+
+
+def _count_head_tokens(
+    tokenizer: Any, adapted: Messages, head: Sequence[Message], tokens: Sequence[int]
+) -> int | None:
+    """Return how many of `tokens` are those of the first messages, or None if the template raises.
+
+    A template may reject a part of the messages, or render it in another way.
+    """
+    with suppress(Exception):
+        ids = tokenizer.encode(adapted.render_text(tokenizer, head), add_special_tokens=False)
+        return count_shared_prefix(ids, tokens)
+    return None
 
 
 ONE_PROMPT_MESSAGE = (

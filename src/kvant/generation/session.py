@@ -29,7 +29,13 @@ from torch import nn
 from kvant.attention import explain
 from kvant.cache import files
 from kvant.errors import CacheError, CacheFileError, PromptError, RewindError
-from kvant.generation.conversation import Messages, encode_messages, find_branch_points
+from kvant.generation.conversation import (
+    Messages,
+    Prompt,
+    describe_prefix_loss,
+    encode_messages,
+    find_branch_points,
+)
 from kvant.generation.decoder import (
     LogitsFunction,
     PrefillProgress,
@@ -39,7 +45,7 @@ from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Ste
 from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.generation.strategy import SequenceCache
 from kvant.platform.sizes import format_count, format_size
-from kvant.prefixes.tree import count_shared_prefix
+from kvant.prefixes.tree import PrefixLoss, count_shared_prefix
 from kvant.recipes import AnySpec
 from kvant.spec import describe_spec
 
@@ -100,6 +106,13 @@ class Transcript:
         for turn in self.turns:
             tokens[turn.shared :] = turn.tokens
         return tokens
+
+    @property
+    def last_prompt(self) -> Prompt:
+        """What was sent before the last reply."""
+        if not (self.turns and self.template):
+            return self.tokens
+        return replace(self, turns=self.turns[:-1])._make_messages(self.turns[-1].message)
 
     def adapt_to(self, tokenizer: Any) -> Transcript:
         """Return this without a template if the tokenizer has none."""
@@ -403,7 +416,7 @@ class Session:
         """Return the statistics of the cache and the share of prompt tokens it already held."""
         self._finish_stream()
         prefiller, prefixes = self.loop.prefiller, self.loop.prefiller.prefixes
-        mismatch = None if prefixes is None else prefixes.describe_mismatch(self.tokenizer)
+        loss = None if prefixes is None else prefixes.loss
         return self.cache.stats() | {
             "tokens": len(self.transcript.tokens),
             "tokens_asked": prefiller.num_prompt_tokens,
@@ -412,8 +425,12 @@ class Session:
             "hit_rate": prefiller.num_cached_tokens / max(prefiller.num_prompt_tokens, 1),
             "drafts": self.loop.num_drafts,
             "drafts_accepted": self.loop.num_accepted_drafts,
-            "prefix_lost": mismatch,
+            "prefix_lost": None if loss is None else self._describe_loss(loss),
         }
+
+    def _describe_loss(self, loss: PrefixLoss) -> str:
+        prompt = self.transcript.last_prompt
+        return describe_prefix_loss(self.tokenizer, prompt, loss)
 
     def _finish_stream(self) -> None:
         """Compute a reply that was never iterated; end one that was."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -25,7 +25,12 @@ from kvant.prefixes.keys import PAGE_TOKENS, ModelKeys, NamespaceKeys
 from kvant.prefixes.memory import PrefixMemory, PrefixPools
 from kvant.prefixes.prefix_store import MIN_TAIL_DIVISOR, CachedPrefix, PrefixStore, pages_suffice
 from kvant.prefixes.restore import STORE_TIMEOUT_S, LookupDeadline, start_daemon
-from kvant.prefixes.tree import PrefixMismatch, find_resumable_length
+from kvant.prefixes.tree import (
+    NoPrefixes,
+    PrefixLoss,
+    PrefixMismatch,
+    find_resumable_length,
+)
 from kvant.recipes import LayerSpec
 
 log = logging.getLogger("kvant")
@@ -292,13 +297,8 @@ class PrefixNamespace:
             text = repr(error)  # a log handler may keep the error, whose traceback holds the cache
             log.warning("a prefix of %d tokens was not inserted: %s", len(tokens), text)
 
-    def describe_mismatch(self, tokenizer: Any) -> str | None:
-        """Describe where the last prompt diverged from the prefixes, or why there are none."""
-        if (reason := self._model_keys.no_prefixes_reason) is not None:
-            return f"prefixes are not cached for this model: {reason}"
-        if (mismatch := self._mismatch) is None:
-            return None
-        cached = tokenizer.decode(list(mismatch.cached_tokens))
-        prompt = tokenizer.decode(list(mismatch.prompt_tokens))
-        position = f"{mismatch.position:,}"
-        return f"prefix lost at token {position}: {cached!r} is cached, the prompt has {prompt!r}"
+    @property
+    def loss(self) -> PrefixLoss | None:
+        """Where the last prompt diverged from the prefixes, or why there are none."""
+        reason = self._model_keys.no_prefixes_reason
+        return self._mismatch if reason is None else NoPrefixes(reason)

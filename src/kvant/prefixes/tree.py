@@ -13,8 +13,9 @@ dense tail), it also serves the end of each page.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvant.cache import Cache
 from kvant.hf import TransformersCache
@@ -98,6 +99,23 @@ class PrefixEntry:
             node = node.parent
 
 
+class PrefixLoss(Protocol):
+    """Why no longer prefix of a prompt was found."""
+
+    def describe(self, tokenizer: Any, locate: Callable[[int], str]) -> str:
+        """Return a sentence; `locate` returns the part of the prompt that has a token."""
+
+
+@dataclass(frozen=True)
+class NoPrefixes:
+    """Prefixes are not cached for a model."""
+
+    reason: str
+
+    def describe(self, tokenizer: Any, locate: Callable[[int], str]) -> str:
+        return f"prefixes are not cached for this model: {self.reason}"
+
+
 @dataclass(frozen=True)
 class PrefixMismatch:
     """The first difference between a prompt and the nearest cached prefix."""
@@ -105,6 +123,12 @@ class PrefixMismatch:
     position: int
     cached_tokens: tuple[int, ...]  # at most 8, from the position on
     prompt_tokens: tuple[int, ...]
+
+    def describe(self, tokenizer: Any, locate: Callable[[int], str]) -> str:
+        cached = tokenizer.decode(list(self.cached_tokens))
+        prompt = tokenizer.decode(list(self.prompt_tokens))
+        place = ", ".join(filter(None, (f"token {self.position:,}", locate(self.position))))
+        return f"prefix lost at {place}: {cached!r} is cached, the prompt has {prompt!r}"
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 
 import pytest
 
-from kvant.serve.routing import KEY_DEPTHS, PrefixRouter, make_keys
+from kvant.bench.agent_sessions import SESSIONS, SessionSize, make_session
+from kvant.prefixes.tree import count_shared_prefix
+from kvant.serve.routing import (
+    KEY_DEPTHS,
+    MAX_KEY_DEPTH,
+    PrefixRouter,
+    RoutedRequest,
+    make_keys,
+    parse_prefix_pages,
+)
 
 ORDERS = ("in turn", "one after the other", "at random")
 
@@ -46,11 +56,13 @@ def make_requests(order: str, seed: int) -> list[tuple[int, int]]:
 
 def test_keys_depend_on_the_first_pages_and_the_salt() -> None:
     short, long = make_pages("a", 4, "x"), make_pages("a", 20, "y")
-    assert len(make_keys(short)) == 2 and len(make_keys(long)) == 3
-    assert make_keys(short) == make_keys(long)[:2]
+    assert KEY_DEPTHS[:6] == (1, 2, 3, 4, 5, 6) and KEY_DEPTHS[-1] == MAX_KEY_DEPTH
+    assert len(make_keys(short)) == sum(depth <= 5 for depth in KEY_DEPTHS)
+    assert make_keys(short)[:4] == make_keys(long)[:4]
+    assert make_keys(short)[4] != make_keys(long)[4]
     assert not set(make_keys(long)) & set(make_keys(long, b"somebody else"))
     assert make_keys([b"ab", b"c"])[0] == make_keys([b"ab", b"d"])[0] != make_keys([b"a", b"bc"])[0]
-    assert len(make_keys(make_pages("a", 1000))) == len(KEY_DEPTHS)
+    assert len(make_keys(make_pages("a", 5000))) == len(KEY_DEPTHS)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -69,6 +81,45 @@ def test_requests_follow_their_prefix_within_the_load_limit(
         load[server] += 1
     assert arrived >= 0.95 * 240
     assert max(load.values()) <= 1.25 * 240 / 2
+
+
+AGENT_SIZES = {
+    "short": SessionSize(),
+    "long": SessionSize(turns=20, system=8000, tools=16, result=200),
+}
+
+
+@pytest.mark.parametrize("num_servers", [2, 4])
+@pytest.mark.parametrize("size", AGENT_SIZES)
+def test_requests_of_agents_follow_their_session(size: str, num_servers: int) -> None:
+    """Also if all begin with the same long system text, which every server has read."""
+    servers, rng = [f"s{number}" for number in range(num_servers)], random.Random(1)
+    prefix_router, load, followed = make_router(*servers), Counter[str](), []
+    sessions = [
+        iter(make_session(kind, AGENT_SIZES[size], seed))
+        for seed in range(num_servers)
+        for kind in SESSIONS
+    ]
+    read_by_server: dict[str, list[list[bytes]]] = {server: [] for server in servers}
+    while sessions:
+        session = rng.choice(sessions)
+        if (request := next(session, None)) is None:
+            sessions.remove(session)
+            continue
+        body = json.dumps(request.body).encode()
+        routed, (_, pages) = RoutedRequest.from_scope({}, body, ""), parse_prefix_pages(body)
+        chosen = prefix_router.rank_servers(routed.page_keys, routed.num_pages)[0]
+        prefix_router.assign_request(chosen, routed.page_keys)
+        shared = {
+            server: max((count_shared_prefix(other, pages) for other in read), default=0)
+            for server, read in read_by_server.items()
+        }
+        if longest := max(shared.values()):
+            followed.append(shared[chosen] >= 0.95 * longest)
+        read_by_server[chosen].append(pages)
+        load[chosen] += 1
+    assert followed.count(True) >= 0.95 * len(followed)
+    assert max(load.values()) <= 1.5 * sum(load.values()) / num_servers
 
 
 def test_popular_prefix_is_replicated() -> None:

@@ -25,6 +25,7 @@ from kvant.cli.store import store
 from kvant.platform.terminal import run_app
 
 BENCHES = {  # the first line of each benchmark's help
+    "agents": "Measure what share of agents' prompts is reused, and what share could be.",
     "append": "Time one appended token: one layer, bf16, batch 1.",
     "attend": "Time attention of the newest tokens: one layer, bf16.",
     "batch": "Time sequences of different lengths in one forward, or beam search.",

@@ -63,7 +63,7 @@ log = logging.getLogger("kvant")
 
 LOCAL_HOST = "127.0.0.1"
 MAX_REPLICA_TRIES = 3  # per request
-MAX_REPORTED_KEYS = 4096  # prefix keys that a replica reports to routers
+MAX_REPORTED_KEYS = 16384  # prefix keys that a replica reports to routers
 STATS_PERIOD_S = 10.0  # between two such reports
 SCALE_UP_SHARE = 0.9  # of the bytes of all replicas: more use starts another replica
 APP_NAME = "kvant"

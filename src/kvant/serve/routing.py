@@ -5,11 +5,14 @@ If no server has had the first page, its hash selects one (rendezvous hashing wi
 So new requests with the same first page meet on the same server. A server that joins gets its
 share of new prefixes only; known prefixes stay where they are.
 
-A key names the first 1, 4, 16, ... pages of a request, each page hashed with all before it:
+A key names the first pages of a request, each page hashed with all before it. Depths grow by a
+fifth, so that two sessions of agents, whose long system prompts are equal, differ early in a key:
 
-    pages  | 0 | 1 | 2 | 3 | 4 | ...
-    keys   |-->|                        key of depth 1
-           |-------------->|            key of depth 4
+    pages  | 0 | 1 | 2 | ... | 9 | 10 | 11 | ...
+    keys   |-->|                                   key of depth 1
+           |------>|                               key of depth 2
+           |---------------------->|               key of depth 10
+           |-------------------------------->|     key of depth 12
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from math import log
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -26,7 +30,11 @@ from numpy.typing import NDArray
 
 from kvant.server.protocol import ACCOUNTING_LINE
 
-KEY_DEPTHS = (1, 4, 16, 64, 256)  # pages per key
+MAX_KEY_DEPTH = 4096  # pages
+DEPTH_GROWTH = 2**0.25
+KEY_DEPTHS = tuple(  # pages per key
+    sorted({round(DEPTH_GROWTH**n) for n in range(1 + round(log(MAX_KEY_DEPTH, DEPTH_GROWTH)))})
+)
 LOAD_BOUND = 1.25  # times the mean load: above it, a server is overloaded
 SPARE_REQUESTS = 8  # above the bound, without a penalty
 # Penalties, compared with a hit share of 1 for a request whose pages a server has had.
@@ -48,7 +56,7 @@ ServerT = TypeVar("ServerT", bound=Hashable)
 
 
 def make_keys(pages: Sequence[bytes], salt: bytes = b"") -> list[bytes]:
-    """Return the keys of the first 1, 4, 16, ... pages; `salt` separates tenants."""
+    """Return the keys of the depths that the pages reach; `salt` separates tenants."""
     keys = list[bytes]()
     chain = blake2b(digest_size=16, key=salt)
     for count, page in enumerate(pages[: KEY_DEPTHS[-1]], 1):

@@ -1,0 +1,99 @@
+"""Test that sessions of agents reuse what their prompts share, in every kind of model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.test_engine import no_leaks
+from hf.zoo import build
+from kvant.bench.agent_sessions import SESSIONS, SUMMARY_REQUEST, SessionSize, make_session
+from kvant.bench.agents import ReuseCounts, make_prompt, measure_session
+from kvant.generation.conversation import encode_messages
+from thin import thin_rows
+
+pytestmark = pytest.mark.usefixtures(no_leaks.__name__)
+
+SIZE = SessionSize(turns=10, system=250, tools=3, result=50)
+MAX_TOKENS = 1 << 14
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Full attention, windows, and recurrent states beside attention.
+FAMILIES = [
+    ("llama", "affine8"),
+    ("gemma3", "affine8"),
+    ("qwen3_5", "raw"),
+    ("falcon_h1", "affine8"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Return a chat tokenizer in which every character is a token."""
+    characters = [chr(code) for code in (10, *range(32, 127))]
+    words = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", *characters]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<eos>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def measure(
+    name: str, spec: str, kind: str, tokenizer: Any, *, restarts: bool = False
+) -> ReuseCounts:
+    model = build(name, max_position_embeddings=MAX_TOKENS)
+    requests = make_session(kind, SIZE)
+    return measure_session(model, tokenizer, spec, requests, restarts=restarts, num_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "kind"),
+    thin_rows((*family, kind) for family in FAMILIES for kind in SESSIONS),
+)
+def test_shared_tokens_are_reused(name: str, spec: str, kind: str, tokenizer: Any) -> None:
+    counts = measure(name, spec, kind, tokenizer)
+    assert counts.reused_tokens >= 0.95 * counts.shared_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["cancelled turn"])
+@pytest.mark.parametrize(("name", "spec"), FAMILIES)
+def test_shared_tokens_are_reused_after_a_restart(
+    name: str, spec: str, kind: str, tokenizer: Any
+) -> None:
+    counts = measure(name, spec, kind, tokenizer, restarts=True)
+    assert counts.reused_tokens >= 0.95 * counts.shared_tokens > 0
+
+
+def test_changing_header_changes_no_prompt(tokenizer: Any) -> None:
+    kinds = ("tool loop", "changing header")
+    loop, header = ([r.body for r in make_session(kind, SIZE)] for kind in kinds)
+    assert header[0]["system"][0]["text"] != header[1]["system"][0]["text"]
+    for plain, changing in zip(loop, header, strict=True):
+        tokens = encode_messages(tokenizer, make_prompt(changing))
+        assert tokens == encode_messages(tokenizer, make_prompt(plain))
+
+
+def test_sessions_have_the_habits_of_their_names() -> None:
+    sessions = {kind: make_session(kind, SIZE) for kind in SESSIONS}
+    for kind, requests in sessions.items():
+        assert len(requests) >= SIZE.turns, kind
+        assert [request.is_cancelled for request in requests].count(True) == (
+            kind == "cancelled turn"
+        )
+        assert len({request.agent for request in requests}) == 1 + (kind == "sub-agent")
+    assert len({str(r.body["system"]) for r in sessions["new date"]}) == 2
+    lengths = [len(request.body["messages"]) for request in sessions["compaction"]]
+    assert lengths == [1, 3, 5, 7, 9, 11, 1, 3, 5, 7, 9]
+    assert SUMMARY_REQUEST in str(sessions["compaction"][5].body)
+    assert "cleared" in str(sessions["cleared results"][-1].body)

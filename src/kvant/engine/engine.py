@@ -231,7 +231,7 @@ class Engine:
         # Cancel by number: a stream outlives its request, and must not keep sequences alive.
         explain_loss = partial(describe_prefix_loss, self.tokenizer, prompt)
         cancel = partial(self._worker.cancel, number)
-        stream = Stream(tokens, n, cancel, explain_loss, on_step)
+        stream = Stream(tokens, n, cancel, request.timeline, explain_loss, on_step)
         self._worker.submit(request, stream)
         return stream
 

@@ -236,11 +236,13 @@ class StoreLookups:
         prefill = request.namespace.pools.estimate_prefill_seconds(count)
         end_time = now + min(max(queue_end - now, 0.0) + prefill, MAX_STORE_WAIT_S)
         request.store_deadline_ms = int(1e3 * end_time)
+        request.timeline.begin_phase("store")
         self._queue.append((request, end_time))
         self._start_next()
 
     def cancel(self, request: Request) -> None:
         """Cancel the lookup of a request and free its memory."""
+        request.timeline.end_phase("store")
         if self._current is not None and self._current[0] is request:
             self._current[1].cancel()
             self._current = None  # a hung store must not delay other prompts
@@ -268,6 +270,7 @@ class StoreLookups:
                 clear_traceback_frames(error)
                 log.warning("a prompt was not looked up in a store: %r", error)
             if self._current is None:
+                request.timeline.end_phase("store")
                 self._reuse.scheduler.finish_store_lookup(request, 0)
 
     def _make_lookup(self, request: Request, deadline: LookupDeadline) -> Callable[[], None]:
@@ -302,6 +305,7 @@ class StoreLookups:
             if not deadline.is_cancelled:
                 self._current = None
                 self._adopt(request, restore)
+                request.timeline.end_phase("store")
         finally:
             self._start_next()
 

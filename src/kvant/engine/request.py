@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kvant.engine.timeline import Timeline
 from kvant.generation.grammar import make_matcher
 from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
@@ -72,6 +73,7 @@ class Request:
     branch_points: list[int] = field(default_factory=list)  # where other prompts may diverge
     restored_range: range = range(0)  # prompt tokens restored from a store
     last_token_time: float = 0.0  # monotonic seconds; before the first token, the time of arrival
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def is_decoding(self) -> bool:

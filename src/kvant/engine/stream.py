@@ -15,6 +15,7 @@ from functools import cached_property
 from threading import Condition
 from typing import Literal
 
+from kvant.engine.timeline import Timeline
 from kvant.generation.loop import FinishReason, Step
 from kvant.prefixes.tree import PrefixLoss
 
@@ -85,10 +86,12 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         prompt: Sequence[int],
         num_choices: int,
         cancel: Callable[[], None],
-        explain_loss: Callable[[PrefixLoss], str] = str,
+        timeline: Timeline,
+        explain_loss: Callable[[PrefixLoss], str],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
+        self.timeline = timeline  # complete once the request has ended
         # cached_tokens, restored_tokens and loss of `Usage`
         self._prefix_usage: tuple[int, int, PrefixLoss | None] = (0, 0, None)
         self._explain_loss = explain_loss
@@ -138,8 +141,17 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             return None
         if self._error is not None:
             return "failed"
-        ended = all(steps and steps[-1].finish_reason for steps in self._steps)
-        return "finished" if ended else "cancelled"
+        return "finished" if all(self.finish_reasons) else "cancelled"
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """Why each continuation ended; None if it is open, was cancelled or failed."""
+        return [steps[-1].finish_reason if steps else None for steps in self._steps]
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that failed the request."""
+        return self._error
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call `callback` in the engine's thread when the request ends, or now if it has."""
@@ -170,10 +182,12 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                 "".join(step.text for step in steps) + self._final_texts.get(choice, ""),
                 tuple(step.token for step in steps),
                 tuple(step.logprob for step in steps),
-                (steps[-1].finish_reason if steps else None) or "cancelled",
+                finish_reason or "cancelled",
                 self._make_usage(len(steps)),
             )
-            for choice, steps in enumerate(self._steps)
+            for choice, (steps, finish_reason) in enumerate(
+                zip(self._steps, self.finish_reasons, strict=True)
+            )
         ]
 
     # ---- for the engine's thread
@@ -201,6 +215,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         """
         if isinstance(error, StopIteration | StopAsyncIteration):  # readers would just stop
             error = RuntimeError(repr(error))
+        self.timeline.end_all_phases()
         with self._changed:
             self._is_done, self._error = True, error
             self._final_texts = final_texts or {}

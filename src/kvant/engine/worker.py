@@ -210,7 +210,9 @@ class EngineWorker:
             self._swap(action)
         elif isinstance(action, MatchPrefix):
             self.store_lookups.cancel(action.request)
+            action.request.timeline.begin_phase("prefix_lookup")
             self.prefix_reuse.match_prefix(action.request)
+            action.request.timeline.end_phase("prefix_lookup")
         elif isinstance(action, LookUpStore):
             self.store_lookups.add(action.request)
         elif isinstance(action, Evict):
@@ -224,11 +226,13 @@ class EngineWorker:
         """Prefill a chunk of a prompt; after the last one, sample a token for each continuation."""
         request, prompt = action.request, action.request.sequences[0]
         begin = time.perf_counter()
+        self.store_lookups.cancel(request)
         if not request.prefill_started:
             request.prefill_started = True
+            request.timeline.end_phase("queue")
+            request.timeline.begin_phase("prefill")
             self.prefix_reuse.record_lookup(request)
             self._metrics.count_prefix_hits(self.requests[request].usage)
-        self.store_lookups.cancel(request)
         is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
         try:
             logits = self.batch.prefill(prompt, action.count)
@@ -250,6 +254,9 @@ class EngineWorker:
                 self.prefix_reuse.reject_restored_prefix(request)
             rows = logits.expand(len(request.sequences), -1)
             self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
+            if request in self.requests:  # more tokens follow
+                request.timeline.end_phase("prefill")
+                request.timeline.begin_phase("decode")
 
     def _decode(self, action: Decode) -> None:
         """Decode a token for every sequence of the action's requests."""
@@ -302,6 +309,7 @@ class EngineWorker:
         request = action.request
         self.store_lookups.cancel(request)
         self._metrics.put_aside += isinstance(action, SwapOut)
+        request.timeline.num_swaps += isinstance(action, SwapOut)
         try:
             if self.swap_folder is None:
                 folder = self._cleanup.enter_context(TemporaryDirectory(prefix="kvant-"))

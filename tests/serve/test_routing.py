@@ -223,3 +223,10 @@ def test_counters_do_not_overflow() -> None:
         prefix_router.start_request("a")
         prefix_router.finish_request("a")
     assert 0 < prefix_router.loads[0] < 400
+
+
+def test_replicas_get_the_traceparent() -> None:
+    headers = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
+    scope = {"type": "http", "path": "/v1/completions", "headers": headers, "app": object()}
+    request = RoutedRequest.from_scope(scope, b"", "")
+    assert request.scope == {name: scope[name] for name in ("type", "path", "headers")}

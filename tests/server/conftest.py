@@ -14,19 +14,26 @@ pytest.importorskip("fastapi", reason="pip install 'kvant[server]'")
 from kvant import Engine, checkpoints, generate
 from kvant.prefixes import Prefixes
 from kvant.server import ApiKeys, Service, create_app, make_server
+from kvant.server.tracing import RequestTracer
 
 
 @contextmanager
 def serve_model(
-    model: Any, tokenizer: Any, keys: ApiKeys | None = None, **options: Any
+    model: Any,
+    tokenizer: Any,
+    keys: ApiKeys | None = None,
+    tracer: RequestTracer | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
     """Return a running service and its base URL."""
     limits = {
         name: options.pop(name) for name in ("max_waiting", "max_new_tokens") if name in options
     }
-    with Engine(model, tokenizer, "affine8", prefixes=Prefixes(None), **options) as engine:
+    options = {"prefixes": Prefixes(None)} | options
+    with Engine(model, tokenizer, "affine8", **options) as engine:
         service = Service(engine, "inside", keys or ApiKeys(), **limits)
-        server, started = make_server(create_app(service), "127.0.0.1", 0, 5), threading.Event()
+        app = create_app(service, tracer=tracer)
+        server, started = make_server(app, "127.0.0.1", 0, 5), threading.Event()
         server.on_started = lambda port: started.set()
         service.app_server = server  # used by tests of its connections
         thread = threading.Thread(target=server.run, name="served")

@@ -86,10 +86,12 @@ def serve(
     loaded, tokenizer = settings.load()
     attached_spec = attach_model(loaded, spec, tokenizer, settings.guard)
     with (
+        server.open_tracer() as tracer,  # closed last, when all requests have ended
         open_prefixes(store, quiet=True, max_bytes=settings.max_prefix_bytes) as prefixes,
         server.open_service(settings, loaded, tokenizer, attached_spec, prefixes, keys) as service,
     ):
-        http_server = server.make_server(server.create_app(service, host), host, port, grace)
+        app = server.create_app(service, host, tracer)
+        http_server = server.make_server(app, host, port, grace)
         http_server.on_started, http_server.on_stopping = print_address, service.close
         http_server.run()
 

@@ -52,7 +52,7 @@ from kvant.platform.devices import parse_device
 from kvant.prefixes import Prefixes
 from kvant.probing import attach_checked
 from kvant.serve.routing import PrefixRouter, RoutedRequest
-from kvant.server import ApiKeys, ServerSettings, create_app, load_keys, open_service
+from kvant.server import ApiKeys, ServerSettings, create_app, load_keys, open_service, open_tracer
 from kvant.server.app import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
 from kvant.server.errors import make_error, respond
 from kvant.server.http_server import is_local
@@ -117,12 +117,13 @@ class EngineReplica:
         verdict = attach_checked(model, settings.kv_cache, tokenizer, guard=settings.guard)
         if verdict.warning is not None:
             log.warning("%s", verdict.warning)
+        tracer = self._resources.enter_context(open_tracer())
         prefixes = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
         self._resources.enter_context(prefixes)  # its exit writes pending pages to the store
         service = open_service(settings, model, tokenizer, verdict.spec, prefixes, api_keys)
         self._service = self._resources.enter_context(service)
         self._resources.callback(self._service.close)
-        self._app = create_app(self._service, settings.host)
+        self._app = create_app(self._service, settings.host, tracer)
         self._recent_keys = OrderedDict[bytes, None]()
         self._replica_header = (
             REPLICA_HEADER,

@@ -14,6 +14,7 @@ from kvant.server.app import create_app
 from kvant.server.http_server import HttpServer, check_host, make_server
 from kvant.server.service import Service, open_service
 from kvant.server.settings import ApiKeys, ServerSettings, load_keys, parse_keys
+from kvant.server.tracing import open_tracer
 
 __all__ = [
     "Address",
@@ -27,5 +28,6 @@ __all__ = [
     "make_config",
     "make_server",
     "open_service",
+    "open_tracer",
     "parse_keys",
 ]

@@ -52,6 +52,7 @@ from kvant.server.settings import (
     UNKNOWN_KEY_MESSAGE,
     read_authorization,
 )
+from kvant.server.tracing import RequestTracer, TracingMiddleware
 
 MAX_BODY_BYTES = 4 << 20
 TRIM_BODY_BYTES = 1 << 20  # a larger body is worth a trim of the heap
@@ -338,6 +339,7 @@ async def _generate(
     """Respond with a stream of events, or with one JSON object once all steps are generated."""
     _check_model(service, params.model)
     streams = await service.submit(prompts, params, tenant)
+    http.state.streams = streams.streams  # for the middleware that traces them
     try:
         writer = make_writer(service.engine.tokenizer, service.model, params, streams)
     except Exception:
@@ -383,7 +385,9 @@ async def _cancel_on_disconnect(http: Request, scope: anyio.CancelScope) -> None
     scope.cancel()
 
 
-def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
+def create_app(
+    service: Service, host: str = "127.0.0.1", tracer: RequestTracer | None = None
+) -> FastAPI:
     """Make the application of a service; without keys, it accepts only local names and `host`."""
     app = FastAPI(
         title="kvant",
@@ -396,6 +400,8 @@ def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS, host])
     app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(ResponseCountMiddleware, service=service)
+    if tracer is not None:
+        app.add_middleware(TracingMiddleware, tracer=tracer, model=service.model)
     app.state.service = service  # the router is a module global, shared by all applications
     app.include_router(router)
     add_error_handlers(app)

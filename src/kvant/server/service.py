@@ -256,7 +256,7 @@ class RequestStreams:
     ) -> None:
         """Take one parser per choice of every stream."""
         self.parsers = parsers
-        self._streams = streams
+        self.streams = streams
         self._choices_per_stream = len(parsers) // len(streams)
         self._metrics = metrics
         self.start_time = start_time
@@ -264,15 +264,15 @@ class RequestStreams:
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
-        return [stream.prompt for stream in self._streams]
+        return [stream.prompt for stream in self.streams]
 
     @property
     def usages(self) -> list[Usage]:
-        return [stream.usage for stream in self._streams]
+        return [stream.usage for stream in self.streams]
 
     def cancel(self) -> None:
         """Cancel generation of all streams."""
-        for stream in self._streams:
+        for stream in self.streams:
             stream.cancel()
 
     async def iterate_steps(self) -> AsyncIterator[tuple[int, Step]]:
@@ -280,7 +280,7 @@ class RequestStreams:
         queue: asyncio.Queue[tuple[int, Step] | BaseException | None] = asyncio.Queue()
         readers = [
             asyncio.create_task(self._forward_steps(index, stream, queue))
-            for index, stream in enumerate(self._streams)
+            for index, stream in enumerate(self.streams)
         ]
         try:
             num_open = len(readers)

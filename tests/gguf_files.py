@@ -61,6 +61,7 @@ def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: An
     if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     kinds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+    kinds[bool] = writer.add_bool
     for key, value in extra.items():
         kinds[type(value)](key, value)
     names = {hf: name for name, hf in MODEL_NAMES.items()}

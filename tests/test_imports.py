@@ -20,7 +20,7 @@ RANKS = (
     "pages/ weights/",
     "cache/ models/ demo/ stores/",
     "hf/ gguf/",
-    "planner checkpoints",
+    "planner pooling checkpoints",
     "probing/ prefixes/ replay/",
     "generation/",
     "engine/",

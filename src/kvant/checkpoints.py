@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvant import demo
 from kvant.platform.devices import AUTO_DTYPE, parse_device, parse_dtype
+from kvant.pooling import DeclaredPooling, read_pooling
 from kvant.recipes import RAW_WEIGHTS, WeightFormats
 
 if TYPE_CHECKING:
@@ -225,6 +226,33 @@ def find_config_file(name: str | None) -> Path | None:
     """Return the config.json of a folder; None for a name on the hub."""
     folder = Path(_resolve_checkpoint(name, "--model"))
     return folder / CONFIG_NAME if folder.is_dir() else None
+
+
+def find_pooling(name: str | None) -> DeclaredPooling:
+    """Return how the embeddings of a checkpoint are pooled, as its files on this machine declare.
+
+    The hub is not asked: of a name on it, the files in the local cache count.
+    """
+    try:
+        checkpoint = _find_local_checkpoint(name)
+        return (
+            DeclaredPooling() if checkpoint is None else DeclaredPooling(read_pooling(checkpoint))
+        )
+    except ValueError as error:
+        return DeclaredPooling(refusal=str(error))
+
+
+def _find_local_checkpoint(name: str | None) -> Path | None:
+    """Return a folder or a GGUF file; None for a name on the hub that the local cache lacks."""
+    if name in (None, SMOLLM2) or Path(name).expanduser().exists():
+        return find_gguf(name) or Path(_resolve_checkpoint(name, "--model"))
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, file_name = name.partition(":")
+    cached = try_to_load_from_cache(repository, file_name or CONFIG_NAME)
+    if not isinstance(cached, str):
+        return None
+    return Path(cached) if file_name else Path(cached).parent
 
 
 def check_checkpoint(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:

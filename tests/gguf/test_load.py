@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import kvant
-from kvant import checkpoints
+from kvant import checkpoints, demo
 from kvant.gguf.blocks import CODED_TYPES
 from kvant.gguf.families import FAMILIES, check_file
 from kvant.gguf.file import GGUFError
-from kvant.gguf.load import load_config, load_model
+from kvant.gguf.load import load_config, load_model, load_tokenizer
 from kvant.native import get_library
 from kvant.weights.packed_weight import PackedWeight
 
@@ -180,6 +181,7 @@ def test_forged_files_are_refused_or_load_a_model() -> None:
         ({"llama.rope.scaling.factor": 4.0}, "scaling.factor = 4.0 is not read"),
         ({"llama.rope.scale_linear": 2.0}, "scale_linear = 2.0 is not read"),
         ({"llama.expert_count": 8}, "expert_count = 8 is not read"),
+        ({"llama.attention.causal": False}, "causal = False is not read"),
         ({"split.count": 3}, "it is one of 3 parts: join them"),
         ({"llama.attention.sliding_window_pattern": 3}, "pattern = 3 is not read"),
     ],
@@ -192,6 +194,21 @@ def test_settings_that_would_change_results_are_refused(
     write_file(path, "llama", make_model("llama"), "Q8_0", **change)
     with pytest.raises(GGUFError, match=message):
         check_file(path)
+
+
+@pytest.mark.parametrize("appends", [True, False])
+def test_texts_end_with_the_end_token_if_the_file_says_so(
+    appends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tokenizer = tmp_path / "one.gguf", AutoTokenizer.from_pretrained(demo.PATH)
+    tokens, end = tokenizer.encode("import os"), tokenizer.eos_token_id
+    write_file(
+        path, "llama", make_model("llama"), "Q8_0", **{"tokenizer.ggml.add_eos_token": appends}
+    )
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    loaded = load_tokenizer(path)
+    assert loaded.encode("import os") == ([*tokens, end] if appends else tokens)
+    assert loaded.encode("import os", add_special_tokens=False) == tokens
 
 
 def test_settings_that_transformers_does_not_read_are_kept(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ REQUIRED_SETTINGS: Mapping[str, tuple[object, ...]] = {  # with other values res
     "rope.scaling.factor": (None, 0.0, 1.0),
     "rope.scale_linear": (None, 0.0, 1.0),
     "expert_count": (None, 0),
+    "attention.causal": (None, True),
     "attention.sliding_window_pattern": (None, 6),
 }
 

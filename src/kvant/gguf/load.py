@@ -104,7 +104,23 @@ def load_tokenizer(path: Path) -> Any:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
+    if header.values.get("tokenizer.ggml.add_eos_token") is True:  # transformers does not read it
+        _append_end_token(tokenizer)
     return tokenizer
+
+
+def _append_end_token(tokenizer: Any) -> None:
+    """Make texts end with the end token, which some embeddings are of."""
+    from tokenizers import processors
+
+    backend, token = tokenizer.backend_tokenizer, tokenizer.eos_token
+    end = processors.TemplateProcessing(
+        single=["$A", token],
+        pair=["$A", "$B", token],
+        special_tokens=[(token, tokenizer.eos_token_id)],
+    )
+    first = backend.post_processor  # such as one that prepends a token
+    backend.post_processor = end if first is None else processors.Sequence([first, end])
 
 
 def load_model(path: Path, dtype: torch.dtype) -> Any:

@@ -24,7 +24,7 @@ from kvant.cache import merge
 from kvant.cache.files import save
 from kvant.cache.reports import measure_pools
 from kvant.engine.memory import MAX_IDLE_TOKENS
-from kvant.engine.request import Sequence
+from kvant.engine.request import PromptReader, Sequence, compute_last_logits
 from kvant.errors import UnsupportedView
 from kvant.generation import TransformersDecoder
 from kvant.hf import SupportLevel, TransformersCache, load_cache
@@ -176,18 +176,20 @@ class Batch:
         self._idle_sequences: list[Sequence] = []  # padding of the batch
         self._idle_template: Sequence | None = None  # forked for each idle sequence
 
-    def prefill(self, sequence: Sequence, count: int) -> Tensor:
-        """Prefill `count` tokens of a prompt; return the logits [vocabulary] of the last one."""
+    def prefill(
+        self, sequence: Sequence, count: int, read_prompt: PromptReader = compute_last_logits
+    ) -> Tensor:
+        """Prefill `count` tokens of a prompt; return its output: logits, unless read otherwise."""
         cache = self.caches.empty_cache.fork() if sequence.cache is None else sequence.cache
         begin = cache.length
         with cache.prompt_mode():
-            logits = self.decoder.compute_logits(sequence.tokens[begin : begin + count], cache)[-1]
+            output = read_prompt(self.decoder, sequence.tokens[begin : begin + count], cache)
         cache.states.holder.free_retired_pages()
         sequence.cache = cache
         if sequence.num_prefilled == begin:
             sequence.num_prefilled += count
         self.caches.adopt_pools(cache)
-        return logits
+        return output
 
     def decode(self, sequences: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:
         """Return the logits of the newest tokens, and errors by index of `sequences`.

@@ -16,9 +16,10 @@ from itertools import count
 from typing import Any, Unpack
 
 from kvant.engine.batch import Batch, max_idle
+from kvant.engine.embedding import EmbeddingFuture, Pooler
 from kvant.engine.memory import MemoryModel
 from kvant.engine.prefix_reuse import make_own_prefixes
-from kvant.engine.request import Request, check_counts
+from kvant.engine.request import Request, Sequence, check_counts
 from kvant.engine.scheduler import ChunkSizer, Scheduler
 from kvant.engine.stream import Stream
 from kvant.engine.worker import EngineWorker
@@ -37,6 +38,7 @@ from kvant.planner import plan
 from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import as_bytes, format_size
+from kvant.pooling import Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec, WeightFormats
 from kvant.spec import describe_spec
@@ -212,15 +214,14 @@ class Engine:
         tokens = self.encode_prompt(prompt)
         conditions.check_prompt(tokens)
         now, max_new = time.monotonic(), conditions.count_new_tokens(len(tokens))
-        number, arrival_ms = next(self._request_numbers), int(1e3 * now)
         request = Request(
-            number,
+            next(self._request_numbers),
             len(tokens),
             max_new,
             n,
             priority,
             tenant,
-            arrival_ms,
+            int(1e3 * now),
             logprobs=logprobs,
             salt=salt,
             last_token_time=now,
@@ -230,10 +231,46 @@ class Engine:
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
         # Cancel by number: a stream outlives its request, and must not keep sequences alive.
         explain_loss = partial(describe_prefix_loss, self.tokenizer, prompt)
-        cancel = partial(self._worker.cancel, number)
+        cancel = partial(self._worker.cancel, request.number)
         stream = Stream(tokens, n, cancel, request.timeline, explain_loss, on_step)
         self._worker.submit(request, stream)
         return stream
+
+    def embed(
+        self, prompt: Prompt, pooling: Pooling, *, priority: int = 0, tenant: str = ""
+    ) -> EmbeddingFuture:
+        """Request the embedding of a prompt: text, token ids, or messages with roles.
+
+        It is pooled from the hidden states after the model's last norm, as `pooling` says;
+        `kvant.checkpoints.find_pooling` reads the one of a checkpoint. The prompt is prefilled
+        like any other, in this engine's format, but shares no prefix: every token is computed.
+        Invalid arguments raise here.
+        """
+        check_counts(priority=priority)
+        decoder = self._worker.batch.decoder
+        if decoder.is_bidirectional:
+            raise ValueError(
+                f"{type(self.model).__name__}: its tokens see later ones, which no cache has: "
+                "compute its embeddings with sentence-transformers"
+            )
+        tokens = self.encode_prompt(prompt)
+        self.stop_conditions.check_prompt(tokens, num_new=0)
+        request = Request(
+            next(self._request_numbers),
+            len(tokens),
+            0,
+            priority=priority,
+            tenant=tenant,
+            arrival_ms=int(1e3 * time.monotonic()),
+            uses_prefixes=False,
+            read_prompt=Pooler(pooling).pool_chunk,
+            sequences=[Sequence(tokens)],
+        )
+        self._worker.scheduler.check_request(request)
+        cancel = partial(self._worker.cancel, request.number)
+        future = EmbeddingFuture(tokens, cancel, request.timeline)
+        self._worker.submit(request, future)
+        return future
 
     @property
     def is_open(self) -> bool:

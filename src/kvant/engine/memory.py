@@ -219,7 +219,8 @@ class MemoryBudget:
     def count_peak(self, request: Request, num_sequences: int | None = None) -> Ints:
         """Return the slots of `num_sequences` at the final length; default: all unfinished."""
         count = request.num_sequences if num_sequences is None else num_sequences
-        return self.count_at(request, request.num_prompt_tokens + request.max_new_tokens - 1, count)
+        num_stored = max(request.max_new_tokens - 1, 0)  # the last new token is not stored
+        return self.count_at(request, request.num_prompt_tokens + num_stored, count)
 
     def count_at(self, request: Request, length: int, num_sequences: int) -> Ints:
         """Return the slots of `num_sequences` sequences of a request at a length.

@@ -15,12 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 from weakref import WeakValueDictionary
 
 from kvant.engine.batch import Batch
+from kvant.engine.future import RequestFuture
 from kvant.engine.request import Request, Sequence, clear_traceback_frames
 from kvant.engine.scheduler import Evict, Scheduler
-from kvant.engine.stream import Stream
 from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes, PrefixNamespace
 from kvant.prefixes.memory import EvictionRules
 from kvant.prefixes.restore import STORE_TIMEOUT_S, start_daemon
@@ -43,10 +44,10 @@ class PrefixReuse:
         self,
         batch: Batch,
         scheduler: Scheduler,
-        requests: Mapping[Request, Stream],
+        requests: Mapping[Request, RequestFuture[Any]],
         inbox: Inbox,
     ) -> None:
-        """Share these objects with the engine; `requests` maps open requests to their streams."""
+        """Share these objects with the engine; `requests` maps open requests to their futures."""
         self.batch = batch
         self.scheduler = scheduler
         self.requests = requests
@@ -75,15 +76,15 @@ class PrefixReuse:
             namespace.invalidate_weights_check()
 
     def open_namespace(self, request: Request) -> None:
-        """Give a request the namespace of its salt, if prefixes are on."""
-        namespace = self._namespace
+        """Give a request the namespace of its salt, if prefixes are on and it uses them."""
+        namespace = self._namespace if request.uses_prefixes else None
         if namespace is not None and request.salt:
             namespace = self._salted_namespaces.get(request.salt) or namespace.fork(request.salt)
             self._salted_namespaces[request.salt] = namespace
         request.namespace = namespace
 
     def match_prefix(self, request: Request) -> None:
-        """Match a prompt with the prefixes, and give the result to scheduler and stream."""
+        """Match a prompt with the prefixes, and give the result to scheduler and client."""
         length, checkpoints, loss = 0, list[int](), None
         sequence, namespace, caches = request.sequences[0], request.namespace, self.batch.caches
         assert namespace is not None
@@ -130,8 +131,8 @@ class PrefixReuse:
 
     def record_lookup(self, request: Request) -> None:
         """Count the tokens of a prompt, and those found in the cache."""
-        if self._namespace is not None:
-            self._namespace.memory.record_lookup(
+        if request.namespace is not None:
+            request.namespace.memory.record_lookup(
                 request.num_prompt_tokens, request.num_computed_tokens
             )
 

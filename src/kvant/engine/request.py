@@ -7,6 +7,7 @@ request does not know its client: the engine maps each open request to a `Stream
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import clear_frames
@@ -16,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from kvant.engine.timeline import Timeline
+from kvant.generation import TransformersDecoder
 from kvant.generation.grammar import make_matcher
 from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
@@ -25,7 +27,16 @@ from kvant.page_table import Ints
 from kvant.prefixes import PrefixNamespace
 
 AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
+# Runs the next tokens of a prompt over its cache; after the last ones its row is the output.
+PromptReader = Callable[[TransformersDecoder, list[int], TransformersCache], Tensor]
 NO_SLOTS: Ints = np.zeros(1, np.int64)  # broadcasts to the slots of all pools
+
+
+def compute_last_logits(
+    decoder: TransformersDecoder, ids: list[int], cache: TransformersCache
+) -> Tensor:
+    """Return the logits [vocabulary] after the next tokens of a prompt."""
+    return decoder.compute_logits(ids, cache)[-1]
 
 
 @dataclass(eq=False)
@@ -45,11 +56,12 @@ class Request:
 
     number: int  # in the order of arrival
     num_prompt_tokens: int
-    max_new_tokens: int
+    max_new_tokens: int  # 0: the output of the prompt is the result
     num_choices: int = 1  # sequences that continue the prompt
     priority: int = 0
     tenant: str = ""
     arrival_ms: int = 0
+    uses_prefixes: bool = True  # False: every token of the prompt must be computed
 
     # ---- counts of the scheduler, which needs no more than these
     num_computed_tokens: int = 0  # of the prompt only: prefilled, or taken from a prefix
@@ -64,6 +76,7 @@ class Request:
     store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
 
     # ---- for the engine's thread
+    read_prompt: PromptReader = compute_last_logits
     sequences: list[Sequence] = field(default_factory=list)  # unfinished; prefill uses the first
     samplers: list[Sampler] = field(default_factory=list)  # by choice
     outputs: list[Output] = field(default_factory=list)  # by choice
@@ -118,8 +131,12 @@ class Request:
 
     def flush_outputs(self) -> dict[int, str]:
         """Return what the detokenizers of unfinished sequences held back, by choice."""
-        outputs = [(sequence.choice, self.outputs[sequence.choice]) for sequence in self.sequences]
-        return {n: output.detokenizer.flush() for n, output in outputs if output.num_generated}
+        unfinished = {sequence.choice for sequence in self.sequences}
+        return {
+            choice: output.detokenizer.flush()
+            for choice, output in enumerate(self.outputs)
+            if choice in unfinished and output.num_generated
+        }
 
 
 def check_counts(**counts: int) -> None:
@@ -128,7 +145,7 @@ def check_counts(**counts: int) -> None:
         if not isinstance(value, int):
             raise TypeError(f"{name}={value!r}: a whole number is needed")
     for name, minimum in (("n", 1), ("logprobs", 0)):
-        if counts[name] < minimum:
+        if counts.get(name, minimum) < minimum:
             raise ValueError(f"{name}={counts[name]}: {minimum} or more is needed")
 
 

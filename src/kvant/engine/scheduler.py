@@ -291,7 +291,7 @@ class Scheduler:
         while not self._is_head_blocked and queue.waiting:
             request = queue.find_next(now_ms)
             any_inactive = any(not other.is_active for other in queue.running)
-            can_look_up = self.has_store and not request.is_swapped_out
+            can_look_up = self.has_store and request.uses_prefixes and not request.is_swapped_out
             if any_inactive or not (queue.has_capacity_for(request) or can_look_up):
                 self._is_head_blocked = True
                 break
@@ -314,13 +314,13 @@ class Scheduler:
                 budget.record_slots(budget.count_allocated(queue.running))
                 return SwapIn(request)
             num_prompt = request.num_prompt_tokens
-            if self.has_store and budget.fits_restore(request, num_prompt, queue.running):
+            if can_look_up and budget.fits_restore(request, num_prompt, queue.running):
                 return LookUpStore(request)
         return None
 
     def _needs_prefix_match(self, request: Request) -> bool:
         """Return whether prefixes were added since the prompt was matched."""
-        if not self.memory_budget.has_prefixes:
+        if not (self.memory_budget.has_prefixes and request.uses_prefixes):
             return False
         is_stale = request.matched_version != self.prefix_version
         return is_stale and not (request.prefill_started or request.is_swapped_out)

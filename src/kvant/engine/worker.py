@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from kvant.engine.batch import Batch
+from kvant.engine.future import RequestFuture, Usage
 from kvant.engine.prefix_reuse import Inbox, PrefixReuse, StoreLookups
 from kvant.engine.request import Request, Sequence, clear_traceback_frames, sample_tokens
 from kvant.engine.scheduler import (
@@ -37,7 +38,6 @@ from kvant.engine.scheduler import (
     SwapIn,
     SwapOut,
 )
-from kvant.engine.stream import Stream, Usage
 from kvant.errors import CacheError, EngineError
 
 log = logging.getLogger("kvant")
@@ -95,7 +95,7 @@ class EngineWorker:
     def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
         self.batch = batch
         self.scheduler = scheduler
-        self.requests: dict[Request, Stream] = {}  # open ones, each with the stream of its client
+        self.requests: dict[Request, RequestFuture[Any]] = {}  # open ones, with the client's side
         self.is_open = True
         self.swap_folder: Path | None = None
         self.pid = os.getpid()  # a fork of the process does not have the thread
@@ -120,14 +120,14 @@ class EngineWorker:
         if current_thread() is not self._thread:  # an on_step callback may call this
             self._thread.join()
 
-    def submit(self, request: Request, stream: Stream) -> None:
+    def submit(self, request: Request, future: RequestFuture[Any]) -> None:
         """Pass a request to the thread."""
 
         def add() -> None:
             if not self.requests:  # while idle, the model may have been changed
                 self.prefix_reuse.invalidate_weights_check()
             self.prefix_reuse.open_namespace(request)
-            self.requests[request] = stream
+            self.requests[request] = future
             self.scheduler.add(request)
             self._metrics.requests += 1
             self._metrics.prompt_tokens += request.num_prompt_tokens
@@ -192,8 +192,8 @@ class EngineWorker:
             self._inbox.get()()
         clear_traceback_frames(error)
         failure = None if error is None else EngineError(f"the engine ended: {error!r}")
-        for request, stream in self.requests.items():
-            stream.finish(failure, request.flush_outputs())
+        for request, future in self.requests.items():
+            future.finish(failure, request.flush_outputs())
             request.sequences.clear()  # a logged error may keep its requests alive
         self.requests.clear()
         self.batch.clear()
@@ -223,7 +223,7 @@ class EngineWorker:
             self.scheduler.complete(action)
 
     def _prefill(self, action: Prefill) -> None:
-        """Prefill a chunk of a prompt; after the last one, sample a token for each continuation."""
+        """Prefill a chunk of a prompt; the last one gives the prompt's output."""
         request, prompt = action.request, action.request.sequences[0]
         begin = time.perf_counter()
         self.store_lookups.cancel(request)
@@ -235,7 +235,7 @@ class EngineWorker:
             self._metrics.count_prefix_hits(self.requests[request].usage)
         is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
         try:
-            logits = self.batch.prefill(prompt, action.count)
+            output = self.batch.prefill(prompt, action.count, request.read_prompt)
             if is_last:
                 for sequence in request.sequences[1:]:
                     self.batch.caches.fork(prompt, sequence)
@@ -250,13 +250,26 @@ class EngineWorker:
         if request.num_computed_tokens in request.checkpoint_positions:
             self.prefix_reuse.insert_prefix(request, prompt)
         if is_last:
-            if request.restored_range and logits.isnan().any():  # sampling will fail
-                self.prefix_reuse.reject_restored_prefix(request)
-            rows = logits.expand(len(request.sequences), -1)
-            self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
+            self._handle_output(request, output)
             if request in self.requests:  # more tokens follow
                 request.timeline.end_phase("prefill")
                 request.timeline.begin_phase("decode")
+
+    def _handle_output(self, request: Request, output: Tensor) -> None:
+        """Sample a token for each continuation; without any, the prompt's output is the result."""
+        if not request.max_new_tokens:
+            try:
+                self.requests[request].put(output)
+            except Exception as error:
+                self._finish(request, error)
+                return
+            self._metrics.finished += 1
+            self._finish(request)
+            return
+        if request.restored_range and output.isnan().any():  # sampling will fail
+            self.prefix_reuse.reject_restored_prefix(request)
+        rows = output.expand(len(request.sequences), -1)
+        self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
 
     def _decode(self, action: Decode) -> None:
         """Decode a token for every sequence of the action's requests."""
@@ -289,7 +302,7 @@ class EngineWorker:
                 step = output.append_token(token, choice=sequence.choice)
                 is_first = output.num_generated == 1
                 self._metrics.count_token(request.last_token_time, now, first=is_first)
-                self.requests[request].put_step(step)
+                self.requests[request].put(step)
             except Exception as error:
                 self._finish(request, error)
                 continue
@@ -326,13 +339,13 @@ class EngineWorker:
         self.scheduler.complete(action)
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
-        """Free a request and end its stream, with an error if it failed."""
-        stream = self.requests[request]
+        """Free a request and end its client's side, with an error if it failed."""
+        future = self.requests[request]
         if error is not None:
             self._metrics.failed += 1
             clear_traceback_frames(error)
         if not request.prefill_started:  # otherwise, counted at the first chunk
-            self._metrics.count_prefix_hits(stream.usage)
+            self._metrics.count_prefix_hits(future.usage)
         self.scheduler.remove(request)
         self.store_lookups.cancel(request)
         for sequence in request.sequences:
@@ -340,5 +353,5 @@ class EngineWorker:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
         request.namespace = None  # so that it can end: the last action may keep the request alive
-        stream.finish(error, request.flush_outputs())
+        future.finish(error, request.flush_outputs())
         del self.requests[request]

@@ -35,7 +35,9 @@ from kvant.hf import (
     cache_for,
     check_text_model,
     compute_model_fingerprint,
+    get_model_without_head,
     get_support,
+    is_bidirectional,
     supports_chunked_prefill,
     unwrap_model,
 )
@@ -96,6 +98,11 @@ class TransformersDecoder:
         return frozenset(
             end_token if isinstance(end_token, list) else [] if end_token is None else [end_token]
         )
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether the model's tokens see later ones."""
+        return is_bidirectional(self._text_config)
 
     @property
     def fingerprint(self) -> str:
@@ -167,6 +174,22 @@ class TransformersDecoder:
         if replayer is not None:
             replayer.confirm_forward()
         return out
+
+    @torch.no_grad()
+    def compute_hidden_states(self, ids: list[int], cache: TransformersCache) -> Tensor:
+        """Return the hidden states [tokens, width] of `ids` after the model's last norm.
+
+        The tokens are appended to the cache.
+        """
+        device, first = self.model.device, cache.length
+        positions = torch.arange(first, first + len(ids), device=device)[None]
+        out = self._headless_forward.run(torch.tensor([ids], device=device), positions, cache)
+        hidden_states: Tensor = out.last_hidden_state[0]
+        return hidden_states
+
+    @cached_property
+    def _headless_forward(self) -> TokenForward:
+        return TokenForward(get_model_without_head(self.model))
 
     @property
     def captures_graphs(self) -> bool:

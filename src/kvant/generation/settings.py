@@ -130,8 +130,8 @@ class StopConditions:
         if any(not string for string in self.stop):
             raise ValueError(f"stop={list(self.stop)}: an empty string cannot be a stop string")
 
-    def check_prompt(self, tokens: Sequence[int]) -> None:
-        """Raise if the prompt is empty, has an invalid token, or fills the context."""
+    def check_prompt(self, tokens: Sequence[int], num_new: int = 1) -> None:
+        """Raise if the prompt is empty, has an invalid token, or leaves no room for new tokens."""
         num_tokens, vocab_size = len(tokens), self.vocab_size
         if num_tokens == 0:
             raise PromptError("the prompt has no tokens: give at least one")
@@ -139,7 +139,7 @@ class StopConditions:
             invalid = min(tokens) if min(tokens) < 0 else max(tokens)
             allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
             raise PromptError(f"the prompt has token {invalid}: {allowed} is needed")
-        if self.max_context is not None and num_tokens >= self.max_context:
+        if self.max_context is not None and num_tokens + num_new > self.max_context:
             raise ContextError(
                 f"a prompt of {num_tokens} tokens for a context of {self.max_context}: shorten "
                 "it, or keep a window (window=N in the spec) and allow a longer context"

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
@@ -383,9 +383,30 @@ class TokenForward:
 
         With `cache=None` nothing is cached.
         """
+        options = {"logits_to_keep": num_logits} if self._takes_logits_to_keep else {}
+        return cast(Tensor, self.run(ids, positions, cache, **options).logits)
+
+    def run(self, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Any:
+        """Return what the model returns."""
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
         if self.takes_positions:
             arguments["position_ids"] = positions
-        if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = num_logits
-        return cast(Tensor, self.model(input_ids=ids, **arguments).logits)
+        return self.model(input_ids=ids, **arguments, **options)
+
+
+def get_model_without_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside that computes the last hidden states."""
+    base: PreTrainedModel = model.base_model
+    if base is not model:
+        return base
+    # The prefix of Mllama's and Llama 4's text models is that of the model around them.
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise TypeError(f"{type(model).__name__}: its model without a head is not found")
+    return parts[0]
+
+
+def is_bidirectional(config: PreTrainedConfig) -> bool:
+    """Return whether tokens see later ones, which no cache has."""
+    sees_all = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    return sees_all or not getattr(config, "is_causal", True)

@@ -51,6 +51,7 @@ def test_embedding_equals_that_of_transformers(name: str) -> None:
         for prompt, pooling, future in futures:
             expected = embed_alone(model, prompt, pooling)
             assert torch.allclose(future.result(60), expected, rtol=1e-4, atol=1e-5)
+            assert len(expected) == engine.embedding_width
             assert future.outcome == "finished" and future.usage.total_tokens == len(prompt)
         wait_until_idle(engine)
 

@@ -26,12 +26,11 @@ def serve_model(
     **options: Any,
 ) -> Iterator[Any]:
     """Return a running service and its base URL."""
-    limits = {
-        name: options.pop(name) for name in ("max_waiting", "max_new_tokens") if name in options
-    }
+    names = ("max_waiting", "max_new_tokens", "pooling")
+    settings = {name: options.pop(name) for name in names if name in options}
     options = {"prefixes": Prefixes(None)} | options
     with Engine(model, tokenizer, "affine8", **options) as engine:
-        service = Service(engine, "inside", keys or ApiKeys(), **limits)
+        service = Service(engine, "inside", keys or ApiKeys(), **settings)
         app = create_app(service, tracer=tracer)
         server, started = make_server(app, "127.0.0.1", 0, 5), threading.Event()
         server.on_started = lambda port: started.set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvant.server.app import TRIM_BODY_BYTES, BodyLimitMiddleware
+from kvant.server.middleware import TRIM_BODY_BYTES, BodyLimitMiddleware
 
 
 async def read_body(scope: Any, receive: Any, send: Any) -> None:
@@ -18,7 +18,7 @@ def test_many_large_bodies_trim_the_heap_once(monkeypatch: pytest.MonkeyPatch) -
     """A trim per body slowed decode: the next forward must fault its pages in again."""
     trims: list[int] = []
     monkeypatch.setattr("kvant.platform.c_libraries.trim_heap", lambda: trims.append(1))
-    monkeypatch.setattr("kvant.server.app.TRIM_SECONDS", 0.01)
+    monkeypatch.setattr("kvant.server.middleware.TRIM_SECONDS", 0.01)
     app, scope = BodyLimitMiddleware(read_body), {"type": "http", "headers": []}
 
     async def ask(size: int) -> None:

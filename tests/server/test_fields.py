@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvant.server.embeddings_api import OllamaEmbedRequest, OpenAIEmbeddingRequest
 from kvant.server.messages_api import MessagesRequest, OutputConfig, ThinkingOptions
 from kvant.server.ollama_api import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
 from kvant.server.protocol import ChatRequest, CompletionRequest
@@ -51,6 +52,8 @@ NOT_FIELDS = {"enable_thinking"}
             ROWS["`/api/chat`, `/api/generate`"] | {"options"},
             [OllamaChatRequest, OllamaGenerateRequest, OllamaOptions],
         ),
+        (ROWS["`/v1/embeddings`"], [OpenAIEmbeddingRequest]),
+        (ROWS["`/api/embed`"], [OllamaEmbedRequest]),
     ],
 )
 def test_fields_are_documented(documented: set[str], models: list[Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from kvant.pooling import DeclaredPooling, Pooling
 from server.conftest import serve_model
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -21,12 +22,14 @@ OPERATIONS = [
     "POST /tokenize",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/embeddings",
     "GET /api/version",
     "GET /api/tags",
     "GET /api/ps",
     "POST /api/show",
     "POST /api/chat",
     "POST /api/generate",
+    "POST /api/embed",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
@@ -35,7 +38,9 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def operations(bundled_model: tuple[Any, Any]) -> Iterator[dict[str, Any]]:
-    with serve_model(*bundled_model, max_sequences=2, max_new_tokens=3, max_context=64) as (_, url):
+    options: dict[str, Any] = {"max_sequences": 2, "max_new_tokens": 3, "max_context": 64}
+    options["pooling"] = DeclaredPooling(Pooling("mean"))
+    with serve_model(*bundled_model, **options) as (_, url):
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         all_operations = (operation.ok() for operation in schema.get_all_operations())
         yield {operation.label: operation for operation in all_operations}

@@ -281,6 +281,10 @@ class Engine:
     def max_sequences(self) -> int:
         return self._worker.scheduler.max_sequences
 
+    @property
+    def embedding_width(self) -> int:
+        return self._worker.batch.decoder.hidden_width
+
     def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
         """Return the tokens of a prompt; refuse texts far beyond `limit` (default: the context)."""
         limit = self.stop_conditions.max_context if limit is None else limit

@@ -108,6 +108,28 @@ def encode_text(
     return list(tokenizer.encode(text, **options))
 
 
+def encode_beginning(tokenizer: Any, prompt: Prompt, limit: int) -> list[int]:
+    """Encode a prompt, cut to `limit` tokens; special tokens around a text stay.
+
+    Like `encode_text`, encode no more of a long text than the limit needs.
+    """
+    if not isinstance(prompt, str):
+        return encode_prompt(tokenizer, prompt, limit)[:limit]
+    text = prompt
+    size = CHARACTERS_PER_TOKEN * (limit + MAX_CUT_TOKENS)
+    while size < len(text) and len(tokenizer.encode(text[:size])) - MAX_CUT_TOKENS < limit:
+        size *= 2
+    tokens = encode_text(tokenizer, text[:size])
+    if len(tokens) <= limit:
+        return tokens
+    plain = encode_text(tokenizer, text[:size], add_special_tokens=False)
+    starts = range(len(tokens) - len(plain) + 1)
+    stops = [start + len(plain) for start in starts]
+    stop = next((n for n in stops if tokens[n - len(plain) : n] == plain), len(tokens))
+    end = tokens[stop:]
+    return [*tokens[: max(limit - len(end), 0)], *end][:limit]
+
+
 def encode_messages(
     tokenizer: Any, conversation: Messages, max_context: int | None = None
 ) -> list[int]:

@@ -100,6 +100,11 @@ class TransformersDecoder:
         )
 
     @property
+    def hidden_width(self) -> int:
+        """Number of channels of a hidden state after the model's last norm."""
+        return int(self.model.get_output_embeddings().weight.shape[-1])
+
+    @property
     def is_bidirectional(self) -> bool:
         """Whether the model's tokens see later ones."""
         return is_bidirectional(self._text_config)

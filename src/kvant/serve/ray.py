@@ -53,9 +53,9 @@ from kvant.prefixes import Prefixes
 from kvant.probing import attach_checked
 from kvant.serve.routing import PrefixRouter, RoutedRequest
 from kvant.server import ApiKeys, ServerSettings, create_app, load_keys, open_service, open_tracer
-from kvant.server.app import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
 from kvant.server.errors import make_error, respond
 from kvant.server.http_server import is_local
+from kvant.server.middleware import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
 from kvant.server.response_writers import format_stream_error
 from kvant.server.settings import UNKNOWN_KEY_MESSAGE, read_authorization
 

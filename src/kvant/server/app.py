@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import anyio
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -19,23 +18,26 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvant.generation import Messages
-from kvant.platform import c_libraries
 from kvant.server import ollama_api
+from kvant.server.embeddings_api import (
+    EmbeddingBody,
+    OllamaEmbedRequest,
+    OpenAIEmbeddingRequest,
+)
 from kvant.server.errors import (
     BadRequest,
     ErrorResponse,
     MessagesError,
     OllamaError,
     add_error_handlers,
-    make_error,
     make_error_response,
 )
-from kvant.server.http_server import MAX_HEADER_BYTES
 from kvant.server.messages_api import MessagesRequest, PromptRequest
 from kvant.server.messages_writer import MessagesWriter
+from kvant.server.middleware import BodyLimitMiddleware, ResponseCountMiddleware
 from kvant.server.ollama_api import (
     ChatLineWriter,
     GenerateLineWriter,
@@ -54,10 +56,6 @@ from kvant.server.settings import (
 )
 from kvant.server.tracing import RequestTracer, TracingMiddleware
 
-MAX_BODY_BYTES = 4 << 20
-TRIM_BODY_BYTES = 1 << 20  # a larger body is worth a trim of the heap
-TRIM_SECONDS = 1.0  # shortest time between trims: the next forward faults its pages in again
-BODY_TOO_LARGE_MESSAGE = f"the body exceeds {MAX_BODY_BYTES} bytes"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects early
 CHAT_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -92,6 +90,7 @@ async def _get_service(http: Request) -> Service:
     return service
 
 
+ResultT = TypeVar("ResultT")
 CurrentService = Annotated[Service, Depends(_get_service)]
 
 
@@ -206,6 +205,14 @@ async def completions(
     return await _generate(CompletionWriter, body.prompts, body, service, tenant, http)
 
 
+@router.post("/v1/embeddings")
+async def embeddings(
+    body: OpenAIEmbeddingRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_model(service, body.model)
+    return await _embed(body, service, tenant, http)
+
+
 @router.post("/v1/responses", responses=STREAM_RESPONSES)
 async def responses(
     body: ResponsesRequest, http: Request, service: CurrentService, tenant: Tenant
@@ -303,6 +310,14 @@ async def ollama_generate(
     return await _generate(GenerateLineWriter, [prompt], params, service, tenant, http)
 
 
+@router.post("/api/embed", responses=OLLAMA_ERRORS)
+async def ollama_embed(
+    body: OllamaEmbedRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_ollama_model(service, body.model)
+    return await _embed(body, service, tenant, http)
+
+
 def _check_ollama_model(service: Service, name: str) -> None:
     if name.removesuffix(ollama_api.TAG) != service.model.removesuffix(ollama_api.TAG):
         _check_model(service, name)
@@ -347,16 +362,12 @@ async def _generate(
         raise
     if params.stream:
         return EventStreamResponse(streams.iterate_events(writer), streams, writer.media_type)
-    steps = None
-    async with anyio.create_task_group() as group:
-        group.start_soon(_cancel_on_disconnect, http, group.cancel_scope)
-        try:
-            steps = await streams.collect_steps()
-        except Exception as error:
-            return make_error_response(http, error, started=True)
-        finally:
-            streams.cancel()
-            group.cancel_scope.cancel()
+    try:
+        steps = await _run_while_connected(http, streams.collect_steps)
+    except Exception as error:
+        return make_error_response(http, error, started=True)
+    finally:
+        streams.cancel()
     if steps is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(await anyio.to_thread.run_sync(writer.write_all, steps))
@@ -376,6 +387,34 @@ class EventStreamResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._streams.cancel()
+
+
+async def _embed(body: EmbeddingBody, service: Service, tenant: str, http: Request) -> Response:
+    """Respond with the embeddings of all inputs."""
+    body.check_width(service.engine.embedding_width)
+    embed = partial(service.embed, body.inputs, tenant, truncates=body.truncates)
+    embeddings = await _run_while_connected(http, embed)
+    if embeddings is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    content = await anyio.to_thread.run_sync(body.make_response, service.model, embeddings)
+    return await anyio.to_thread.run_sync(JSONResponse, content)
+
+
+async def _run_while_connected(
+    http: Request, run: Callable[[], Awaitable[ResultT]]
+) -> ResultT | None:
+    """Return the result of `run`; if the client disconnects, cancel it and return None."""
+    result, failure = None, None
+    async with anyio.create_task_group() as group:
+        group.start_soon(_cancel_on_disconnect, http, group.cancel_scope)
+        try:
+            result = await run()
+        except Exception as error:  # raised below: a task group would wrap it
+            failure = error
+        group.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+    return result
 
 
 async def _cancel_on_disconnect(http: Request, scope: anyio.CancelScope) -> None:
@@ -406,67 +445,3 @@ def create_app(
     app.include_router(router)
     add_error_handlers(app)
     return app
-
-
-class BodyLimitMiddleware:
-    """Reject headers and bodies over their limits, and trim the heap after large bodies."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._trim: asyncio.TimerHandle | None = None  # the next trim
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            error = make_error(
-                f"the headers exceed {MAX_HEADER_BYTES} bytes", "invalid_request_error"
-            )
-            await JSONResponse(error, 431)(scope, receive, send)
-            return
-        body_bytes = 0
-
-        async def receive_counted() -> Message:
-            nonlocal body_bytes
-            message = await receive()
-            body_bytes += len(message.get("body", b""))
-            if body_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, BODY_TOO_LARGE_MESSAGE)
-            return message
-
-        try:
-            await self._app(scope, receive_counted, send)
-        finally:
-            if body_bytes > TRIM_BODY_BYTES and self._trim is None:
-                self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._start_trim)
-
-    def _start_trim(self) -> None:
-        """Trim the heap in a thread, once for all large bodies since the last trim."""
-        self._trim = None
-        asyncio.get_running_loop().run_in_executor(None, c_libraries.trim_heap)
-
-
-class ResponseCountMiddleware:
-    """Count responses by status."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._responses = service.metrics.responses
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-
-        async def send_counted(message: Message) -> None:
-            nonlocal has_started
-            if message["type"] == "http.response.start":
-                self._responses.labels(str(message["status"])).inc()
-                has_started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_counted if scope["type"] == "http" else send)
-        except Exception:
-            if not has_started:  # an outer middleware responds with 500
-                self._responses.labels("500").inc()
-            raise

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvant.engine import Engine, Stream
+from kvant.engine import Engine, RequestFuture
 
 LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 ENGINE_COUNTERS = (  # key of Engine.stats(), name, description
@@ -89,27 +89,27 @@ class TenantStats:
 
     def __init__(self) -> None:
         self._ended: collections.Counter[str] = collections.Counter()  # counts of ended requests
-        self._streams: set[Stream] = set()  # of running requests
+        self._futures: set[RequestFuture[Any]] = set()  # of running requests
 
-    def begin(self, stream: Stream) -> None:
-        self._streams.add(stream)
+    def begin(self, future: RequestFuture[Any]) -> None:
+        self._futures.add(future)
 
-    def end(self, stream: Stream) -> None:
-        self._streams.discard(stream)
-        self._ended.update(_count_streams([stream]))
+    def end(self, future: RequestFuture[Any]) -> None:
+        self._futures.discard(future)
+        self._ended.update(_count_requests([future]))
 
     def counts(self) -> dict[str, int]:
         """Counts of ended requests plus those of running ones so far."""
-        totals = self._ended + _count_streams(self._streams)
+        totals = self._ended + _count_requests(self._futures)
         return {name: totals[name] for name in ("requests", *OUTCOMES, *TOKENS)}
 
 
-def _count_streams(streams: Iterable[Stream]) -> collections.Counter[str]:
+def _count_requests(futures: Iterable[RequestFuture[Any]]) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
-    for stream in streams:
-        usage = stream.usage
+    for future in futures:
+        usage = future.usage
         counts["requests"] += 1
-        if stream.outcome is not None:
-            counts[stream.outcome] += 1
+        if future.outcome is not None:
+            counts[future.outcome] += 1
         counts.update({name: getattr(usage, name) for name in TOKENS})
     return counts

@@ -314,16 +314,16 @@ class LineWriter(ResponseWriter):
         return {
             "done": True,
             "done_reason": find_finish_reason(self._steps),
-            "total_duration": _to_ns(end - start),
+            "total_duration": to_ns(end - start),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": _to_ns(first - start),
+            "prompt_eval_duration": to_ns(first - start),
             "eval_count": usage.completion_tokens,
-            "eval_duration": _to_ns(end - first),
+            "eval_duration": to_ns(end - first),
         }
 
 
-def _to_ns(seconds: float) -> int:
+def to_ns(seconds: float) -> int:
     return int(1e9 * seconds)
 
 
@@ -423,6 +423,7 @@ def describe_capabilities(service: Service) -> dict[str, Any]:
     """Return what /api/show says of the model."""
     template = getattr(service.engine.tokenizer, "chat_template", None)
     capabilities = ["completion"]
+    capabilities += ["embedding"] if service.pooling.pooling is not None else []
     capabilities += ["tools"] if service.takes_tools else []
     capabilities += ["thinking"] if service.has_template_variable(TEMPLATE_OPTION) else []
     details = describe_details(service)

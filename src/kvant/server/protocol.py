@@ -31,6 +31,7 @@ TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 ACCOUNTING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 # fail_fast: one error per list, so that a huge invalid list makes no huge response.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Prompts = list[str | list[int]]
 PROMPT_LIST = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
@@ -178,12 +179,16 @@ class CompletionRequest(SamplingParams):
         return self.logprobs
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> Prompts:
         """The prompts as a list, also if there is only one."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        first = self.prompt[0]
-        return [self.prompt] if isinstance(first, int) else [*self.prompt]  # type: ignore[list-item]
+        return list_prompts(self.prompt)
+
+
+def list_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Prompts:
+    """Return a list of prompts, from one or several texts or lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [prompt] if isinstance(prompt[0], int) else [*prompt]
 
 
 class TextPart(RequestBody):

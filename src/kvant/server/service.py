@@ -15,16 +15,21 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from kvant.engine import Engine, Stream, Usage
-from kvant.errors import CapacityError, GrammarError
+from torch import Tensor
+
+from kvant import checkpoints
+from kvant.engine import EmbeddingFuture, Engine, RequestFuture, Stream, Usage
+from kvant.errors import CacheError, CapacityError, GrammarError
 from kvant.generation import Grammar, Messages, Step
-from kvant.generation.conversation import supports_tools
+from kvant.generation.conversation import encode_beginning, supports_tools
 from kvant.generation.grammar import make_matcher
 from kvant.hf import compute_model_fingerprint
 from kvant.platform import c_libraries
+from kvant.pooling import DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.server.errors import ServerBusy, ServerClosing, describe_error
@@ -43,9 +48,20 @@ TEMPLATE_LOOKBACK_TOKENS = 512  # at the end of a prompt, searched for the start
 MAX_SHORT_CHARACTERS = 16 << 10  # of a short prompt: encoding takes a few milliseconds
 MAX_WAITING_CHARACTERS = 32 << 20  # of all waiting long prompts
 RETRY_AFTER_S = 2
+MAX_OPEN_INPUTS = 4  # of a request for embeddings: prompts are prefilled one at a time
 
 Prompt = str | list[int] | Messages
 ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The embeddings of the inputs of one request, in their order."""
+
+    vectors: Sequence[Tensor]
+    pooling: Pooling
+    num_tokens: int
+    seconds: float
 
 
 class Service:
@@ -59,8 +75,10 @@ class Service:
         *,
         max_waiting: int = 256,
         max_new_tokens: int = 1024,
+        pooling: DeclaredPooling | None = None,
     ) -> None:
         self.engine = engine
+        self.pooling = pooling or DeclaredPooling()
         self.model = model
         self.keys = keys
         self.max_new_tokens = max_new_tokens
@@ -139,21 +157,13 @@ class Service:
         self, prompts: Sequence[Prompt], params: SamplingParams, tenant: str
     ) -> RequestStreams:
         """Submit all prompts of a request to the engine; raise an error if one is invalid."""
-        if not self.is_ready:
-            raise ServerClosing("this server is shutting down: send the request to another one")
-        total, choices_per_prompt = sum(self._num_choices.values()), params.n or 1
-        # With several tenants, each may use at most half of the limit.
-        limit = self._max_choices if len(self.keys) < 2 else max(1, self._max_choices // 2)
+        choices_per_prompt, limit = params.n or 1, self._max_tenant_choices
         coming = len(prompts) * choices_per_prompt
         if coming > limit and len(prompts) > 1:
             raise CapacityError(
                 f"{coming} choices in one request, at most {limit} are allowed: split the request"
             )
-        if total and (
-            total + coming > self._max_choices or self._num_choices[tenant] + coming > limit
-        ):
-            waits = self.engine.stats()["first_token_seconds"]  # an estimate of when there is room
-            raise ServerBusy(max(1, math.ceil(waits.get("median", 1.0))))
+        self._check_load(coming, tenant)
         reply_format, salt = self._choose_format(prompts[0], params), params.cache_salt
         options = params.to_engine_options() | {
             "tenant": tenant,
@@ -166,22 +176,11 @@ class Service:
         }
         start_time, streams, parsers = time.monotonic(), list[Stream](), list[OutputParser]()
         self._num_choices[tenant] += coming
-        loop = asyncio.get_running_loop()
-
-        def end(stream: Stream) -> None:
-            self._num_choices[tenant] -= choices_per_prompt
-            self._tenants[tenant].end(stream)
-
-        def end_in_loop(stream: Stream) -> None:
-            with suppress(RuntimeError):  # at shutdown, the loop may close before its streams end
-                loop.call_soon_threadsafe(end, stream)
-
         try:
             for prompt in prompts:
                 submit = partial(self.engine.submit, prompt, **options)
                 stream = await self._tokenizer_pool.run(prompt, tenant, submit)
-                self._tenants[tenant].begin(stream)
-                stream.add_done_callback(partial(end_in_loop, stream))
+                self._count_until_done(stream, tenant, choices_per_prompt)
                 streams.append(stream)
                 prompt_end = stream.prompt[-TEMPLATE_LOOKBACK_TOKENS:]
                 parsers += reply_format.make_parsers(
@@ -193,6 +192,71 @@ class Service:
                 stream.cancel()
             raise
         return RequestStreams(streams, parsers, self.metrics, start_time)
+
+    @property
+    def _max_tenant_choices(self) -> int:
+        """Limit on the choices of one tenant: with several, half of all."""
+        return self._max_choices if len(self.keys) < 2 else max(1, self._max_choices // 2)
+
+    def _check_load(self, coming: int, tenant: str) -> None:
+        """Raise if the server is closing, or too busy for more choices of a tenant."""
+        if not self.is_ready:
+            raise ServerClosing("this server is shutting down: send the request to another one")
+        total = sum(self._num_choices.values())
+        if total and (
+            total + coming > self._max_choices
+            or self._num_choices[tenant] + coming > self._max_tenant_choices
+        ):
+            waits = self.engine.stats()["first_token_seconds"]  # an estimate of when there is room
+            raise ServerBusy(max(1, math.ceil(waits.get("median", 1.0))))
+
+    def _count_until_done(self, future: RequestFuture[Any], tenant: str, num_choices: int) -> None:
+        """Count a request for its tenant, and free its choices when it ends."""
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            self._num_choices[tenant] -= num_choices
+            self._tenants[tenant].end(future)
+
+        def end_in_loop() -> None:
+            with suppress(RuntimeError):  # at shutdown, the loop may close before its streams end
+                loop.call_soon_threadsafe(end)
+
+        self._tenants[tenant].begin(future)
+        future.add_done_callback(end_in_loop)
+
+    async def embed(
+        self, inputs: Sequence[Prompt], tenant: str, *, truncates: bool = False
+    ) -> Embeddings:
+        """Embed all inputs of a request, few at a time, so that other requests come between them.
+
+        With `truncates`, texts are cut to the context. A cancel of the caller cancels all.
+        """
+        pooling, start_time = self.pooling.require(), time.monotonic()
+        encode: Callable[[Prompt], list[int]] = self.engine.encode_prompt
+        context = self.engine.stop_conditions.max_context
+        if truncates and context is not None:
+            encode = partial(encode_beginning, self.engine.tokenizer, limit=context)
+        num_places = min(len(inputs), MAX_OPEN_INPUTS, self._max_tenant_choices)
+        self._check_load(num_places, tenant)
+        self._num_choices[tenant] += num_places
+        open_futures, vectors, num_tokens = deque[EmbeddingFuture](), list[Tensor](), 0
+        try:
+            for prompt in inputs:
+                if len(open_futures) == num_places:
+                    vectors.append(await _wait_for_embedding(open_futures.popleft()))
+                tokens = await self._tokenizer_pool.run(prompt, tenant, partial(encode, prompt))
+                future = self.engine.embed(tokens, pooling, tenant=tenant)
+                self._count_until_done(future, tenant, 0)
+                open_futures.append(future)
+                num_tokens += len(future.prompt)
+            while open_futures:
+                vectors.append(await _wait_for_embedding(open_futures.popleft()))
+        finally:
+            self._num_choices[tenant] -= num_places
+            for future in open_futures:
+                future.cancel()
+        return Embeddings(vectors, pooling, num_tokens, time.monotonic() - start_time)
 
     def _choose_format(self, prompt: Prompt, params: SamplingParams) -> ReplyFormat:
         """Return the format of the replies; raise an error if it cannot be parsed."""
@@ -235,7 +299,15 @@ def open_service(
             keys,
             max_waiting=settings.max_waiting,
             max_new_tokens=settings.max_new_tokens,
+            pooling=checkpoints.find_pooling(settings.model),
         )
+
+
+async def _wait_for_embedding(future: EmbeddingFuture) -> Tensor:
+    try:
+        return await future
+    except (ValueError, TypeError) as error:  # of the server: the input was accepted
+        raise CacheError(f"an embedding failed: {error!r}") from error
 
 
 class RequestStreams:

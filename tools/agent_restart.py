@@ -1,10 +1,10 @@
 """Time the turns of an agent on several servers, one of them restarted and one turn cancelled.
 
-`python tools/agent_restart.py --model NAME --server "kvant=kvant serve --port {port} ..." --server ...`
-runs the same session on each server: a long first prompt, then turns that append a text and get a
-reply. In a third of the session the agent stops waiting for a long text, and sends it again. In the
-middle the server is restarted. `times` columns are the seconds relative to the first server.
-All servers know the model by the same NAME; only one runs at a time.
+`python tools/agent_restart.py --model NAME --server "kvant=kvant serve --port {port} ..."` and more
+`--server` options run the same session on each server: a long first prompt, then turns that append
+a text and get a reply. After a third of the turns the agent stops waiting for a long text, and
+sends it again. In the middle the server is restarted. `times` columns are the seconds relative to
+the first server. All servers know the model by the same NAME; only one runs at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from http.client import HTTPConnection
 from typing import Annotated, Any
 
 import typer
-from servers import ServerProcess, make_text
 
 from kvant.bench.harness import Json, print_report, run, show_progress
 from kvant.bench.serve import open_response
+from servers import ServerProcess, make_text
 
 CHAT_PATH = "/v1/chat/completions"
 Message = dict[str, str]

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.test_engine import make_engine, make_prompts, no_leaks, wait_until_idle  # noqa: F401
 from hf.zoo import build
 from kvant.engine import Engine
+from kvant.engine.request import Request
 from kvant.errors import CacheError, ContextError, PromptError
 from kvant.generation import TransformersDecoder
 from kvant.hf import get_model_without_head
@@ -141,6 +142,25 @@ def test_memory_stays_within_its_limit(llama: Any, overcommit: float) -> None:
             assert float(error) < 0.02
         assert all(len(stream.result(60).tokens) == 60 for stream in streams)
         wait_until_idle(engine)
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=100,sinks=4"])
+@pytest.mark.parametrize("length", [257, 320])
+def test_an_embedding_fits_in_what_is_reserved_for_it(llama: Any, spec: str, length: int) -> None:
+    """A page more or less than its tokens need would break the limit, or be refused."""
+    request = Request(0, length, 0)
+    with make_engine(llama, spec) as engine:
+        budget = engine._worker.scheduler.memory_budget
+        slots = budget.count_peak(request) + budget.count_transient([request])
+        assert (budget.count_peak(request) == budget.memory_model.count_slots(length)).all()
+        need = budget.compute_fresh_nbytes(slots)
+    with make_engine(llama, spec, max_bytes=need) as engine:
+        assert engine.embed(LONG[:length], MEAN).result(60).isfinite().all()
+    with (
+        make_engine(llama, spec, max_bytes=need - 1) as engine,
+        pytest.raises(ContextError, match="use a smaller format"),
+    ):
+        engine.embed(LONG[:length], MEAN)
 
 
 def test_a_cancel_ends_the_request_between_chunks(llama: Any) -> None:

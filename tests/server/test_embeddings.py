@@ -240,12 +240,13 @@ def test_a_client_that_leaves_cancels_its_inputs(bundled_model: tuple[Any, Any])
 
 def test_a_failed_forward_is_an_error_of_the_server(bundled_model: tuple[Any, Any]) -> None:
     with serve_model(*bundled_model, pooling=DeclaredPooling(MEAN), **OPTIONS) as (service, url):
+        compute = service.engine._worker.batch.decoder.compute_hidden_states
 
-        def fail(action: Any) -> None:
-            request = action.request
-            service.engine._worker._finish(request, ValueError("inside the model"))
+        def fail(ids: list[int], cache: Any) -> Tensor:
+            compute(ids, cache)
+            raise ValueError("inside the model")
 
-        service.engine._worker._perform = fail
+        service.engine._worker.batch.decoder.compute_hidden_states = fail
         reply = post(url, "/v1/embeddings", input=["a", "b"])
         assert reply.status_code == 500
         assert reply.json()["error"]["message"] == "the request failed"
@@ -275,7 +276,8 @@ def test_keys_apply_and_a_full_server_says_so(bundled_model: tuple[Any, Any]) ->
         )
         held.start()
         tenant = service.keys.find_tenant("first-key")
-        while not service._num_choices[tenant]:
+        deadline = time.monotonic() + 20
+        while not service._num_choices[tenant] and time.monotonic() < deadline:
             time.sleep(0.01)
         busy = httpx.post(f"{url}/v1/embeddings", json=body, headers=headers, timeout=60)
         gate.set()

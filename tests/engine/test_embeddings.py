@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.test_engine import make_engine, make_prompts, no_leaks, wait_until_i
 from hf.zoo import build
 from kvant.engine import Engine
 from kvant.engine.request import Request
+from kvant.engine.scheduler import Prefill
 from kvant.errors import CacheError, ContextError, PromptError
 from kvant.generation import TransformersDecoder
 from kvant.hf import get_model_without_head
@@ -166,18 +168,21 @@ def test_an_embedding_fits_in_what_is_reserved_for_it(llama: Any, spec: str, len
 def test_a_cancel_ends_the_request_between_chunks(llama: Any) -> None:
     with make_engine(llama) as engine:
         limit_chunks(engine, 64)
-        perform, calls = engine._worker._perform, list[Any]()
+        perform, chunks, submitted = engine._worker._perform, list[Prefill](), threading.Event()
 
         def cancel_after_a_chunk(action: Any) -> None:
             perform(action)
-            calls.append(action)
-            future.cancel()
+            if isinstance(action, Prefill):
+                chunks.append(action)
+                submitted.wait(60)
+                future.cancel()
 
         engine._worker._perform = cancel_after_a_chunk  # type: ignore[method-assign]
         future = engine.embed(LONG, MEAN)
+        submitted.set()
         with pytest.raises(CacheError, match="cancelled before its embedding"):
             future.result(60)
-        assert future.outcome == "cancelled" and len(calls) == 1
+        assert future.outcome == "cancelled" and len(chunks) == 1
         wait_until_idle(engine)
 
 

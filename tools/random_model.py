@@ -22,6 +22,10 @@ from kvant.bench.harness import show_progress
 from kvant.bench.serve import WORDS
 
 END, SPACE = "<|endoftext|>", "Ġ"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
 
 
 def make_vocabulary(size: int) -> list[str]:
@@ -38,7 +42,9 @@ def make_tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocabulary, [(SPACE, WORDS[0])], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT_TEMPLATE
+    )
 
 
 def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
@@ -64,6 +70,7 @@ def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
     writer.add_token_types([token_type.NORMAL] * (len(tokens) - 1) + [token_type.CONTROL])
     writer.add_token_merges([f"{SPACE} {WORDS[0]}"])
     writer.add_eos_token_id(len(tokens) - 1)
+    writer.add_chat_template(CHAT_TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, weight in model.named_parameters():
         dtype = torch.float32 if weight.ndim == 1 else torch.float16

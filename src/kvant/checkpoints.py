@@ -231,7 +231,7 @@ def find_config_file(name: str | None) -> Path | None:
 def find_pooling(name: str | None) -> DeclaredPooling:
     """Return how the embeddings of a checkpoint are pooled, as its files on this machine declare.
 
-    The hub is not asked: of a name on it, the files in the local cache count.
+    Never contacts the hub: for a hub name, reads its files in the local cache.
     """
     try:
         checkpoint = _find_local_checkpoint(name)

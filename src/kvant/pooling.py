@@ -33,12 +33,12 @@ UNDECLARED_MESSAGE = (
 
 
 class PoolingError(ValueError):
-    """Why a checkpoint has no pooling that can be computed, in one line."""
+    """The checkpoint declares no pooling, or an unsupported one."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """The hidden states that an embedding is made of, and whether its length becomes 1."""
+    """Which hidden states are pooled, and whether the embedding is L2-normalized."""
 
     method: PoolingMethod
     normalize: bool = False
@@ -74,7 +74,7 @@ def _read_gguf(file: Path) -> Pooling:
         raise PoolingError(UNDECLARED_MESSAGE)
     name = dict(enumerate(GGUF_TYPES)).get(number, "unknown")
     if name not in get_args(PoolingMethod):
-        raise PoolingError(_refuse_mode(f"{GGUF_KEY} {number!r} ({name})"))
+        raise PoolingError(_explain_unsupported(f"{GGUF_KEY} {number!r} ({name})"))
     return Pooling(name, normalize=True)  # type: ignore[arg-type]  # llama.cpp always normalizes
 
 
@@ -97,7 +97,7 @@ def _read_folder(folder: Path) -> Pooling:
         raise PoolingError(f"{MODULES_NAME}: path {paths[1]!r} is not a folder of the checkpoint")
     mode = _read_mode(folder, f"{paths[1]}/{CONFIG_NAME}")
     if mode not in MODES:
-        raise PoolingError(_refuse_mode(f"mode {mode}"))
+        raise PoolingError(_explain_unsupported(f"mode {mode}"))
     return Pooling(MODES[mode], normalize=MODULES[2] in names)
 
 
@@ -128,5 +128,5 @@ def _read_json(folder: Path, name: str) -> Any:
         raise PoolingError(f"{name} is corrupt: it is not JSON") from error
 
 
-def _refuse_mode(mode: str) -> str:
+def _explain_unsupported(mode: str) -> str:
     return f"this model's pooling is {mode}: embeddings are computed for mean and last token"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvant
 from kvant import checkpoints, demo
@@ -209,6 +210,19 @@ def test_texts_end_with_the_end_token_if_the_file_says_so(
     loaded = load_tokenizer(path)
     assert loaded.encode("import os") == ([*tokens, end] if appends else tokens)
     assert loaded.encode("import os", add_special_tokens=False) == tokens
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama-bpe", [3]), ("gpt-2", [2, 1])])
+def test_known_words_are_one_token_if_the_pre_tokenizer_says_so(
+    name: str, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: words of Llama 3's vocabulary that no merge leads to were split."""
+    path, vocabulary = tmp_path / "one.gguf", {"a": 0, "b": 1, "ab": 2, "abb": 3}
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    write_file(path, "llama", make_model("llama"), "Q8_0", **{"tokenizer.ggml.pre": name})
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    assert load_tokenizer(path).encode("abb") == tokens
 
 
 def test_settings_that_transformers_does_not_read_are_kept(tmp_path: Path) -> None:

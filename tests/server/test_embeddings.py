@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from kvant import demo
 from kvant.engine import EmbeddingFuture
-from kvant.generation.conversation import encode_beginning
+from kvant.generation.conversation import encode_truncated
 from kvant.pooling import DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.server import ApiKeys, ServerSettings, Service, open_service
@@ -152,9 +152,9 @@ def test_special_tokens_around_a_cut_text_stay(length: int) -> None:
     special = [("<a>", 1), ("<b>", 2)]
     template = processors.TemplateProcessing(single="<a> $A <b>", special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = template
-    tokens = encode_beginning(tokenizer, "import os\n" * length, 100)
+    tokens = encode_truncated(tokenizer, "import os\n" * length, 100)
     assert tokens == [1, *plain[:98], 2]
-    assert encode_beginning(tokenizer, plain, 7) == plain[:7]
+    assert encode_truncated(tokenizer, plain, 7) == plain[:7]
 
 
 @pytest.mark.parametrize(

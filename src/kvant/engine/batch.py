@@ -24,7 +24,7 @@ from kvant.cache import merge
 from kvant.cache.files import save
 from kvant.cache.reports import measure_pools
 from kvant.engine.memory import MAX_IDLE_TOKENS
-from kvant.engine.request import PromptReader, Sequence, compute_last_logits
+from kvant.engine.request import ChunkForward, Sequence, compute_last_logits
 from kvant.errors import UnsupportedView
 from kvant.generation import TransformersDecoder
 from kvant.hf import SupportLevel, TransformersCache, load_cache
@@ -177,13 +177,13 @@ class Batch:
         self._idle_template: Sequence | None = None  # forked for each idle sequence
 
     def prefill(
-        self, sequence: Sequence, count: int, read_prompt: PromptReader = compute_last_logits
+        self, sequence: Sequence, count: int, run_chunk: ChunkForward = compute_last_logits
     ) -> Tensor:
-        """Prefill `count` tokens of a prompt; return its output: logits, unless read otherwise."""
+        """Prefill `count` tokens of a prompt; return what `run_chunk` returns."""
         cache = self.caches.empty_cache.fork() if sequence.cache is None else sequence.cache
         begin = cache.length
         with cache.prompt_mode():
-            output = read_prompt(self.decoder, sequence.tokens[begin : begin + count], cache)
+            output = run_chunk(self.decoder, sequence.tokens[begin : begin + count], cache)
         cache.states.holder.free_retired_pages()
         sequence.cache = cache
         if sequence.num_prefilled == begin:

@@ -1,4 +1,4 @@
-"""The embedding of a prompt: hidden states, pooled chunk by chunk, and the client's side of it."""
+"""Pool the hidden states of a prompt chunk by chunk; the client's side of an embedding request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pooler:
     def pool_chunk(
         self, decoder: TransformersDecoder, ids: list[int], cache: TransformersCache
     ) -> Tensor:
-        """Compute the next tokens of the prompt; return the embedding [width] of all so far."""
+        """Run the next chunk; return the embedding [width] of the prompt so far."""
         rows = decoder.compute_hidden_states(ids, cache).float()
         pooled = rows[-1]
         if self._pooling.method == "mean":
@@ -38,7 +38,7 @@ class Pooler:
 
 
 class EmbeddingFuture(RequestFuture[Tensor]):
-    """An embedding to come, for a thread (`result`) or an event loop (`await`)."""
+    """The client's side of an embedding request; threads use `result`, event loops `await`."""
 
     _embedding: Tensor | None = None
 
@@ -62,7 +62,7 @@ class EmbeddingFuture(RequestFuture[Tensor]):
         return self._embedding is not None
 
     def put(self, item: Tensor) -> None:
-        """Set the embedding; raise if no client could use it."""
+        """Set the embedding; raise if it is not finite."""
         if not item.isfinite().all():
             raise CacheError("the embedding is not finite: the model's hidden states are not")
         self._embedding = item.cpu()

@@ -26,7 +26,7 @@ from kvant.engine.worker import EngineWorker
 from kvant.errors import CacheError, RenamedAttribute
 from kvant.generation.conversation import (
     Prompt,
-    describe_prefix_loss,
+    describe_prefix_miss,
     encode_prompt,
     find_branch_points,
 )
@@ -229,10 +229,9 @@ class Engine:
         self._worker.scheduler.check_request(request)
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
-        # Cancel by number: a stream outlives its request, and must not keep sequences alive.
-        explain_loss = partial(describe_prefix_loss, self.tokenizer, prompt)
-        cancel = partial(self._worker.cancel, request.number)
-        stream = Stream(tokens, n, cancel, request.timeline, explain_loss, on_step)
+        describe_miss = partial(describe_prefix_miss, self.tokenizer, prompt)
+        cancel = self._make_cancel(request)
+        stream = Stream(tokens, n, cancel, request.timeline, describe_miss, on_step)
         self._worker.submit(request, stream)
         return stream
 
@@ -250,7 +249,7 @@ class Engine:
         decoder = self._worker.batch.decoder
         if decoder.is_bidirectional:
             raise ValueError(
-                f"{type(self.model).__name__}: its tokens see later ones, which no cache has: "
+                f"{type(self.model).__name__}: bidirectional attention cannot use a KV cache: "
                 "compute its embeddings with sentence-transformers"
             )
         tokens = self.encode_prompt(prompt)
@@ -263,14 +262,17 @@ class Engine:
             tenant=tenant,
             arrival_ms=int(1e3 * time.monotonic()),
             uses_prefixes=False,
-            read_prompt=Pooler(pooling).pool_chunk,
+            run_chunk=Pooler(pooling).pool_chunk,
             sequences=[Sequence(tokens)],
         )
         self._worker.scheduler.check_request(request)
-        cancel = partial(self._worker.cancel, request.number)
-        future = EmbeddingFuture(tokens, cancel, request.timeline)
+        future = EmbeddingFuture(tokens, self._make_cancel(request), request.timeline)
         self._worker.submit(request, future)
         return future
+
+    def _make_cancel(self, request: Request) -> Callable[[], None]:
+        """Return a function that cancels by number: it must not keep the sequences alive."""
+        return partial(self._worker.cancel, request.number)
 
     @property
     def is_open(self) -> bool:

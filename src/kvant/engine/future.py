@@ -1,4 +1,4 @@
-"""What every client of an engine holds: whether its request ended, and how.
+"""The client's side of any request: its outcome, error, usage and timeline.
 
 The engine's thread puts results into a future; any thread or event loop waits for them.
 """
@@ -16,7 +16,7 @@ from threading import Condition
 from typing import Generic, Literal, TypeVar
 
 from kvant.engine.timeline import Timeline
-from kvant.prefixes.tree import PrefixLoss
+from kvant.prefixes.tree import PrefixMiss
 
 log = logging.getLogger("kvant")
 
@@ -38,8 +38,8 @@ class Usage:
     completion_tokens: int = 0  # of all continuations; in a `Result`, of that continuation
     cached_tokens: int = 0  # prompt tokens taken from a cached prefix, not prefilled
     restored_tokens: int = 0  # cached tokens that came from a store
-    loss: PrefixLoss | None = field(default=None, repr=False)
-    explain_loss: Callable[[PrefixLoss], str] = field(default=str, repr=False, compare=False)
+    miss: PrefixMiss | None = field(default=None, repr=False)
+    describe_miss: Callable[[PrefixMiss], str] = field(default=str, repr=False, compare=False)
 
     @cached_property
     def prefix_lost(self) -> str | None:
@@ -47,7 +47,7 @@ class Usage:
 
         The first access encodes the prompt again; it takes milliseconds per 1,000 tokens.
         """
-        return None if self.loss is None else self.explain_loss(self.loss)
+        return None if self.miss is None else self.describe_miss(self.miss)
 
     @property
     def total_tokens(self) -> int:
@@ -62,8 +62,8 @@ class RequestFuture(ABC, Generic[ItemT]):
     ) -> None:
         self.prompt = tuple(prompt)
         self.timeline = timeline  # complete once the request has ended
-        # cached_tokens, restored_tokens and loss of `Usage`
-        self._prefix_usage: tuple[int, int, PrefixLoss | None] = (0, 0, None)
+        # cached_tokens, restored_tokens and miss of `Usage`
+        self._prefix_usage: tuple[int, int, PrefixMiss | None] = (0, 0, None)
         self._cancel = cancel
         self._final_texts: Mapping[int, str] = {}  # by choice
         self._is_done = False  # no item follows
@@ -73,7 +73,7 @@ class RequestFuture(ABC, Generic[ItemT]):
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def cancel(self) -> None:
-        """End the request after its current forward; what it gave so far stays readable."""
+        """End the request after its current forward; steps so far stay readable."""
         self._cancel()
 
     @property
@@ -117,12 +117,12 @@ class RequestFuture(ABC, Generic[ItemT]):
 
     @abstractmethod
     def put(self, item: ItemT) -> None:
-        """Add an item; an error of it fails the request."""
+        """Add an item; an exception fails the request."""
 
-    def set_prefix_usage(self, num_cached: int, restored: range, loss: PrefixLoss | None) -> None:
+    def set_prefix_usage(self, num_cached: int, restored: range, miss: PrefixMiss | None) -> None:
         """Set what `Usage` reports; `restored` is the range of prompt tokens from a store."""
         num_restored = len(range(restored.start, min(restored.stop, num_cached)))
-        self._prefix_usage = num_cached, num_restored, loss
+        self._prefix_usage = num_cached, num_restored, miss
 
     def finish(
         self, error: BaseException | None = None, final_texts: Mapping[int, str] | None = None

@@ -85,7 +85,7 @@ class PrefixReuse:
 
     def match_prefix(self, request: Request) -> None:
         """Match a prompt with the prefixes, and give the result to scheduler and client."""
-        length, checkpoints, loss = 0, list[int](), None
+        length, checkpoints, miss = 0, list[int](), None
         sequence, namespace, caches = request.sequences[0], request.namespace, self.batch.caches
         assert namespace is not None
         try:
@@ -97,13 +97,13 @@ class PrefixReuse:
                 length, sequence.num_prefilled = cache.length, num_prefilled
                 sequence.cache = caches.import_cache(cache)  # it may be in other pools
             checkpoints = namespace.plan_checkpoints(sequence.tokens, length, request.branch_points)
-            loss = namespace.loss
+            miss = namespace.last_miss
         except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
             log.warning("a prompt was not matched with prefixes: %r", error)
             caches.release([sequence])
             length, checkpoints = 0, []
-        self.requests[request].set_prefix_usage(length, request.restored_range, loss)
+        self.requests[request].set_prefix_usage(length, request.restored_range, miss)
         request.set_match(self.scheduler.prefix_version, length, tuple(checkpoints))
         self.update_prefix_slots()
 

@@ -1,7 +1,7 @@
 """A request in the engine, and the sequences that answer it.
 
 The scheduler reads and writes the counts of a request; the engine's thread owns its sequences. A
-request does not know its client: the engine maps each open request to a `Stream`.
+request does not know its client: the engine maps each open request to a `RequestFuture`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvant.page_table import Ints
 from kvant.prefixes import PrefixNamespace
 
 AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
-# Runs the next tokens of a prompt over its cache; after the last ones its row is the output.
-PromptReader = Callable[[TransformersDecoder, list[int], TransformersCache], Tensor]
+# Runs one chunk of a prompt over its cache; returns its last logits, or the embedding so far.
+ChunkForward = Callable[[TransformersDecoder, list[int], TransformersCache], Tensor]
 NO_SLOTS: Ints = np.zeros(1, np.int64)  # broadcasts to the slots of all pools
 
 
 def compute_last_logits(
     decoder: TransformersDecoder, ids: list[int], cache: TransformersCache
 ) -> Tensor:
-    """Return the logits [vocabulary] after the next tokens of a prompt."""
+    """Run a chunk of a prompt; return the logits [vocabulary] after it."""
     return decoder.compute_logits(ids, cache)[-1]
 
 
@@ -56,7 +56,7 @@ class Request:
 
     number: int  # in the order of arrival
     num_prompt_tokens: int
-    max_new_tokens: int  # 0: the output of the prompt is the result
+    max_new_tokens: int  # 0: the prompt is embedded
     num_choices: int = 1  # sequences that continue the prompt
     priority: int = 0
     tenant: str = ""
@@ -76,7 +76,7 @@ class Request:
     store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
 
     # ---- for the engine's thread
-    read_prompt: PromptReader = compute_last_logits
+    run_chunk: ChunkForward = compute_last_logits
     sequences: list[Sequence] = field(default_factory=list)  # unfinished; prefill uses the first
     samplers: list[Sampler] = field(default_factory=list)  # by choice
     outputs: list[Output] = field(default_factory=list)  # by choice
@@ -87,6 +87,10 @@ class Request:
     restored_range: range = range(0)  # prompt tokens restored from a store
     last_token_time: float = 0.0  # monotonic seconds; before the first token, the time of arrival
     timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.max_new_tokens == 0
 
     @property
     def is_decoding(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvant.engine.future import RequestFuture, Usage
 from kvant.engine.timeline import Timeline
 from kvant.generation.loop import FinishReason, Step
-from kvant.prefixes.tree import PrefixLoss
+from kvant.prefixes.tree import PrefixMiss
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Stream(RequestFuture[Step], Iterator[Step], AsyncIterator[Step]):
         num_choices: int,
         cancel: Callable[[], None],
         timeline: Timeline,
-        explain_loss: Callable[[PrefixLoss], str],
+        describe_miss: Callable[[PrefixMiss], str],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         super().__init__(prompt, cancel, timeline)
-        self._explain_loss = explain_loss
+        self._describe_miss = describe_miss
         self._steps: list[list[Step]] = [[] for _ in range(num_choices)]
         self._on_step = on_step
         self._unread: deque[Step] = deque()
@@ -122,7 +122,7 @@ class Stream(RequestFuture[Step], Iterator[Step], AsyncIterator[Step]):
     # ---- internals
 
     def _make_usage(self, num_tokens: int) -> Usage:
-        return Usage(len(self.prompt), num_tokens, *self._prefix_usage, self._explain_loss)
+        return Usage(len(self.prompt), num_tokens, *self._prefix_usage, self._describe_miss)
 
     def _take_step(self) -> Step | None:
         """Return the next unread step; None if one may follow later."""

@@ -223,7 +223,7 @@ class EngineWorker:
             self.scheduler.complete(action)
 
     def _prefill(self, action: Prefill) -> None:
-        """Prefill a chunk of a prompt; the last one gives the prompt's output."""
+        """Prefill a chunk; after the last one, sample first tokens or finish the embedding."""
         request, prompt = action.request, action.request.sequences[0]
         begin = time.perf_counter()
         self.store_lookups.cancel(request)
@@ -235,7 +235,7 @@ class EngineWorker:
             self._metrics.count_prefix_hits(self.requests[request].usage)
         is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
         try:
-            output = self.batch.prefill(prompt, action.count, request.read_prompt)
+            output = self.batch.prefill(prompt, action.count, request.run_chunk)
             if is_last:
                 for sequence in request.sequences[1:]:
                     self.batch.caches.fork(prompt, sequence)
@@ -249,26 +249,28 @@ class EngineWorker:
         self.scheduler.complete(action)
         if request.num_computed_tokens in request.checkpoint_positions:
             self.prefix_reuse.insert_prefix(request, prompt)
-        if is_last:
-            self._handle_output(request, output)
+        if is_last and request.is_embedding:
+            self._finish_embedding(request, output)
+        elif is_last:
+            self._sample_first_tokens(request, output)
             if request in self.requests:  # more tokens follow
                 request.timeline.end_phase("prefill")
                 request.timeline.begin_phase("decode")
 
-    def _handle_output(self, request: Request, output: Tensor) -> None:
-        """Sample a token for each continuation; without any, the prompt's output is the result."""
-        if not request.max_new_tokens:
-            try:
-                self.requests[request].put(output)
-            except Exception as error:
-                self._finish(request, error)
-                return
-            self._metrics.finished += 1
-            self._finish(request)
+    def _finish_embedding(self, request: Request, embedding: Tensor) -> None:
+        try:
+            self.requests[request].put(embedding)
+        except Exception as error:
+            self._finish(request, error)
             return
-        if request.restored_range and output.isnan().any():  # sampling will fail
+        self._metrics.finished += 1
+        self._finish(request)
+
+    def _sample_first_tokens(self, request: Request, logits: Tensor) -> None:
+        """Sample the first token of each continuation of a prompt."""
+        if request.restored_range and logits.isnan().any():  # sampling will fail
             self.prefix_reuse.reject_restored_prefix(request)
-        rows = output.expand(len(request.sequences), -1)
+        rows = logits.expand(len(request.sequences), -1)
         self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
 
     def _decode(self, action: Decode) -> None:

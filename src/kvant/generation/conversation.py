@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from kvant.errors import ContextError, PromptError
-from kvant.prefixes.tree import PrefixLoss, count_shared_prefix
+from kvant.prefixes.tree import PrefixMiss, count_shared_prefix
 
 Message = Mapping[str, Any]  # role, content, and further fields of a template
 Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring
@@ -108,7 +108,7 @@ def encode_text(
     return list(tokenizer.encode(text, **options))
 
 
-def encode_beginning(tokenizer: Any, prompt: Prompt, limit: int) -> list[int]:
+def encode_truncated(tokenizer: Any, prompt: Prompt, limit: int) -> list[int]:
     """Encode a prompt, cut to `limit` tokens; special tokens around a text stay.
 
     Like `encode_text`, encode no more of a long text than the limit needs.
@@ -168,13 +168,13 @@ def find_branch_points(tokenizer: Any, prompt: Prompt, tokens: Sequence[int]) ->
         for mark in conversation.marks
         if mark < len(conversation.messages) - 1
     ]
-    counts = (_count_head_tokens(tokenizer, adapted, head, tokens) for head in heads if head)
+    counts = (_count_leading_tokens(tokenizer, adapted, head, tokens) for head in heads if head)
     return sorted({count for count in counts if count is not None})
 
 
-def describe_prefix_loss(tokenizer: Any, prompt: Prompt, loss: PrefixLoss) -> str:
+def describe_prefix_miss(tokenizer: Any, prompt: Prompt, miss: PrefixMiss) -> str:
     """Describe why no longer prefix of a prompt was found; name the message that differs."""
-    return loss.describe(tokenizer, partial(_locate_token, tokenizer, prompt))
+    return miss.describe(tokenizer, partial(_locate_token, tokenizer, prompt))
 
 
 def _locate_token(tokenizer: Any, prompt: Prompt, position: int) -> str:
@@ -187,7 +187,7 @@ def _locate_token(tokenizer: Any, prompt: Prompt, position: int) -> str:
     def has_token(count: int) -> bool:
         """Return whether the first `count` messages have the token."""
         head = replace(conversation, messages=messages[:count]).adapt_to(tokenizer)
-        return (_count_head_tokens(tokenizer, head, head.messages, tokens) or 0) > position
+        return (_count_leading_tokens(tokenizer, head, head.messages, tokens) or 0) > position
 
     number = 1 + bisect_left(range(1, len(messages) + 1), True, key=has_token)
     if number > len(messages):
@@ -195,7 +195,7 @@ def _locate_token(tokenizer: Any, prompt: Prompt, position: int) -> str:
     return f"message {number} ({messages[number - 1].get('role')})"
 
 
-def _count_head_tokens(
+def _count_leading_tokens(
     tokenizer: Any, adapted: Messages, head: Sequence[Message], tokens: Sequence[int]
 ) -> int | None:
     """Return how many of `tokens` are those of the first messages, or None if the template raises.

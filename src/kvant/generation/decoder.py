@@ -106,7 +106,7 @@ class TransformersDecoder:
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether the model's tokens see later ones."""
+        """Whether attention is bidirectional, which no KV cache supports."""
         return is_bidirectional(self._text_config)
 
     @property

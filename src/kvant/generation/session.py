@@ -32,7 +32,7 @@ from kvant.errors import CacheError, CacheFileError, PromptError, RewindError
 from kvant.generation.conversation import (
     Messages,
     Prompt,
-    describe_prefix_loss,
+    describe_prefix_miss,
     encode_messages,
     find_branch_points,
 )
@@ -45,7 +45,7 @@ from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Ste
 from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.generation.strategy import SequenceCache
 from kvant.platform.sizes import format_count, format_size
-from kvant.prefixes.tree import PrefixLoss, count_shared_prefix
+from kvant.prefixes.tree import PrefixMiss, count_shared_prefix
 from kvant.recipes import AnySpec
 from kvant.spec import describe_spec
 
@@ -416,7 +416,7 @@ class Session:
         """Return the statistics of the cache and the share of prompt tokens it already held."""
         self._finish_stream()
         prefiller, prefixes = self.loop.prefiller, self.loop.prefiller.prefixes
-        loss = None if prefixes is None else prefixes.loss
+        miss = None if prefixes is None else prefixes.last_miss
         return self.cache.stats() | {
             "tokens": len(self.transcript.tokens),
             "tokens_asked": prefiller.num_prompt_tokens,
@@ -425,12 +425,12 @@ class Session:
             "hit_rate": prefiller.num_cached_tokens / max(prefiller.num_prompt_tokens, 1),
             "drafts": self.loop.num_drafts,
             "drafts_accepted": self.loop.num_accepted_drafts,
-            "prefix_lost": None if loss is None else self._describe_loss(loss),
+            "prefix_lost": None if miss is None else self._describe_miss(miss),
         }
 
-    def _describe_loss(self, loss: PrefixLoss) -> str:
+    def _describe_miss(self, miss: PrefixMiss) -> str:
         prompt = self.transcript.last_prompt
-        return describe_prefix_loss(self.tokenizer, prompt, loss)
+        return describe_prefix_miss(self.tokenizer, prompt, miss)
 
     def _finish_stream(self) -> None:
         """Compute a reply that was never iterated; end one that was."""

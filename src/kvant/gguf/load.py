@@ -43,6 +43,8 @@ CONFIG_NAMES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+# A word in the vocabulary is one token, whether merges lead to it or not, as in Llama 3.
+WHOLE_WORD_PRE_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 WINDOW_KEY = "attention.sliding_window"  # without it there is no window, whatever the default
 GEMMA2_27B_LAYERS = 46  # its scores have another scale, which no file states
 log = logging.getLogger("kvant")
@@ -95,7 +97,10 @@ def load_tokenizer(path: Path) -> Any:
 
     header = check_file(path)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    if header.values.get("tokenizer.ggml.pre") == "smollm":  # transformers splits as GPT-2 does
+    pre_tokenizer = header.values.get("tokenizer.ggml.pre")
+    if pre_tokenizer in WHOLE_WORD_PRE_TOKENIZERS:  # transformers ignores this
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    if pre_tokenizer == "smollm":  # transformers splits as GPT-2 does
         from tokenizers import pre_tokenizers
 
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -110,7 +115,7 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def _append_end_token(tokenizer: Any) -> None:
-    """Make texts end with the end token, which some embeddings are of."""
+    """Append the end token to each encoded text: models with last-token pooling need it."""
     from tokenizers import processors
 
     backend, token = tokenizer.backend_tokenizer, tokenizer.eos_token

@@ -387,7 +387,7 @@ class TokenForward:
         return cast(Tensor, self.run(ids, positions, cache, **options).logits)
 
     def run(self, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Any:
-        """Return what the model returns."""
+        """Run a forward; return the model's output object."""
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
         if self.takes_positions:
             arguments["position_ids"] = positions
@@ -395,18 +395,20 @@ class TokenForward:
 
 
 def get_model_without_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model inside that computes the last hidden states."""
+    """Return the base model, whose output is the last hidden states."""
     base: PreTrainedModel = model.base_model
     if base is not model:
         return base
-    # The prefix of Mllama's and Llama 4's text models is that of the model around them.
+    # Text models of Mllama and Llama 4 have the prefix of the outer model, so they are their base.
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     if len(parts) != 1:
-        raise TypeError(f"{type(model).__name__}: its model without a head is not found")
+        raise TypeError(
+            f"{type(model).__name__}: embeddings of this architecture are not supported"
+        )
     return parts[0]
 
 
 def is_bidirectional(config: PreTrainedConfig) -> bool:
-    """Return whether tokens see later ones, which no cache has."""
+    """Return whether attention is bidirectional, which no KV cache supports."""
     sees_all = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     return sees_all or not getattr(config, "is_causal", True)

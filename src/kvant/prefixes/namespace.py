@@ -26,9 +26,9 @@ from kvant.prefixes.memory import PrefixMemory, PrefixPools
 from kvant.prefixes.prefix_store import MIN_TAIL_DIVISOR, CachedPrefix, PrefixStore, pages_suffice
 from kvant.prefixes.restore import STORE_TIMEOUT_S, LookupDeadline, start_daemon
 from kvant.prefixes.tree import (
-    NoPrefixes,
-    PrefixLoss,
+    PrefixesUnsupported,
     PrefixMismatch,
+    PrefixMiss,
     find_resumable_length,
 )
 from kvant.recipes import LayerSpec
@@ -298,7 +298,7 @@ class PrefixNamespace:
             log.warning("a prefix of %d tokens was not inserted: %s", len(tokens), text)
 
     @property
-    def loss(self) -> PrefixLoss | None:
+    def last_miss(self) -> PrefixMiss | None:
         """Where the last prompt diverged from the prefixes, or why there are none."""
         reason = self._model_keys.no_prefixes_reason
-        return self._mismatch if reason is None else NoPrefixes(reason)
+        return self._mismatch if reason is None else PrefixesUnsupported(reason)

@@ -99,7 +99,7 @@ class PrefixEntry:
             node = node.parent
 
 
-class PrefixLoss(Protocol):
+class PrefixMiss(Protocol):
     """Why no longer prefix of a prompt was found."""
 
     def describe(self, tokenizer: Any, locate: Callable[[int], str]) -> str:
@@ -107,8 +107,8 @@ class PrefixLoss(Protocol):
 
 
 @dataclass(frozen=True)
-class NoPrefixes:
-    """Prefixes are not cached for a model."""
+class PrefixesUnsupported:
+    """Prefixes are not cached for this kind of model."""
 
     reason: str
 

@@ -1,7 +1,7 @@
 """Embeddings: OpenAI's /v1/embeddings and Ollama's /api/embed.
 
-Both pool as the model's checkpoint declares. Ollama's are always of length 1; OpenAI's are, if the
-checkpoint says so. Prompts that a checkpoint names for its texts are the client's to add.
+Both pool as the model's checkpoint declares. /api/embed always normalizes; /v1/embeddings does if
+the checkpoint has a Normalize module. Clients add the checkpoint's prompts themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_inputs(value: Any) -> Any:
             f"input: {len(value)} inputs, at most {MAX_INPUTS} are allowed: split the request"
         )
     if (empty := next((i for i, item in enumerate(value) if item in ("", [])), None)) is not None:
-        raise ValueError(f"input: number {empty} is empty: leave it out")
+        raise ValueError(f"input[{empty}] is empty: leave it out")
     return value
 
 
@@ -48,7 +48,7 @@ def check_any_input(value: Any) -> Any:
 
 
 class EmbeddingBody(RequestBody):
-    """What a request for embeddings asks for, in either API."""
+    """Common fields of embedding requests."""
 
     dimensions: Dimensions = None
 
@@ -74,7 +74,7 @@ class EmbeddingBody(RequestBody):
     def check_width(self, width: int) -> None:
         """Raise for more dimensions than the model has."""
         if self.dimensions is not None and self.dimensions > width:
-            message = f"dimensions={self.dimensions}: this model's embeddings have {width}"
+            message = f"dimensions={self.dimensions}: at most {width}, this model's width"
             raise BadRequest(message, "dimensions")
 
 
@@ -109,7 +109,7 @@ def _encode_base64(vector: Tensor) -> str:
 
 
 class OllamaEmbedRequest(EmbeddingBody):
-    """Body of POST /api/embed; without an input it loads the model."""
+    """Body of POST /api/embed; clients send an empty input to load the model."""
 
     model: str
     input: Annotated[
@@ -117,8 +117,8 @@ class OllamaEmbedRequest(EmbeddingBody):
         BeforeValidator(check_inputs),
     ] = ""
     truncate: bool | None = None  # default: true
-    options: OllamaOptions | None = None  # unused
-    keep_alive: float | str | None = None  # a hint
+    options: OllamaOptions | None = None  # ignored
+    keep_alive: float | str | None = None  # ignored
 
     @property
     def inputs(self) -> Prompts:

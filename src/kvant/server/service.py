@@ -25,7 +25,7 @@ from kvant import checkpoints
 from kvant.engine import EmbeddingFuture, Engine, RequestFuture, Stream, Usage
 from kvant.errors import CacheError, CapacityError, GrammarError
 from kvant.generation import Grammar, Messages, Step
-from kvant.generation.conversation import encode_beginning, supports_tools
+from kvant.generation.conversation import encode_truncated, supports_tools
 from kvant.generation.grammar import make_matcher
 from kvant.hf import compute_model_fingerprint
 from kvant.platform import c_libraries
@@ -228,7 +228,7 @@ class Service:
     async def embed(
         self, inputs: Sequence[Prompt], tenant: str, *, truncates: bool = False
     ) -> Embeddings:
-        """Embed all inputs of a request, few at a time, so that other requests come between them.
+        """Embed the inputs, at most `MAX_OPEN_INPUTS` at a time, so that others are not delayed.
 
         With `truncates`, texts are cut to the context. A cancel of the caller cancels all.
         """
@@ -236,14 +236,14 @@ class Service:
         encode: Callable[[Prompt], list[int]] = self.engine.encode_prompt
         context = self.engine.stop_conditions.max_context
         if truncates and context is not None:
-            encode = partial(encode_beginning, self.engine.tokenizer, limit=context)
-        num_places = min(len(inputs), MAX_OPEN_INPUTS, self._max_tenant_choices)
-        self._check_load(num_places, tenant)
-        self._num_choices[tenant] += num_places
+            encode = partial(encode_truncated, self.engine.tokenizer, limit=context)
+        num_open = min(len(inputs), MAX_OPEN_INPUTS, self._max_tenant_choices)
+        self._check_load(num_open, tenant)
+        self._num_choices[tenant] += num_open
         open_futures, vectors, num_tokens = deque[EmbeddingFuture](), list[Tensor](), 0
         try:
             for prompt in inputs:
-                if len(open_futures) == num_places:
+                if len(open_futures) == num_open:
                     vectors.append(await _wait_for_embedding(open_futures.popleft()))
                 tokens = await self._tokenizer_pool.run(prompt, tenant, partial(encode, prompt))
                 future = self.engine.embed(tokens, pooling, tenant=tenant)
@@ -253,7 +253,7 @@ class Service:
             while open_futures:
                 vectors.append(await _wait_for_embedding(open_futures.popleft()))
         finally:
-            self._num_choices[tenant] -= num_places
+            self._num_choices[tenant] -= num_open
             for future in open_futures:
                 future.cancel()
         return Embeddings(vectors, pooling, num_tokens, time.monotonic() - start_time)
@@ -304,9 +304,10 @@ def open_service(
 
 
 async def _wait_for_embedding(future: EmbeddingFuture) -> Tensor:
+    """Return an embedding; raise what is no fault of the client as CacheError."""
     try:
         return await future
-    except (ValueError, TypeError) as error:  # of the server: the input was accepted
+    except (ValueError, TypeError) as error:  # the input was valid: an error of the server
         raise CacheError(f"an embedding failed: {error!r}") from error
 
 

@@ -1,4 +1,4 @@
-"""Spans of requests, for OpenTelemetry: one of each request, with those of its phases below it.
+"""Spans for OpenTelemetry: one for each request, with a child for each of its phases.
 
     POST /v1/chat/completions    |---------------------------------------|
         queue                      |-----------|
@@ -77,9 +77,9 @@ def _find_global_provider() -> TracerProvider | None:
 
 
 def _make_provider(variable: str, cleanup: ExitStack) -> TracerProvider | None:
-    """Make a provider that exports to the collector whose address a variable has.
+    """Make a provider that exports to the collector that `variable` names.
 
-    Without the packages warn and return None: the variable may be for all programs of a machine.
+    If the packages are missing, warn and return None: the variable may be set machine-wide.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -91,7 +91,7 @@ def _make_provider(variable: str, cleanup: ExitStack) -> TracerProvider | None:
             "%s is set, but requests are not traced: %s; pip install 'kvant[otel]'", variable, error
         )
         return None
-    # The environment may have another name of the service.
+    # OTEL_SERVICE_NAME overrides the name.
     resource = Resource.create({"service.name": "kvant"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -114,7 +114,7 @@ class RequestTrace:
 
     @property
     def error_type(self) -> str | None:
-        """What failed, in one word; None for success, and for errors of the client."""
+        """An exception's class, `cancelled`, or a status from 500 on; else None."""
         errors = [stream.error for stream in self.streams if stream.error is not None]
         if errors:
             return type(errors[0]).__name__

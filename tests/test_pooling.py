@@ -104,6 +104,18 @@ def test_corrupt_files_are_refused(
     assert str(tmp_path) not in declared.refusal  # clients read it
 
 
+def test_changes_of_texts_are_refused(tmp_path: Path) -> None:
+    folder = write_pooling(tmp_path, make_config("mean_tokens") | {"include_prompt": False})
+    with pytest.raises(PoolingError, match="leaves out prompts"):
+        read_pooling(folder)
+    write_pooling(tmp_path, make_config("mean_tokens"))
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(PoolingError, match="do_lower_case, which is not supported"):
+        read_pooling(folder)
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": false}')
+    assert read_pooling(folder) == Pooling("mean")
+
+
 @pytest.mark.parametrize("path", ["", ".", "..", "../1_Pooling", "/etc"])
 def test_no_other_folder_is_read(path: str, tmp_path: Path) -> None:
     folder = write_pooling(tmp_path / "model", make_config("mean_tokens"))
@@ -120,7 +132,7 @@ def test_a_model_without_the_files_declares_none() -> None:
         declared.require()
 
 
-def test_of_a_hub_name_the_local_cache_is_read(
+def test_hub_name_is_read_from_the_local_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

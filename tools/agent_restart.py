@@ -3,8 +3,8 @@
 `python tools/agent_restart.py --model NAME --server "kvant=kvant serve --port {port} ..."` and more
 `--server` options run the same session on each server: a long first prompt, then turns that append
 a text and get a reply. After a third of the turns the agent stops waiting for a long text, and
-sends it again. In the middle the server is restarted. `times` columns are the seconds relative to
-the first server. All servers know the model by the same NAME; only one runs at a time.
+sends it again. In the middle the server is restarted. `ratio` columns are seconds relative to the
+first server. All servers know the model by the same NAME; only one runs at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Turn:
     reply: str
 
 
-def ask(server: ServerProcess, model: str, messages: Sequence[Message], tokens: int) -> Turn:
+def send_turn(server: ServerProcess, model: str, messages: Sequence[Message], tokens: int) -> Turn:
     """Send a conversation, and read its reply as a stream."""
     body = {"model": model, "messages": [*messages], "max_tokens": tokens, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -75,7 +75,7 @@ def ask(server: ServerProcess, model: str, messages: Sequence[Message], tokens: 
     return Turn(first_token_s, usage["prompt_tokens"], cached, reply)
 
 
-def ask_and_leave(
+def send_and_disconnect(
     server: ServerProcess, model: str, messages: Sequence[Message], seconds: float
 ) -> None:
     """Send a conversation, and disconnect after some seconds."""
@@ -86,29 +86,29 @@ def ask_and_leave(
         connection.request("POST", CHAT_PATH, json_text.dumps(body), headers)
         with suppress(socket.timeout):
             connection.getresponse()
-            raise OSError(f"{server.name} replied within {seconds} s: use --leave with less")
+            raise OSError(f"{server.name} replied within {seconds} s: use a shorter --cancel-after")
     finally:
         connection.close()
 
 
 def run_session(
-    server: ServerProcess, model: str, plan: SessionPlan, tokens: int, leave_s: float
+    server: ServerProcess, model: str, plan: SessionPlan, tokens: int, cancel_after_s: float
 ) -> list[Turn]:
     """Run a session on one server."""
     rng, messages, turns = random.Random(1), list[Message](), list[Turn]()
     server.start()
     try:
-        ask(server, model, [{"role": "user", "content": make_text(random.Random(0), 16)}], 2)
+        send_turn(server, model, [{"role": "user", "content": make_text(random.Random(0), 16)}], 2)
         for number, num_words in enumerate(plan.words):
             show_progress(f"{server.name}: turn {number + 1} of {len(plan.words)}")
             if number == plan.restarted_turn:
                 server.stop()
                 server.start()
-                ask(server, model, [{"role": "user", "content": make_text(rng, 16)}], 2)
+                send_turn(server, model, [{"role": "user", "content": make_text(rng, 16)}], 2)
             messages.append({"role": "user", "content": make_text(rng, num_words)})
             if number == plan.cancelled_turn:
-                ask_and_leave(server, model, messages, leave_s)
-            turns.append(ask(server, model, messages, tokens))
+                send_and_disconnect(server, model, messages, cancel_after_s)
+            turns.append(send_turn(server, model, messages, tokens))
             messages.append({"role": "assistant", "content": turns[-1].reply})
     finally:
         server.stop()
@@ -137,7 +137,9 @@ def main(
     first: Annotated[int, typer.Option(min=1, help="Words of the first prompt")] = 12000,
     added: Annotated[int, typer.Option(min=1, help="Words that a turn adds")] = 64,
     long: Annotated[int, typer.Option(min=1, help="Words of the cancelled turn")] = 1500,
-    leave: Annotated[float, typer.Option(min=0.01, help="Seconds before the cancel")] = 2.0,
+    cancel_after: Annotated[
+        float, typer.Option(min=0.01, help="Seconds until the client disconnects")
+    ] = 5.0,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a reply")] = 16,
     json: Json = False,
 ) -> None:
@@ -147,11 +149,13 @@ def main(
         name, separator, command = option.partition("=")
         if not separator or "{port}" not in command:
             raise ValueError(f"--server {option}: NAME=COMMAND with {{port}} in it is needed")
-        sessions[name] = run_session(ServerProcess(name, command), model, plan, tokens, leave)
+        sessions[name] = run_session(
+            ServerProcess(name, command), model, plan, tokens, cancel_after
+        )
         row: dict[str, Any] = summarize_session(plan, sessions[name])
         base = rows[0] if rows else row
         for column in ("turn_s", "cancelled_s", "restarted_s"):
-            row[column.removesuffix("_s") + "_times"] = row[column] / base[column]
+            row[column.removesuffix("_s") + "_ratio"] = row[column] / base[column]
         rows.append({"server": name} | row)
     facts = {
         "turns": turns,

@@ -1,7 +1,7 @@
 """Run llama.cpp's server from the package `xllamacpp` (`pip install xllamacpp`), to compare with.
 
 `python tools/llama_server.py --model FILE.gguf --name NAME --port 8080` serves one sequence at a
-time, with llama.cpp's defaults but for what the options say.
+time. Other settings are llama.cpp's defaults.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--name", required=True, help="Name of the model for clients")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=20480)
+    parser.add_argument("--port", type=int, required=True, help="Port on this machine")
+    parser.add_argument("--threads", type=int, default=2, help="Threads of forwards")
+    parser.add_argument("--context", type=int, default=20480, help="Tokens")
     options = parser.parse_args()
     import xllamacpp
 

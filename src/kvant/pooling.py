@@ -20,12 +20,16 @@ from kvant.gguf.file import read_header
 PoolingMethod = Literal["mean", "last"]
 
 MODULES_NAME, CONFIG_NAME = "modules.json", "config.json"
+TEXT_CONFIG_NAME = "sentence_bert_config.json"
 MODULE_PREFIX = "sentence_transformers."  # other modules have code of their own
 MODULES = ["Transformer", "Pooling", "Normalize"]  # the last one may be missing
 MODE_PREFIX = "pooling_mode_"
 MODES: Mapping[str, PoolingMethod] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
 GGUF_KEY = "pooling_type"
 GGUF_TYPES = ("none", "mean", "cls", "last", "rank")  # llama.cpp's enumeration
+BIDIRECTIONAL_MESSAGE = (
+    "bidirectional attention cannot use a KV cache: compute embeddings with sentence-transformers"
+)
 UNDECLARED_MESSAGE = (
     "this model declares no pooling: embeddings need modules.json and the config of its Pooling "
     f"(a hub name: hf download NAME), or {GGUF_KEY} in a GGUF file"
@@ -95,10 +99,19 @@ def _read_folder(folder: Path) -> Pooling:
         raise PoolingError(f"{MODULES_NAME} lists {listed}: embeddings are computed for {known}")
     if not paths[1].strip(".") or Path(paths[1]).name != paths[1]:
         raise PoolingError(f"{MODULES_NAME}: path {paths[1]!r} is not a folder of the checkpoint")
+    _check_text_options(folder)
     mode = _read_mode(folder, f"{paths[1]}/{CONFIG_NAME}")
     if mode not in MODES:
         raise PoolingError(_explain_unsupported(f"mode {mode}"))
     return Pooling(MODES[mode], normalize=MODULES[2] in names)
+
+
+def _check_text_options(folder: Path) -> None:
+    """Refuse a model whose texts are changed before they are encoded."""
+    if (folder / TEXT_CONFIG_NAME).is_file():
+        options = _read_json(folder, TEXT_CONFIG_NAME)
+        if isinstance(options, dict) and options.get("do_lower_case"):
+            raise PoolingError(f"{TEXT_CONFIG_NAME} has do_lower_case, which is not supported")
 
 
 def _read_mode(folder: Path, name: str) -> str:
@@ -106,6 +119,8 @@ def _read_mode(folder: Path, name: str) -> str:
     config = _read_json(folder, name)
     if not isinstance(config, dict):
         raise PoolingError(f"{name} is corrupt: a JSON object is needed")
+    if config.get("include_prompt") is False:
+        raise PoolingError(f"{name} leaves out prompts (include_prompt), which is not supported")
     modes = [
         key.removeprefix(MODE_PREFIX)
         for key, value in config.items()

@@ -104,10 +104,9 @@ def test_tokens_of_others_arrive_between_the_chunks(llama: Any) -> None:
     with make_engine(llama, chunk_seconds=1e-6) as engine:
         stream = engine.submit([5, 6, 7], max_new_tokens=200, ignore_end=True)
         next(stream)
+        counts, before = list[int](), stream.usage.completion_tokens
         future = engine.embed(LONG, MEAN)
-        counts = list[int]()
         future.add_done_callback(lambda: counts.append(stream.usage.completion_tokens))
-        before = stream.usage.completion_tokens
         future.result(60)
         stream.cancel()
     assert counts[0] - before > 3  # chunks of 64 tokens, each followed by a decode
@@ -143,7 +142,14 @@ def test_memory_stays_within_its_limit(llama: Any, overcommit: float) -> None:
             error = (future.result(60) - expected).norm() / expected.norm()
             assert float(error) < 0.02
         assert all(len(stream.result(60).tokens) == 60 for stream in streams)
+        assert any(future.timeline.num_swaps for future in futures) == (overcommit > 1)
         wait_until_idle(engine)
+
+
+def test_embedding_keeps_no_other_hidden_states(llama: Any) -> None:
+    with make_engine(llama) as engine:
+        embedding = engine.embed(LONG, LAST).result(60)
+    assert embedding.untyped_storage().nbytes() == embedding.nbytes == 4 * len(embedding)
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=100,sinks=4"])

@@ -197,15 +197,20 @@ def test_settings_that_would_change_results_are_refused(
         check_file(path)
 
 
-@pytest.mark.parametrize("appends", [True, False])
-def test_texts_end_with_the_end_token_if_the_file_says_so(
-    appends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("values", "appends"),
+    [
+        ({"tokenizer.ggml.add_eos_token": True, "llama.pooling_type": 3}, True),
+        ({"tokenizer.ggml.add_eos_token": False, "llama.pooling_type": 3}, False),
+        ({"tokenizer.ggml.add_eos_token": True}, False),  # generates text
+    ],
+)
+def test_texts_of_embedding_models_end_with_the_end_token_if_the_file_says_so(
+    values: dict[str, Any], appends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tokenizer = tmp_path / "one.gguf", AutoTokenizer.from_pretrained(demo.PATH)
     tokens, end = tokenizer.encode("import os"), tokenizer.eos_token_id
-    write_file(
-        path, "llama", make_model("llama"), "Q8_0", **{"tokenizer.ggml.add_eos_token": appends}
-    )
+    write_file(path, "llama", make_model("llama"), "Q8_0", **values)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
     loaded = load_tokenizer(path)
     assert loaded.encode("import os") == ([*tokens, end] if appends else tokens)

@@ -85,7 +85,7 @@ def test_requests_follow_their_prefix_within_the_load_limit(
 
 AGENT_SIZES = {
     "short": SessionSize(),
-    "long": SessionSize(turns=20, system=8000, tools=16, result=200),
+    "long": SessionSize(num_turns=20, num_tools=16, system_words=8000, result_words=200),
 }
 
 
@@ -223,6 +223,16 @@ def test_counters_do_not_overflow() -> None:
         prefix_router.start_request("a")
         prefix_router.finish_request("a")
     assert 0 < prefix_router.loads[0] < 400
+
+
+def test_embeddings_have_no_keys() -> None:
+    """They share no prefix, so they go where the load is low."""
+    body = json.dumps({"input": "a" * 5000, "model": "m"}).encode()
+    keys = {
+        path: RoutedRequest.from_scope({"path": path}, body, "").page_keys
+        for path in ("/v1/embeddings", "/api/embed", "/v1/responses")
+    }
+    assert keys.pop("/v1/responses") and not any(keys.values())
 
 
 def test_replicas_get_the_traceparent() -> None:

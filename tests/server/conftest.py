@@ -26,7 +26,7 @@ def serve_model(
     **options: Any,
 ) -> Iterator[Any]:
     """Return a running service and its base URL."""
-    names = ("max_waiting", "max_new_tokens", "pooling")
+    names = ("max_waiting", "max_new_tokens", "declared_pooling")
     settings = {name: options.pop(name) for name in names if name in options}
     options = {"prefixes": Prefixes(None)} | options
     with Engine(model, tokenizer, "affine8", **options) as engine:

@@ -38,7 +38,7 @@ MEAN, UNIT_LAST = Pooling("mean"), Pooling("last", normalize=True)
 @pytest.fixture(scope="module")
 def url(bundled_model: tuple[Any, Any]) -> Iterator[str]:
     """Yield the address of a server whose model declares the mean, not normalized."""
-    with serve_model(*bundled_model, pooling=DeclaredPooling(MEAN), **OPTIONS) as (_, url):
+    with serve_model(*bundled_model, declared_pooling=DeclaredPooling(MEAN), **OPTIONS) as (_, url):
         yield url
 
 
@@ -105,9 +105,9 @@ def test_ollama_client_gets_vectors_of_length_1(
     assert not ollama_client.embed("inside", "").embeddings  # loads the model
 
 
-def test_the_checkpoint_chooses_pooling_and_length(bundled_model: tuple[Any, Any]) -> None:
+def test_checkpoint_chooses_pooling_and_normalization(bundled_model: tuple[Any, Any]) -> None:
     declared = DeclaredPooling(UNIT_LAST)
-    with serve_model(*bundled_model, pooling=declared, **OPTIONS) as (service, url):
+    with serve_model(*bundled_model, declared_pooling=declared, **OPTIONS) as (service, url):
         data = post(url, "/v1/embeddings", input=TEXTS).json()["data"]
         last = [service.engine.embed(text, UNIT_LAST).result(60) for text in TEXTS]
         short = post(url, "/v1/embeddings", input=TEXTS[0], dimensions=6).json()["data"]
@@ -128,7 +128,7 @@ def test_dimensions_cut_the_vectors(client: Any, ollama_client: Any) -> None:
         client.embeddings.create(model="inside", input=TEXTS[0], dimensions=width + 1)
 
 
-def test_ollama_cuts_long_texts_unless_told_otherwise(
+def test_ollama_truncates_long_texts_by_default(
     ollama_client: Any, client: Any, bundled_model: tuple[Any, Any]
 ) -> None:
     text = TEXTS[1] * 20
@@ -162,8 +162,8 @@ def test_special_tokens_around_a_cut_text_stay(length: int) -> None:
     [
         ({"input": []}, "input: it is empty: give a text"),
         ({"input": ""}, "input: it is empty: give a text"),
-        ({"input": ["a", ""]}, "input: number 1 is empty: leave it out"),
-        ({"input": [[]]}, "input: number 0 is empty: leave it out"),
+        ({"input": ["a", ""]}, "input[1] is empty: leave it out"),
+        ({"input": [[]]}, "input[0] is empty: leave it out"),
         ({"input": [-1]}, "input"),
         ({"input": [1 << 30]}, "has token 1073741824"),
         ({"input": ["a"] * 2049}, "2049 inputs, at most 2048 are allowed: split the request"),
@@ -183,22 +183,25 @@ def test_errors_have_the_shape_of_their_api(client: Any, ollama_client: Any) -> 
         client.embeddings.create(model="other", input="a")
     with pytest.raises(ollama.ResponseError, match="this server has 'inside'"):
         ollama_client.embed("other", "a")
-    with pytest.raises(ollama.ResponseError, match="number 1 is empty"):
+    with pytest.raises(ollama.ResponseError, match=r"input\[1\] is empty"):
         ollama_client.embed("inside", ["a", ""])
 
 
 def test_a_model_without_pooling_says_so(running: tuple[Service, str]) -> None:
-    for path, error in (("/v1/embeddings", "error"), ("/api/embed", "error")):
+    for path in ("/v1/embeddings", "/api/embed"):
         reply = post(running[1], path, model="inside", input="a")
         assert reply.status_code == 400
-        assert "this model declares no pooling: " in json.dumps(reply.json()[error])
+        assert "this model declares no pooling: " in json.dumps(reply.json()["error"])
     shown = post(running[1], "/api/show", model="inside").json()
     assert "embedding" not in shown["capabilities"]
 
 
 def test_many_inputs_take_few_places(bundled_model: tuple[Any, Any]) -> None:
     declared, inputs = DeclaredPooling(MEAN), [f"x = {number}" for number in range(60)]
-    with serve_model(*bundled_model, pooling=declared, max_waiting=4, **OPTIONS) as (service, url):
+    with serve_model(*bundled_model, declared_pooling=declared, max_waiting=4, **OPTIONS) as (
+        service,
+        url,
+    ):
         peaks, embed = list[int](), service.engine.embed
 
         def count_load(*args: Any, **options: Any) -> EmbeddingFuture:
@@ -218,7 +221,7 @@ def test_many_inputs_take_few_places(bundled_model: tuple[Any, Any]) -> None:
 
 def test_a_client_that_leaves_cancels_its_inputs(bundled_model: tuple[Any, Any]) -> None:
     declared = DeclaredPooling(MEAN)
-    with serve_model(*bundled_model, pooling=declared, **OPTIONS) as (service, url):
+    with serve_model(*bundled_model, declared_pooling=declared, **OPTIONS) as (service, url):
         perform = service.engine._worker._perform
 
         def perform_slowly(action: Any) -> None:
@@ -238,8 +241,38 @@ def test_a_client_that_leaves_cancels_its_inputs(bundled_model: tuple[Any, Any])
         assert post(url, "/v1/embeddings", input="a").status_code == 200
 
 
+def test_a_client_that_leaves_cancels_the_input_it_waits_for(
+    bundled_model: tuple[Any, Any],
+) -> None:
+    """Regression: the engine computed all of it, and its place was free meanwhile."""
+    options = {"declared_pooling": DeclaredPooling(MEAN), **OPTIONS}
+    with serve_model(*bundled_model, **options) as (service, url):
+        worker, can_end = service.engine._worker, threading.Event()
+        perform, places = worker._perform, list[int]()
+
+        def perform_slowly(action: Any) -> None:
+            can_end.wait(30)
+            places.append(service._num_choices[""])
+            perform(action)
+
+        worker.scheduler.chunk_sizer.max_chunk, worker._perform = 8, perform_slowly
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/embeddings", json={"input": "a b " * 60}, timeout=0.5)
+        can_end.set()
+        while (load := service.engine.load(""))["running"] or load["waiting"]:
+            time.sleep(0.01)
+        stats = service.engine.stats()
+        assert (stats["requests"], stats["cancelled"], stats["finished"]) == (1, 1, 0)
+        assert places[0] == 1
+        assert post(url, "/v1/embeddings", input="a").status_code == 200
+        assert service._num_choices[""] == 0
+
+
 def test_a_failed_forward_is_an_error_of_the_server(bundled_model: tuple[Any, Any]) -> None:
-    with serve_model(*bundled_model, pooling=DeclaredPooling(MEAN), **OPTIONS) as (service, url):
+    with serve_model(*bundled_model, declared_pooling=DeclaredPooling(MEAN), **OPTIONS) as (
+        service,
+        url,
+    ):
         compute = service.engine._worker.batch.decoder.compute_hidden_states
 
         def fail(ids: list[int], cache: Any) -> Tensor:
@@ -256,7 +289,7 @@ def test_keys_apply_and_a_full_server_says_so(bundled_model: tuple[Any, Any]) ->
     keys = ApiKeys(["first-key", "second-key"])
     options: dict[str, Any] = OPTIONS | {"max_sequences": 1, "max_waiting": 1}
     declared = DeclaredPooling(MEAN)
-    with serve_model(*bundled_model, keys, pooling=declared, **options) as (service, url):
+    with serve_model(*bundled_model, keys, declared_pooling=declared, **options) as (service, url):
         assert post(url, "/v1/embeddings", input="a").status_code == 401
         headers = {"Authorization": "Bearer first-key"}
         body = {"input": ["a"] * 5}

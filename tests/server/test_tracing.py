@@ -155,9 +155,18 @@ def test_each_prompt_has_its_phases(traced: tuple[Any, str, Spans]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cancelled_request_is_an_error(traced: tuple[Any, str, Spans], stream: bool) -> None:
-    _, url, spans = traced
-    body = BODY | {"max_tokens": 400, "stream": stream}
+def test_cancelled_request_is_an_error(
+    traced: tuple[Any, str, Spans], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, url, spans = traced
+    batch, body = service.engine._worker.batch, BODY | {"max_tokens": 400, "stream": stream}
+    decode = batch.decode
+
+    def decode_slowly(sequences: Any) -> Any:
+        time.sleep(0.01)
+        return decode(sequences)
+
+    monkeypatch.setattr(batch, "decode", decode_slowly)
     with httpx.Client() as client:
         if stream:
             request = client.build_request("POST", url + PATH, json=body)
@@ -229,10 +238,11 @@ def test_requests_that_end_with_the_engine_are_traced_at_the_end(
 ) -> None:
     spans = Spans()
     with serve_model(*bundled_model, tracer=spans.tracer) as (service, url):
-        engine, closing = service.engine, threading.Event()
+        engine, closing, decoding = service.engine, threading.Event(), threading.Event()
         decode, close = engine._worker.batch.decode, engine.close
 
         def decode_later(sequences: Any) -> Any:
+            decoding.set()
             closing.wait(30)
             return decode(sequences)
 
@@ -241,8 +251,8 @@ def test_requests_that_end_with_the_engine_are_traced_at_the_end(
             close()
 
         engine._worker.batch.decode, engine.close = decode_later, close_after_the_server
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url + PATH, json=BODY, timeout=0.5)
+        with httpx.stream("POST", url + PATH, json=BODY | {"stream": True}):
+            assert decoding.wait(30)
     assert not spans.finished
     spans.tracer.close()
     root, phases = spans.take()
@@ -276,6 +286,28 @@ def test_missing_packages_are_named(
         assert tracer is None
     assert f"{ENDPOINT_VARIABLES[0]} is set, but requests are not traced" in caplog.text
     assert "pip install 'kvant[otel]'" in caplog.text
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "protocol grpc, only http/protobuf is supported"),
+        ("OTEL_TRACES_EXPORTER", "none", ""),
+    ],
+)
+def test_other_exporters_are_not_replaced(
+    name: str,
+    value: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(ENDPOINT_VARIABLES[0], "http://127.0.0.1:1")
+    monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING, "kvant"), open_tracer() as tracer:
+        assert tracer is None
+    assert message in caplog.text and bool(message) == bool(caplog.text)
 
 
 @pytest.mark.usefixtures("no_variables")

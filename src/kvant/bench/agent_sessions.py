@@ -36,45 +36,45 @@ class AgentRequest:
 
 @dataclass(frozen=True)
 class SessionSize:
-    """Turns of a session, and words of its texts."""
+    """How long a session is, and the words of its texts."""
 
-    turns: int = 12
-    system: int = 600
-    tools: int = 6  # each has `result` words
-    result: int = 60
+    num_turns: int = 12
+    num_tools: int = 6
+    system_words: int = 600
+    result_words: int = 60  # also of the description of a tool
 
 
-class AgentClient:
+class AgentConversation:
     """An agent's conversation, from which its requests are made."""
 
     def __init__(self, size: SessionSize, seed: int, agent: str = MAIN_AGENT) -> None:
         """All sessions of an `agent` have the same system text and tools."""
         self.size = size
         self.rng = random.Random(agent)
-        self.system = self.make_text(size.system)
-        self.tools = [self._make_tool(number) for number in range(size.tools)]
+        self.system = self.make_text(size.system_words)
+        self.tools = [self._make_tool(number) for number in range(size.num_tools)]
         self.rng = random.Random(seed)
         self.messages: list[Body] = []
 
     def make_text(self, num_words: int) -> str:
         return " ".join(self.rng.choice(WORDS) for _ in range(num_words))
 
-    def ask(self, text: str) -> None:
-        """Append a message of the user."""
+    def add_user_message(self, text: str) -> None:
+        """Append a user message."""
         self.messages.append({"role": "user", "content": [{"type": "text", "text": text}]})
 
-    def call_tool(self) -> None:
-        """Append a call of a tool and its result."""
+    def add_tool_call(self) -> None:
+        """Append a tool call and its result."""
         number = len(self.messages)
         call = {"type": "tool_use", "id": f"call_{number}", "name": "tool_0", "input": {}}
         content = [{"type": "text", "text": self.make_text(8)}, call]
         self.messages.append({"role": "assistant", "content": content})
-        text = self.make_text(self.size.result)
+        text = self.make_text(self.size.result_words)
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": text}
         self.messages.append({"role": "user", "content": [result]})
 
     def clear_old_results(self) -> None:
-        """Replace all results but the newest."""
+        """Replace all tool results but the newest `NUM_KEPT_RESULTS`."""
         blocks = [block for message in self.messages for block in message["content"]]
         results = [block for block in blocks if block["type"] == "tool_result"]
         for block in results[:-NUM_KEPT_RESULTS]:
@@ -89,111 +89,113 @@ class AgentClient:
 
     def _make_tool(self, number: int) -> Body:
         schema = {"type": "object", "properties": {"path": {"type": "string"}}}
-        about = self.make_text(self.size.result)
+        about = self.make_text(self.size.result_words)
         return {"name": f"tool_{number}", "description": about, "input_schema": schema}
 
 
-def run_tool_loop(client: AgentClient) -> Iterator[AgentRequest]:
-    """Each request adds a call and its result."""
-    client.ask(client.make_text(30))
-    for _ in range(client.size.turns):
-        yield AgentRequest(client.make_body())
-        client.call_tool()
+def iterate_tool_loop(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests that each add a tool call and its result."""
+    conversation.add_user_message(conversation.make_text(30))
+    for _ in range(conversation.size.num_turns):
+        yield AgentRequest(conversation.make_body())
+        conversation.add_tool_call()
 
 
-def change_header(client: AgentClient) -> Iterator[AgentRequest]:
-    """The first line of the system text changes with each request, as Claude Code's does."""
-    for number, request in enumerate(run_tool_loop(client)):
+def iterate_with_new_headers(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests whose first line of system text is new each time, as Claude Code's is."""
+    for number, request in enumerate(iterate_tool_loop(conversation)):
         header = f"x-anthropic-billing-header: cc_version=2.1; cch={number:05x};"
         system = [{"type": "text", "text": header}, *request.body["system"]]
         yield AgentRequest(request.body | {"system": system})
 
 
-def change_date(client: AgentClient) -> Iterator[AgentRequest]:
-    """The system text ends with a date, which changes in the middle of the session."""
-    system = client.system
-    for number, request in enumerate(run_tool_loop(client)):
-        day = 26 + (2 * number >= client.size.turns)
+def iterate_with_new_date(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests whose system text ends with a date, which changes in mid-session."""
+    system = conversation.system
+    for number, request in enumerate(iterate_tool_loop(conversation)):
+        day = 26 + (2 * number >= conversation.size.num_turns)
         text = {"type": "text", "text": f"{system}\nToday is 2026-11-{day}.", **MARK}
         yield AgentRequest(request.body | {"system": [text]})
 
 
-def count_tokens(client: AgentClient) -> Iterator[AgentRequest]:
-    """The last message ends with a count, which the next request leaves out."""
-    for number, request in enumerate(run_tool_loop(client)):
-        text = f"Used: {number * client.size.result} of 200000 tokens."
+def iterate_with_token_counts(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests whose last message ends with a token count, which the next one omits."""
+    for number, request in enumerate(iterate_tool_loop(conversation)):
+        text = f"Used: {number * conversation.size.result_words} of 200000 tokens."
         request.body["messages"][-1]["content"].append({"type": "text", "text": text})
         yield request
 
 
-def compact(client: AgentClient) -> Iterator[AgentRequest]:
-    """In the middle the conversation is summarized, and goes on after the summary."""
-    client.ask(client.make_text(30))
-    for number in range(client.size.turns):
-        if number == client.size.turns // 2:
-            client.messages[-1]["content"].append({"type": "text", "text": SUMMARY_REQUEST})
-            yield AgentRequest(client.make_body())
-            client.messages = []
-            client.ask(f"Go on. {client.make_text(80)}")
-        yield AgentRequest(client.make_body())
-        client.call_tool()
+def iterate_with_compaction(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield a request for a summary in mid-session, then requests that begin with a summary."""
+    conversation.add_user_message(conversation.make_text(30))
+    for number in range(conversation.size.num_turns):
+        if number == conversation.size.num_turns // 2:
+            conversation.messages[-1]["content"].append({"type": "text", "text": SUMMARY_REQUEST})
+            yield AgentRequest(conversation.make_body())
+            conversation.messages = []
+            conversation.add_user_message(f"Go on. {conversation.make_text(80)}")
+        yield AgentRequest(conversation.make_body())
+        conversation.add_tool_call()
 
 
-def cancel_turn(client: AgentClient) -> Iterator[AgentRequest]:
-    """A request in the middle is cancelled, and sent again with a hint of the user."""
-    for number, request in enumerate(run_tool_loop(client)):
-        if number == client.size.turns // 2:
+def iterate_with_cancelled_turn(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield one request twice: cancelled, and again with a hint of the user."""
+    for number, request in enumerate(iterate_tool_loop(conversation)):
+        if number == conversation.size.num_turns // 2:
             yield AgentRequest(deepcopy(request.body), is_cancelled=True)
-            hint = {"type": "text", "text": f"No: {client.make_text(10)}"}
-            client.messages[-1]["content"].append(hint)
-            yield AgentRequest(client.make_body())
+            hint = {"type": "text", "text": f"No: {conversation.make_text(10)}"}
+            conversation.messages[-1]["content"].append(hint)
+            yield AgentRequest(conversation.make_body())
         else:
             yield request
 
 
-def call_sub_agent(client: AgentClient) -> Iterator[AgentRequest]:
-    """In the middle a sub-agent with a system text and tools of its own answers a question."""
-    for number, request in enumerate(run_tool_loop(client)):
+def iterate_with_sub_agent(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests of a sub-agent, with its own system text and tools, in mid-session."""
+    for number, request in enumerate(iterate_tool_loop(conversation)):
         yield request
-        if number == client.size.turns // 2:
-            sub = AgentClient(client.size, client.rng.randrange(1 << 20), SUB_AGENT)
-            for sub_request in run_tool_loop(sub):
+        if number == conversation.size.num_turns // 2:
+            sub = AgentConversation(
+                conversation.size, conversation.rng.randrange(1 << 20), SUB_AGENT
+            )
+            for sub_request in iterate_tool_loop(sub):
                 yield AgentRequest(sub_request.body, SUB_AGENT)
 
 
-def edit_message(client: AgentClient) -> Iterator[AgentRequest]:
-    """In the middle the user goes back two turns, and asks for something else."""
-    client.ask(client.make_text(30))
-    for number in range(client.size.turns):
-        if number == client.size.turns // 2:
-            del client.messages[-4:]
-            hint = {"type": "text", "text": f"Instead: {client.make_text(10)}"}
-            client.messages[-1]["content"].append(hint)
-        yield AgentRequest(client.make_body())
-        client.call_tool()
+def iterate_with_edited_message(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests that go back two turns in mid-session, with another message."""
+    conversation.add_user_message(conversation.make_text(30))
+    for number in range(conversation.size.num_turns):
+        if number == conversation.size.num_turns // 2:
+            del conversation.messages[-4:]
+            hint = {"type": "text", "text": f"Instead: {conversation.make_text(10)}"}
+            conversation.messages[-1]["content"].append(hint)
+        yield AgentRequest(conversation.make_body())
+        conversation.add_tool_call()
 
 
-def clear_results(client: AgentClient) -> Iterator[AgentRequest]:
-    """In the middle old results of tools are removed."""
-    for number, request in enumerate(run_tool_loop(client)):
+def iterate_with_cleared_results(conversation: AgentConversation) -> Iterator[AgentRequest]:
+    """Yield requests that omit old tool results after mid-session."""
+    for number, request in enumerate(iterate_tool_loop(conversation)):
         yield request
-        if number == client.size.turns // 2:
-            client.clear_old_results()
+        if number == conversation.size.num_turns // 2:
+            conversation.clear_old_results()
 
 
-SESSIONS: Mapping[str, Callable[[AgentClient], Iterator[AgentRequest]]] = {
-    "tool loop": run_tool_loop,
-    "changing header": change_header,
-    "new date": change_date,
-    "token count": count_tokens,
-    "compaction": compact,
-    "cancelled turn": cancel_turn,
-    "sub-agent": call_sub_agent,
-    "edited message": edit_message,
-    "cleared results": clear_results,
+SESSIONS: Mapping[str, Callable[[AgentConversation], Iterator[AgentRequest]]] = {
+    "tool loop": iterate_tool_loop,
+    "changing header": iterate_with_new_headers,
+    "new date": iterate_with_new_date,
+    "token count": iterate_with_token_counts,
+    "compaction": iterate_with_compaction,
+    "cancelled turn": iterate_with_cancelled_turn,
+    "sub-agent": iterate_with_sub_agent,
+    "edited message": iterate_with_edited_message,
+    "cleared results": iterate_with_cleared_results,
 }
 
 
 def make_session(kind: str, size: SessionSize, seed: int = 0) -> list[AgentRequest]:
     """Return the requests of a session of this kind."""
-    return list(SESSIONS[kind](AgentClient(size, seed)))
+    return list(SESSIONS[kind](AgentConversation(size, seed)))

@@ -2,15 +2,13 @@
 
 A model serves sessions of several kinds, each in an engine of its own. In the middle of a session
 the engine may be restarted, so that only a store has the prefixes. `shared` is the share of prompt
-tokens at the start of a prompt that an earlier prompt of the session, or its reply, began with.
-`reused` is the share that was not prefilled again. A cancelled prompt is no earlier prompt: what
-the engine had prefilled of it may be reused in addition.
+tokens that an earlier prompt of the session, with its reply, has as a prefix. `reused` is the share
+taken from the cache. Cancelled prompts do not count as earlier ones, but may be reused.
 """
 
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,13 +20,13 @@ import typer
 from kvant.bench import harness
 from kvant.bench.agent_sessions import SESSIONS, AgentRequest, Body, SessionSize, make_session
 from kvant.checkpoints import load
-from kvant.engine import Engine
+from kvant.engine import Engine, Result
 from kvant.generation import Messages
 from kvant.prefixes import Prefixes
 from kvant.prefixes.tree import count_shared_prefix
 from kvant.server.messages_api import MessagesRequest
 
-CANCEL_AFTER_S = 0.05
+CANCEL_AFTER_S = 0.05  # shorter than the prefill of most prompts
 
 
 def make_prompt(body: Body) -> Messages:
@@ -45,29 +43,35 @@ class ReuseCounts:
     shared_tokens: int = 0
     reused_tokens: int = 0
     first_token_waits: list[float] = field(default_factory=list)  # seconds
-    earlier: list[list[int]] = field(default_factory=list)  # prompts with their replies
+    served_tokens: list[list[int]] = field(default_factory=list)  # prompts with their replies
 
-    def run_requests(
-        self, engine: Engine, requests: Sequence[AgentRequest], num_new_tokens: int
-    ) -> None:
-        """Send requests one after the other, and count."""
-        options: Any = {"max_new_tokens": num_new_tokens, "ignore_end": True}
-        for request in requests:
-            begin = time.perf_counter()
-            stream = engine.submit(make_prompt(request.body), **options)
-            if request.is_cancelled:
-                threading.Event().wait(CANCEL_AFTER_S)
-                stream.cancel()
-                stream.results()
-                continue
-            next(stream)
-            self.first_token_waits.append(time.perf_counter() - begin)
-            reply, prompt = stream.result(), [*stream.prompt]
-            shares = (count_shared_prefix(tokens, prompt[:-1]) for tokens in self.earlier)
-            self.prompt_tokens += len(prompt)
-            self.shared_tokens += max(shares, default=0)
-            self.reused_tokens += reply.usage.cached_tokens
-            self.earlier.append([*prompt, *reply.tokens])
+    def add(self, prompt: Sequence[int], result: Result, first_token_wait: float) -> None:
+        """Count a request that was served."""
+        shares = (count_shared_prefix(tokens, prompt[:-1]) for tokens in self.served_tokens)
+        self.prompt_tokens += len(prompt)
+        self.shared_tokens += max(shares, default=0)
+        self.reused_tokens += result.usage.cached_tokens
+        self.first_token_waits.append(first_token_wait)
+        self.served_tokens.append([*prompt, *result.tokens])
+
+
+def send_requests(
+    engine: Engine, requests: Sequence[AgentRequest], counts: ReuseCounts, num_new_tokens: int
+) -> None:
+    """Send requests one after the other, and count those that are not cancelled."""
+    for request in requests:
+        begin = time.perf_counter()
+        stream = engine.submit(
+            make_prompt(request.body), max_new_tokens=num_new_tokens, ignore_end=True
+        )
+        if request.is_cancelled:
+            time.sleep(CANCEL_AFTER_S)
+            stream.cancel()
+            stream.results()
+            continue
+        next(stream)
+        wait = time.perf_counter() - begin
+        counts.add(stream.prompt, stream.result(), wait)
 
 
 def measure_session(
@@ -79,7 +83,7 @@ def measure_session(
     restarts: bool,
     num_new_tokens: int = 8,
 ) -> ReuseCounts:
-    """Serve a session; `restarts`: by one engine for the first half and another for the second."""
+    """Serve a session; with `restarts`, a second engine serves its second half."""
     counts = ReuseCounts()
     half = len(requests) // 2 if restarts else len(requests)
     with TemporaryDirectory(prefix="kvant-") as folder:
@@ -88,7 +92,7 @@ def measure_session(
                 Prefixes(None, store=folder if restarts else None) as prefixes,
                 Engine(model, tokenizer, spec, prefixes=prefixes) as engine,
             ):
-                counts.run_requests(engine, part, num_new_tokens)
+                send_requests(engine, part, counts, num_new_tokens)
     return counts
 
 
@@ -105,7 +109,7 @@ def main(
     harness.set_threads(threads)
     harness.show_progress("loading the model")
     loaded, tokenizer = load(model)
-    size, rows = SessionSize(turns, system), list[dict[str, Any]]()
+    size, rows = SessionSize(turns, system_words=system), list[dict[str, Any]]()
     for kind in SESSIONS:
         harness.show_progress(kind)
         requests = make_session(kind, size)

@@ -27,10 +27,10 @@ class Pooler:
         self, decoder: TransformersDecoder, ids: list[int], cache: TransformersCache
     ) -> Tensor:
         """Run the next chunk; return the embedding [width] of the prompt so far."""
-        rows = decoder.compute_hidden_states(ids, cache).float()
-        pooled = rows[-1]
+        rows = decoder.compute_hidden_states(ids, cache)
+        pooled = rows[-1].float().clone()  # a view would keep all rows
         if self._pooling.method == "mean":
-            total = rows.sum(0)
+            total = rows.sum(0, dtype=torch.float32)
             self._sum = total if self._sum is None else self._sum + total
             self._count += len(rows)
             pooled = self._sum / self._count

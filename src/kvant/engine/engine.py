@@ -10,6 +10,7 @@ import time
 from collections import abc
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -29,6 +30,7 @@ from kvant.generation.conversation import (
     describe_prefix_miss,
     encode_prompt,
     find_branch_points,
+    parse_messages,
 )
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.loop import Step
@@ -38,7 +40,7 @@ from kvant.planner import plan
 from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import as_bytes, format_size
-from kvant.pooling import Pooling
+from kvant.pooling import BIDIRECTIONAL_MESSAGE, Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec, WeightFormats
 from kvant.spec import describe_spec
@@ -229,7 +231,8 @@ class Engine:
         self._worker.scheduler.check_request(request)
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
-        describe_miss = partial(describe_prefix_miss, self.tokenizer, prompt)
+        messages = deepcopy(parse_messages(prompt))  # the caller may change them
+        describe_miss = partial(describe_prefix_miss, self.tokenizer, messages)
         cancel = self._make_cancel(request)
         stream = Stream(tokens, n, cancel, request.timeline, describe_miss, on_step)
         self._worker.submit(request, stream)
@@ -246,12 +249,8 @@ class Engine:
         Invalid arguments raise here.
         """
         check_counts(priority=priority)
-        decoder = self._worker.batch.decoder
-        if decoder.is_bidirectional:
-            raise ValueError(
-                f"{type(self.model).__name__}: bidirectional attention cannot use a KV cache: "
-                "compute its embeddings with sentence-transformers"
-            )
+        if self.is_bidirectional:
+            raise ValueError(f"{type(self.model).__name__}: {BIDIRECTIONAL_MESSAGE}")
         tokens = self.encode_prompt(prompt)
         self.stop_conditions.check_prompt(tokens, num_new=0)
         request = Request(
@@ -282,6 +281,11 @@ class Engine:
     @property
     def max_sequences(self) -> int:
         return self._worker.scheduler.max_sequences
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens see later ones; such a model has no embeddings here."""
+        return self._worker.batch.decoder.is_bidirectional
 
     @property
     def embedding_width(self) -> int:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Condition
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from kvant.engine.timeline import Timeline
 from kvant.prefixes.tree import PrefixMiss
@@ -38,8 +38,7 @@ class Usage:
     completion_tokens: int = 0  # of all continuations; in a `Result`, of that continuation
     cached_tokens: int = 0  # prompt tokens taken from a cached prefix, not prefilled
     restored_tokens: int = 0  # cached tokens that came from a store
-    miss: PrefixMiss | None = field(default=None, repr=False)
-    describe_miss: Callable[[PrefixMiss], str] = field(default=str, repr=False, compare=False)
+    describe_miss: Callable[[], str] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def prefix_lost(self) -> str | None:
@@ -47,7 +46,11 @@ class Usage:
 
         The first access encodes the prompt again; it takes milliseconds per 1,000 tokens.
         """
-        return None if self.miss is None else self.describe_miss(self.miss)
+        return None if self.describe_miss is None else self.describe_miss()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle the text, without the tokenizer and the prompt that it is made of."""
+        return self.__dict__ | {"prefix_lost": self.prefix_lost, "describe_miss": None}
 
     @property
     def total_tokens(self) -> int:
@@ -62,8 +65,8 @@ class RequestFuture(ABC, Generic[ItemT]):
     ) -> None:
         self.prompt = tuple(prompt)
         self.timeline = timeline  # complete once the request has ended
-        # cached_tokens, restored_tokens and miss of `Usage`
-        self._prefix_usage: tuple[int, int, PrefixMiss | None] = (0, 0, None)
+        self._prefix_counts = (0, 0)  # cached_tokens and restored_tokens of `Usage`
+        self._miss: PrefixMiss | None = None
         self._cancel = cancel
         self._final_texts: Mapping[int, str] = {}  # by choice
         self._is_done = False  # no item follows
@@ -103,7 +106,7 @@ class RequestFuture(ABC, Generic[ItemT]):
     @property
     def usage(self) -> Usage:
         """Token counts so far, over all continuations."""
-        return Usage(len(self.prompt), 0, *self._prefix_usage)
+        return Usage(len(self.prompt), 0, *self._prefix_counts)
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call `callback` in the engine's thread when the request ends, or now if it has."""
@@ -122,7 +125,7 @@ class RequestFuture(ABC, Generic[ItemT]):
     def set_prefix_usage(self, num_cached: int, restored: range, miss: PrefixMiss | None) -> None:
         """Set what `Usage` reports; `restored` is the range of prompt tokens from a store."""
         num_restored = len(range(restored.start, min(restored.stop, num_cached)))
-        self._prefix_usage = num_cached, num_restored, miss
+        self._prefix_counts, self._miss = (num_cached, num_restored), miss
 
     def finish(
         self, error: BaseException | None = None, final_texts: Mapping[int, str] | None = None

@@ -183,8 +183,9 @@ class Scheduler:
         if self.max_bytes is not None and need > self.max_bytes:
             single = budget.count_peak(request, 1)  # a smaller n may help
             fits = budget.compute_fresh_nbytes(single + transient) <= self.max_bytes
+            new = "" if request.is_embedding else f" and {request.max_new_tokens} new ones"
             raise (CapacityError if fits else ContextError)(
-                f"{request.num_prompt_tokens} tokens and {request.max_new_tokens} new ones need "
+                f"{request.num_prompt_tokens} tokens{new} need "
                 f"{format_size(need)} of a limit of {format_size(self.max_bytes)}: use a smaller "
                 "format, a window, a shorter prompt, less max_new_tokens or n, or more max_bytes"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvant.engine.future import RequestFuture, Usage
 from kvant.engine.timeline import Timeline
@@ -122,7 +123,8 @@ class Stream(RequestFuture[Step], Iterator[Step], AsyncIterator[Step]):
     # ---- internals
 
     def _make_usage(self, num_tokens: int) -> Usage:
-        return Usage(len(self.prompt), num_tokens, *self._prefix_usage, self._describe_miss)
+        describe = None if self._miss is None else partial(self._describe_miss, self._miss)
+        return Usage(len(self.prompt), num_tokens, *self._prefix_counts, describe)
 
     def _take_step(self) -> Step | None:
         """Return the next unread step; None if one may follow later."""

@@ -109,25 +109,26 @@ def encode_text(
 
 
 def encode_truncated(tokenizer: Any, prompt: Prompt, limit: int) -> list[int]:
-    """Encode a prompt, cut to `limit` tokens; special tokens around a text stay.
+    """Encode a prompt, cut to `limit` tokens; keep the special tokens before and after a text.
+
+        | special | plain            | special |
+                  begin              end
 
     Like `encode_text`, encode no more of a long text than the limit needs.
     """
     if not isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, limit)[:limit]
-    text = prompt
     size = CHARACTERS_PER_TOKEN * (limit + MAX_CUT_TOKENS)
-    while size < len(text) and len(tokenizer.encode(text[:size])) - MAX_CUT_TOKENS < limit:
+    while size < len(prompt) and len(tokenizer.encode(prompt[:size])) - MAX_CUT_TOKENS < limit:
         size *= 2
-    tokens = encode_text(tokenizer, text[:size])
+    tokens = encode_text(tokenizer, prompt[:size])
     if len(tokens) <= limit:
         return tokens
-    plain = encode_text(tokenizer, text[:size], add_special_tokens=False)
-    starts = range(len(tokens) - len(plain) + 1)
-    stops = [start + len(plain) for start in starts]
-    stop = next((n for n in stops if tokens[n - len(plain) : n] == plain), len(tokens))
-    end = tokens[stop:]
-    return [*tokens[: max(limit - len(end), 0)], *end][:limit]
+    plain = encode_text(tokenizer, prompt[:size], add_special_tokens=False)
+    ends = range(len(plain), len(tokens) + 1)
+    end = next((end for end in ends if tokens[end - len(plain) : end] == plain), len(tokens))
+    suffix = tokens[end:]
+    return [*tokens[: max(limit - len(suffix), 0)], *suffix][:limit]
 
 
 def encode_messages(
@@ -156,7 +157,7 @@ def find_branch_points(tokenizer: Any, prompt: Prompt, tokens: Sequence[int]) ->
 
     Other prompts may differ there. A prompt without messages has none.
     """
-    conversation = _parse_messages(prompt)
+    conversation = parse_messages(prompt)
     if conversation is None:
         return []
     adapted = conversation.adapt_to(tokenizer)
@@ -172,14 +173,13 @@ def find_branch_points(tokenizer: Any, prompt: Prompt, tokens: Sequence[int]) ->
     return sorted({count for count in counts if count is not None})
 
 
-def describe_prefix_miss(tokenizer: Any, prompt: Prompt, miss: PrefixMiss) -> str:
+def describe_prefix_miss(tokenizer: Any, messages: Messages | None, miss: PrefixMiss) -> str:
     """Describe why no longer prefix of a prompt was found; name the message that differs."""
-    return miss.describe(tokenizer, partial(_locate_token, tokenizer, prompt))
+    return miss.describe(tokenizer, partial(_locate_token, tokenizer, messages))
 
 
-def _locate_token(tokenizer: Any, prompt: Prompt, position: int) -> str:
-    """Return which message of a prompt has a token: "message 2 (user)"; "" without messages."""
-    conversation = _parse_messages(prompt)
+def _locate_token(tokenizer: Any, conversation: Messages | None, position: int) -> str:
+    """Describe the message of a token, such as "message 2 (user)"; "" without messages."""
     if conversation is None:
         return ""
     tokens, messages = encode_messages(tokenizer, conversation), conversation.messages
@@ -219,7 +219,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, max_context: int | None = None
     """Return the tokens of a prompt: text, token ids [T] or [1, T], or messages."""
     if isinstance(prompt, str):
         return encode_text(tokenizer, prompt, max_context)
-    if (messages := _parse_messages(prompt)) is not None:
+    if (messages := parse_messages(prompt)) is not None:
         return encode_messages(tokenizer, messages, max_context)
     if isinstance(prompt, Mapping):
         raise PromptError("a mapping is no prompt: from a tokenizer's output give ['input_ids']")
@@ -229,7 +229,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, max_context: int | None = None
     return _parse_token_ids(prompt)
 
 
-def _parse_messages(prompt: Any) -> Messages | None:
+def parse_messages(prompt: Any) -> Messages | None:
+    """Return a prompt that has messages; None for text and tokens."""
     if isinstance(prompt, list | tuple) and prompt:
         is_messages = all(isinstance(message, Mapping) for message in prompt)
         return Messages(prompt) if is_messages else None

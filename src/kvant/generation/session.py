@@ -31,7 +31,6 @@ from kvant.cache import files
 from kvant.errors import CacheError, CacheFileError, PromptError, RewindError
 from kvant.generation.conversation import (
     Messages,
-    Prompt,
     describe_prefix_miss,
     encode_messages,
     find_branch_points,
@@ -108,10 +107,10 @@ class Transcript:
         return tokens
 
     @property
-    def last_prompt(self) -> Prompt:
-        """What was sent before the last reply."""
+    def last_prompt(self) -> Messages | None:
+        """The messages before the last reply; None without a template."""
         if not (self.turns and self.template):
-            return self.tokens
+            return None
         return replace(self, turns=self.turns[:-1])._make_messages(self.turns[-1].message)
 
     def adapt_to(self, tokenizer: Any) -> Transcript:

@@ -109,7 +109,8 @@ def load_tokenizer(path: Path) -> Any:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
-    if header.values.get("tokenizer.ggml.add_eos_token") is True:  # transformers does not read it
+    is_embedding = header.get_setting("pooling_type") is not None
+    if is_embedding and header.values.get("tokenizer.ggml.add_eos_token") is True:
         _append_end_token(tokenizer)
     return tokenizer
 
@@ -119,10 +120,12 @@ def _append_end_token(tokenizer: Any) -> None:
     from tokenizers import processors
 
     backend, token = tokenizer.backend_tokenizer, tokenizer.eos_token
+    if token is None:
+        raise GGUFError("it has add_eos_token, and no end token (tokenizer.ggml.eos_token_id)")
     end = processors.TemplateProcessing(
-        single=["$A", token],
-        pair=["$A", "$B", token],
-        special_tokens=[(token, tokenizer.eos_token_id)],
+        single="$A END",
+        pair="$A $B END",
+        special_tokens=[{"id": "END", "ids": [tokenizer.eos_token_id], "tokens": [token]}],
     )
     first = backend.post_processor  # such as one that prepends a token
     backend.post_processor = end if first is None else processors.Sequence([first, end])

@@ -5,14 +5,14 @@ If no server has had the first page, its hash selects one (rendezvous hashing wi
 So new requests with the same first page meet on the same server. A server that joins gets its
 share of new prefixes only; known prefixes stay where they are.
 
-A key names the first pages of a request, each page hashed with all before it. Depths grow by a
-fifth, so that two sessions of agents, whose long system prompts are equal, differ early in a key:
+A key is the chained hash of the first n pages of a request. The depths n grow by about a fifth:
+agents share a long system prompt, so the first key that differs must follow soon after it.
 
     pages  | 0 | 1 | 2 | ... | 9 | 10 | 11 | ...
     keys   |-->|                                   key of depth 1
            |------>|                               key of depth 2
            |---------------------->|               key of depth 10
-           |-------------------------------->|     key of depth 12
+           |------------------------------>|       key of depth 11
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from kvant.server.protocol import ACCOUNTING_LINE
 
 MAX_KEY_DEPTH = 4096  # pages
 DEPTH_GROWTH = 2**0.25
+KEYLESS_PATHS = ("/v1/embeddings", "/api/embed")  # these requests use no prefixes
 KEY_DEPTHS = tuple(  # pages per key
     sorted({round(DEPTH_GROWTH**n) for n in range(1 + round(log(MAX_KEY_DEPTH, DEPTH_GROWTH)))})
 )
+KEY_DEPTH_SET = frozenset(KEY_DEPTHS)
 LOAD_BOUND = 1.25  # times the mean load: above it, a server is overloaded
 SPARE_REQUESTS = 8  # above the bound, without a penalty
 # Penalties, compared with a hit share of 1 for a request whose pages a server has had.
 OVERLOAD_WEIGHT = 4.0  # for twice the bounded load
 LOAD_WEIGHT = 0.1  # for the mean load: outweighs a short prefix that all requests share
 LOAD_HALF_LIFE = 64  # requests per server, after which a past request counts half
-MAX_KEYS = 1 << 18  # of all servers together
+MAX_KEYS = 1 << 19  # of all servers together
 HASH_MIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, odd factor
 PAGE_BYTES = 256  # of the request's JSON: about 64 tokens
 PROMPT_FIELDS = (  # in the order of a prompt
@@ -62,7 +64,7 @@ def make_keys(pages: Sequence[bytes], salt: bytes = b"") -> list[bytes]:
     for count, page in enumerate(pages[: KEY_DEPTHS[-1]], 1):
         chain.update(len(page).to_bytes(4, "little"))
         chain.update(page)
-        if count in KEY_DEPTHS:
+        if count in KEY_DEPTH_SET:
             keys.append(chain.digest())
     return keys
 
@@ -214,6 +216,8 @@ class RoutedRequest:
     def from_scope(cls, scope: Mapping[str, Any], body: bytes, tenant: str) -> RoutedRequest:
         """Make a routed request from an ASGI scope, a body and the tenant of its key."""
         cache_salt, pages = parse_prefix_pages(body)
+        if scope.get("path") in KEYLESS_PATHS:
+            pages = []
         salt = sha256(json.dumps([tenant, cache_salt]).encode()).digest()
         picklable_scope = {name: scope[name] for name in SCOPE_FIELDS if name in scope}
         return cls(picklable_scope, body, tuple(make_keys(pages, salt)), len(pages))

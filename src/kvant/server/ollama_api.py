@@ -423,7 +423,7 @@ def describe_capabilities(service: Service) -> dict[str, Any]:
     """Return what /api/show says of the model."""
     template = getattr(service.engine.tokenizer, "chat_template", None)
     capabilities = ["completion"]
-    capabilities += ["embedding"] if service.pooling.pooling is not None else []
+    capabilities += ["embedding"] if service.declared_pooling.pooling is not None else []
     capabilities += ["tools"] if service.takes_tools else []
     capabilities += ["thinking"] if service.has_template_variable(TEMPLATE_OPTION) else []
     details = describe_details(service)

@@ -29,7 +29,7 @@ from kvant.generation.conversation import encode_truncated, supports_tools
 from kvant.generation.grammar import make_matcher
 from kvant.hf import compute_model_fingerprint
 from kvant.platform import c_libraries
-from kvant.pooling import DeclaredPooling, Pooling
+from kvant.pooling import BIDIRECTIONAL_MESSAGE, DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.server.errors import ServerBusy, ServerClosing, describe_error
@@ -75,10 +75,12 @@ class Service:
         *,
         max_waiting: int = 256,
         max_new_tokens: int = 1024,
-        pooling: DeclaredPooling | None = None,
+        declared_pooling: DeclaredPooling | None = None,
     ) -> None:
         self.engine = engine
-        self.pooling = pooling or DeclaredPooling()
+        self.declared_pooling = declared_pooling or DeclaredPooling()
+        if engine.is_bidirectional:
+            self.declared_pooling = DeclaredPooling(refusal=BIDIRECTIONAL_MESSAGE)
         self.model = model
         self.keys = keys
         self.max_new_tokens = max_new_tokens
@@ -180,14 +182,15 @@ class Service:
             for prompt in prompts:
                 submit = partial(self.engine.submit, prompt, **options)
                 stream = await self._tokenizer_pool.run(prompt, tenant, submit)
-                self._count_until_done(stream, tenant, choices_per_prompt)
+                self._count_request(stream, tenant)
+                _call_when_done(stream, partial(self._free_choices, tenant, choices_per_prompt))
                 streams.append(stream)
                 prompt_end = stream.prompt[-TEMPLATE_LOOKBACK_TOKENS:]
                 parsers += reply_format.make_parsers(
                     choices_per_prompt, partial(self.engine.tokenizer.decode, prompt_end)
                 )
         except BaseException:
-            self._num_choices[tenant] -= choices_per_prompt * (len(prompts) - len(streams))
+            self._free_choices(tenant, choices_per_prompt * (len(prompts) - len(streams)))
             for stream in streams:
                 stream.cancel()
             raise
@@ -210,20 +213,13 @@ class Service:
             waits = self.engine.stats()["first_token_seconds"]  # an estimate of when there is room
             raise ServerBusy(max(1, math.ceil(waits.get("median", 1.0))))
 
-    def _count_until_done(self, future: RequestFuture[Any], tenant: str, num_choices: int) -> None:
-        """Count a request for its tenant, and free its choices when it ends."""
-        loop = asyncio.get_running_loop()
-
-        def end() -> None:
-            self._num_choices[tenant] -= num_choices
-            self._tenants[tenant].end(future)
-
-        def end_in_loop() -> None:
-            with suppress(RuntimeError):  # at shutdown, the loop may close before its streams end
-                loop.call_soon_threadsafe(end)
-
+    def _count_request(self, future: RequestFuture[Any], tenant: str) -> None:
+        """Count a request for its tenant, now and when it ends."""
         self._tenants[tenant].begin(future)
-        future.add_done_callback(end_in_loop)
+        _call_when_done(future, partial(self._tenants[tenant].end, future))
+
+    def _free_choices(self, tenant: str, count: int) -> None:
+        self._num_choices[tenant] -= count
 
     async def embed(
         self, inputs: Sequence[Prompt], tenant: str, *, truncates: bool = False
@@ -232,7 +228,7 @@ class Service:
 
         With `truncates`, texts are cut to the context. A cancel of the caller cancels all.
         """
-        pooling, start_time = self.pooling.require(), time.monotonic()
+        pooling, start_time = self.declared_pooling.require(), time.monotonic()
         encode: Callable[[Prompt], list[int]] = self.engine.encode_prompt
         context = self.engine.stop_conditions.max_context
         if truncates and context is not None:
@@ -244,17 +240,18 @@ class Service:
         try:
             for prompt in inputs:
                 if len(open_futures) == num_open:
-                    vectors.append(await _wait_for_embedding(open_futures.popleft()))
+                    vectors.append(await _wait_for_first(open_futures))
                 tokens = await self._tokenizer_pool.run(prompt, tenant, partial(encode, prompt))
                 future = self.engine.embed(tokens, pooling, tenant=tenant)
-                self._count_until_done(future, tenant, 0)
+                self._count_request(future, tenant)
                 open_futures.append(future)
                 num_tokens += len(future.prompt)
             while open_futures:
-                vectors.append(await _wait_for_embedding(open_futures.popleft()))
+                vectors.append(await _wait_for_first(open_futures))
         finally:
-            self._num_choices[tenant] -= num_open
-            for future in open_futures:
+            self._free_choices(tenant, num_open - len(open_futures))
+            for future in open_futures:  # the engine may still compute a chunk of it
+                _call_when_done(future, partial(self._free_choices, tenant, 1))
                 future.cancel()
         return Embeddings(vectors, pooling, num_tokens, time.monotonic() - start_time)
 
@@ -299,16 +296,32 @@ def open_service(
             keys,
             max_waiting=settings.max_waiting,
             max_new_tokens=settings.max_new_tokens,
-            pooling=checkpoints.find_pooling(settings.model),
+            declared_pooling=checkpoints.find_pooling(settings.model),
         )
 
 
-async def _wait_for_embedding(future: EmbeddingFuture) -> Tensor:
-    """Return an embedding; raise what is no fault of the client as CacheError."""
+def _call_when_done(future: RequestFuture[Any], call: Callable[[], None]) -> None:
+    """Call a function in this event loop when a request has ended."""
+    loop = asyncio.get_running_loop()
+
+    def call_in_loop() -> None:
+        with suppress(RuntimeError):  # at shutdown, the loop may close before its requests end
+            loop.call_soon_threadsafe(call)
+
+    future.add_done_callback(call_in_loop)
+
+
+async def _wait_for_first(futures: deque[EmbeddingFuture]) -> Tensor:
+    """Return the first embedding and remove its future; on a cancel, the future stays.
+
+    What is no fault of the client is raised as CacheError.
+    """
     try:
-        return await future
+        vector = await futures[0]
     except (ValueError, TypeError) as error:  # the input was valid: an error of the server
         raise CacheError(f"an embedding failed: {error!r}") from error
+    futures.popleft()
+    return vector
 
 
 class RequestStreams:

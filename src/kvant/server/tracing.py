@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvant")
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+HTTP_PROTOCOL = "http/protobuf"
 OPERATIONS = {  # of the requests that are traced, by path; the names are those of OpenTelemetry
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -81,6 +83,17 @@ def _make_provider(variable: str, cleanup: ExitStack) -> TracerProvider | None:
 
     If the packages are missing, warn and return None: the variable may be set machine-wide.
     """
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), HTTP_PROTOCOL)
+    if protocol != HTTP_PROTOCOL:
+        log.warning(
+            "%s is set, but requests are not traced: protocol %s, only %s is supported",
+            variable,
+            protocol,
+            HTTP_PROTOCOL,
+        )
+        return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -163,14 +176,15 @@ class RequestTracer:
 
     def begin(self, scope: Scope, model: str) -> RequestTrace:
         """Begin the trace of a request, below the current span or the one its headers name."""
-        from opentelemetry import context, propagate, trace
+        from opentelemetry import context, trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = context.get_current()
         if not trace.get_current_span(parent).get_span_context().is_valid:
             headers = {
                 name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
             }
-            parent = propagate.extract(headers, parent)
+            parent = TraceContextTextMapPropagator().extract(headers, parent)
         return RequestTrace(scope["path"], model, parent, time.monotonic_ns())
 
     def end(self, trace: RequestTrace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def test_text_has_no_message(chat_tokenizer: Any) -> None:
     loss = find_loss(chat_tokenizer, TEXT * 8 + "one", TEXT * 8 + "two")
     assert loss is not None and "message" not in loss.partition("is cached")[0]
     assert find_loss(chat_tokenizer, TEXT * 8, TEXT * 9) is None
+
+
+def test_usage_is_small_and_independent_of_the_prompt(chat_tokenizer: Any) -> None:
+    """Regression: usages held the tokenizer, and the messages as their owner changed them."""
+    options: Any = {"max_new_tokens": 1, "ignore_end": True}
+    first, second = make_messages(*ROLES), make_messages(*ROLES, changed=2)
+    with kvant.Engine(model_of(DEMO), chat_tokenizer, "raw", prefixes=Prefixes()) as engine:
+        hit = engine.submit(first, **options).result().usage
+        usage = engine.submit(second, **options).result().usage
+    second.clear()
+    copied = pickle.loads(pickle.dumps(usage))
+    assert ", message 2 (user): " in copied.prefix_lost == usage.prefix_lost
+    assert hit.describe_miss is None and len(pickle.dumps(usage)) < 1000
+    assert copied == usage
 
 
 def test_session_names_its_message(chat_tokenizer: Any) -> None:

@@ -17,7 +17,8 @@ from thin import thin_rows
 
 pytestmark = pytest.mark.usefixtures(no_leaks.__name__)
 
-SIZE = SessionSize(num_turns=10, num_tools=3, system_words=250, result_words=50)
+# Models with states lose at most a result in each turn: results are short beside a prompt.
+SIZE = SessionSize(num_turns=14, num_tools=3, system_words=350, result_words=30)
 MAX_TOKENS = 1 << 14
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -91,6 +92,6 @@ def test_sessions_have_the_habits_of_their_names() -> None:
         assert len({request.agent for request in requests}) == 1 + (kind == "sub-agent")
     assert len({str(r.body["system"]) for r in sessions["new date"]}) == 2
     lengths = [len(request.body["messages"]) for request in sessions["compaction"]]
-    assert lengths == [1, 3, 5, 7, 9, 11, 1, 3, 5, 7, 9]
-    assert SUMMARY_REQUEST in str(sessions["compaction"][5].body)
+    assert lengths == [*range(1, 16, 2), *range(1, 14, 2)]
+    assert SUMMARY_REQUEST in str(sessions["compaction"][7].body)
     assert "cleared" in str(sessions["cleared results"][-1].body)

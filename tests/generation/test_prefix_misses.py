@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def make_messages(*roles: str, changed: int | None = None) -> list[dict[str, str
 
 @pytest.fixture
 def chat_tokenizer() -> Any:
-    tokenizer = tokenizer_of(DEMO)
+    tokenizer = deepcopy(tokenizer_of(DEMO))  # which other tests share
     tokenizer.chat_template = CHATML
     return tokenizer
 

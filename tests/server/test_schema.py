@@ -39,7 +39,7 @@ OPERATIONS = [
 @pytest.fixture(scope="module")
 def operations(bundled_model: tuple[Any, Any]) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {"max_sequences": 2, "max_new_tokens": 3, "max_context": 64}
-    options["pooling"] = DeclaredPooling(Pooling("mean"))
+    options["declared_pooling"] = DeclaredPooling(Pooling("mean"))
     with serve_model(*bundled_model, **options) as (_, url):
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         all_operations = (operation.ok() for operation in schema.get_all_operations())

@@ -80,7 +80,8 @@ def test_weights_are_not_measured_without_the_native_library(
     ("words", "message"),
     [
         (("attend", "--device", "tpu"), "--device tpu: known are cpu, cuda"),
-        (("attend9",), "choose one of append, attend, batch, conversations, decode"),
+        (("attend9",), "choose one of agents, append, attend, batch, conversations, decode"),
+        (("agents", "--sessions", "naps"), "--sessions naps: known are tool loop, changing header"),
         (("prefill", "--chunks", "0"), "--chunks 0"),
         (("prefill", "--prompt", "99999"), "the context of the model"),
         (("decode", "--against", "vllm"), "--against vllm: known are transformers"),

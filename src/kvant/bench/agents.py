@@ -99,6 +99,9 @@ def measure_session(
 def main(
     turns: Annotated[int, typer.Option(min=4, help="Turns of each session")] = 12,
     system: Annotated[int, typer.Option(min=1, help="Words of the system text")] = 600,
+    sessions: Annotated[
+        str, typer.Option(help="Kinds of sessions, separated by commas")
+    ] = ",".join(SESSIONS),
     restart: Annotated[bool, typer.Option(help="Restart the engine in the middle")] = False,
     kv_cache: harness.KVCache = "affine8",
     model: harness.Model = "smollm2",
@@ -106,11 +109,14 @@ def main(
     json: harness.Json = False,
 ) -> None:
     """Measure what share of agents' prompts is reused, and what share could be."""
+    kinds = sessions.split(",")
+    if unknown := [kind for kind in kinds if kind not in SESSIONS]:
+        raise ValueError(f"--sessions {unknown[0]}: known are {', '.join(SESSIONS)}")
     harness.set_threads(threads)
     harness.show_progress("loading the model")
     loaded, tokenizer = load(model)
     size, rows = SessionSize(turns, system_words=system), list[dict[str, Any]]()
-    for kind in SESSIONS:
+    for kind in kinds:
         harness.show_progress(kind)
         requests = make_session(kind, size)
         counts = measure_session(loaded, tokenizer, kv_cache, requests, restarts=restart)

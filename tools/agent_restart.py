@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from kvant.bench.harness import Json, print_report, run, show_progress
-from kvant.bench.serve import open_response
+from kvant.bench.serve import stream_chunks
 from servers import ServerProcess, make_text
 
 CHAT_PATH = "/v1/chat/completions"
@@ -61,14 +61,12 @@ def send_turn(server: ServerProcess, model: str, messages: Sequence[Message], to
     body = {"model": model, "messages": [*messages], "max_tokens": tokens, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     start, first_token_s, reply, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
-    with open_response(server.url, CHAT_PATH, body) as response:
-        for line in response:
-            chunk = json_text.loads(line[6:]) if line.startswith(b"data: {") else {}
-            usage = chunk.get("usage") or usage
-            choice = next(iter(chunk.get("choices") or ()), {"delta": {}})
-            if text := choice["delta"].get("content"):
-                first_token_s = first_token_s or time.perf_counter() - start
-                reply += text
+    for chunk in stream_chunks(server.url, CHAT_PATH, body):
+        usage = chunk.get("usage") or usage
+        choice = next(iter(chunk.get("choices") or ()), {"delta": {}})
+        if text := choice["delta"].get("content"):
+            first_token_s = first_token_s or time.perf_counter() - start
+            reply += text
     if not reply or "prompt_tokens" not in usage:
         raise OSError(f"{server.name}: a reply without text or usage")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -146,12 +144,9 @@ def main(
     """Time the turns of an agent on several servers, before and after a restart."""
     plan, rows, sessions = SessionPlan.make(turns, first, added, long), [], {}
     for option in server:
-        name, separator, command = option.partition("=")
-        if not separator or "{port}" not in command:
-            raise ValueError(f"--server {option}: NAME=COMMAND with {{port}} in it is needed")
-        sessions[name] = run_session(
-            ServerProcess(name, command), model, plan, tokens, cancel_after
-        )
+        process = ServerProcess.parse(option)
+        name = process.name
+        sessions[name] = run_session(process, model, plan, tokens, cancel_after)
         row: dict[str, Any] = summarize_session(plan, sessions[name])
         base = rows[0] if rows else row
         for column in ("turn_s", "cancelled_s", "restarted_s"):

@@ -51,6 +51,14 @@ class ServerProcess:
     process: subprocess.Popen[bytes] | None = None
     speeds: dict[int, list[float]] = field(default_factory=dict)  # clients: tokens per second
 
+    @classmethod
+    def parse(cls, option: str) -> ServerProcess:
+        """Make a server from the text of `--server`."""
+        name, separator, command = option.partition("=")
+        if not separator or "{port}" not in command:
+            raise ValueError(f"--server {option}: NAME=COMMAND with {{port}} in it is needed")
+        return cls(name, command)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -205,10 +213,7 @@ def main(
     client_counts = parse_numbers("--clients", clients)
     servers = []
     for option in server:
-        name, separator, command = option.partition("=")
-        if not separator or "{port}" not in command:
-            raise ValueError(f"--server {option}: NAME=COMMAND with {{port}} in it is needed")
-        servers.append(ServerProcess(name, command))
+        servers.append(ServerProcess.parse(option))
     with ExitStack() as ends:
         for process in servers:
             show_progress(f"starting {process.name}")

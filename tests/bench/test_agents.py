@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from engine.test_engine import no_leaks
+from generation.test_tools_as_text import CHATML
 from hf.zoo import build
 from kvant.bench.agent_sessions import SESSIONS, SUMMARY_REQUEST, SessionSize, make_session
 from kvant.bench.agents import ReuseCounts, make_prompt, measure_session
 from kvant.generation.conversation import encode_messages
+from server.speaking import make_character_tokenizer
 from thin import thin_rows
 
 pytestmark = pytest.mark.usefixtures(no_leaks.__name__)
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.usefixtures(no_leaks.__name__)
 # Models with states lose at most a result in each turn: results are short beside a prompt.
 SIZE = SessionSize(num_turns=14, num_tools=3, system_words=350, result_words=30)
 MAX_TOKENS = 1 << 14
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # Full attention, windows, and recurrent states beside attention.
 FAMILIES = [
     ("llama", "affine8"),
@@ -36,17 +32,8 @@ FAMILIES = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """Return a chat tokenizer in which every character is a token."""
-    characters = [chr(code) for code in (10, *range(32, 127))]
-    words = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", *characters]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="<eos>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = make_character_tokenizer()
+    tokenizer.chat_template = CHATML
     return tokenizer
 
 

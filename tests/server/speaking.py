@@ -28,19 +28,23 @@ END = "<|im_end|>"
 CHARACTERS = [chr(code) for code in (10, *range(32, 127))]
 
 
+def make_character_tokenizer(*pieces: str) -> Any:
+    """Return a tokenizer in which every character is a token; it decodes these pieces as well."""
+    words = dict.fromkeys([*CHARACTERS, *pieces])
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=END, additional_special_tokens=["<|im_start|>"]
+    )
+
+
 def make_speaker(*pieces: str) -> tuple[Any, Any]:
     """Return a model that replies to any messages with these pieces, a token each, and its
     tokenizer.
     """
     assert len(set(pieces)) == len(pieces)
-    words = [*CHARACTERS, *pieces]
-    vocabulary = {word: place for place, word in enumerate(dict.fromkeys(words))}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=END, additional_special_tokens=["<|im_start|>"]
-    )
+    words, tokenizer = [*CHARACTERS, *pieces], make_character_tokenizer(*pieces)
     tokenizer.chat_template = TEMPLATE
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in (*words, END)}
     chain = [ids["\n"], *(ids[piece] for piece in pieces), ids[END]]

@@ -85,16 +85,21 @@ def open_response(
         connection.close()
 
 
+def stream_chunks(url: str, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Stream the chunks of a response."""
+    with open_response(url, path, body) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield json_text.loads(line[6:])
+
+
 def stream_completion(
     url: str, prompt: Prompt, tokens: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Stream the chunks of a completion that have a choice."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **options}
-    with open_response(url, "/v1/completions", body) as response:
-        for line in response:
-            chunk = json_text.loads(line[6:]) if line.startswith(b"data: {") else {}
-            if chunk.get("choices"):
-                yield chunk
+    chunks = stream_chunks(url, "/v1/completions", body)
+    return (chunk for chunk in chunks if chunk.get("choices"))
 
 
 def find_model(url: str) -> str:

@@ -231,7 +231,8 @@ class Engine:
         self._worker.scheduler.check_request(request)
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
-        messages = deepcopy(parse_messages(prompt))  # the caller may change them
+        # The caller may change the messages before a miss is described.
+        messages = None if self.prefixes is None else deepcopy(parse_messages(prompt))
         describe_miss = partial(describe_prefix_miss, self.tokenizer, messages)
         cancel = self._make_cancel(request)
         stream = Stream(tokens, n, cancel, request.timeline, describe_miss, on_step)
@@ -260,7 +261,6 @@ class Engine:
             priority=priority,
             tenant=tenant,
             arrival_ms=int(1e3 * time.monotonic()),
-            uses_prefixes=False,
             run_chunk=Pooler(pooling).pool_chunk,
             sequences=[Sequence(tokens)],
         )

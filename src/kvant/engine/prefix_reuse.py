@@ -76,8 +76,8 @@ class PrefixReuse:
             namespace.invalidate_weights_check()
 
     def open_namespace(self, request: Request) -> None:
-        """Give a request the namespace of its salt, if prefixes are on and it uses them."""
-        namespace = self._namespace if request.uses_prefixes else None
+        """Give a request the namespace of its salt, if prefixes are on and it may use them."""
+        namespace = None if request.is_embedding else self._namespace
         if namespace is not None and request.salt:
             namespace = self._salted_namespaces.get(request.salt) or namespace.fork(request.salt)
             self._salted_namespaces[request.salt] = namespace

@@ -61,7 +61,6 @@ class Request:
     priority: int = 0
     tenant: str = ""
     arrival_ms: int = 0
-    uses_prefixes: bool = True  # False: every token of the prompt must be computed
 
     # ---- counts of the scheduler, which needs no more than these
     num_computed_tokens: int = 0  # of the prompt only: prefilled, or taken from a prefix
@@ -90,6 +89,7 @@ class Request:
 
     @property
     def is_embedding(self) -> bool:
+        """Whether the prompt is embedded; then all its tokens are computed, without prefixes."""
         return self.max_new_tokens == 0
 
     @property

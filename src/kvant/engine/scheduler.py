@@ -292,7 +292,7 @@ class Scheduler:
         while not self._is_head_blocked and queue.waiting:
             request = queue.find_next(now_ms)
             any_inactive = any(not other.is_active for other in queue.running)
-            can_look_up = self.has_store and request.uses_prefixes and not request.is_swapped_out
+            can_look_up = self.has_store and not (request.is_embedding or request.is_swapped_out)
             if any_inactive or not (queue.has_capacity_for(request) or can_look_up):
                 self._is_head_blocked = True
                 break
@@ -321,7 +321,7 @@ class Scheduler:
 
     def _needs_prefix_match(self, request: Request) -> bool:
         """Return whether prefixes were added since the prompt was matched."""
-        if not (self.memory_budget.has_prefixes and request.uses_prefixes):
+        if request.is_embedding or not self.memory_budget.has_prefixes:
             return False
         is_stale = request.matched_version != self.prefix_version
         return is_stale and not (request.prefill_started or request.is_swapped_out)

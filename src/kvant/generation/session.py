@@ -44,7 +44,7 @@ from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Ste
 from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.generation.strategy import SequenceCache
 from kvant.platform.sizes import format_count, format_size
-from kvant.prefixes.tree import PrefixMiss, count_shared_prefix
+from kvant.prefixes.tree import count_shared_prefix
 from kvant.recipes import AnySpec
 from kvant.spec import describe_spec
 
@@ -424,12 +424,10 @@ class Session:
             "hit_rate": prefiller.num_cached_tokens / max(prefiller.num_prompt_tokens, 1),
             "drafts": self.loop.num_drafts,
             "drafts_accepted": self.loop.num_accepted_drafts,
-            "prefix_lost": None if miss is None else self._describe_miss(miss),
+            "prefix_lost": None
+            if miss is None
+            else describe_prefix_miss(self.tokenizer, self.transcript.last_prompt, miss),
         }
-
-    def _describe_miss(self, miss: PrefixMiss) -> str:
-        prompt = self.transcript.last_prompt
-        return describe_prefix_miss(self.tokenizer, prompt, miss)
 
     def _finish_stream(self) -> None:
         """Compute a reply that was never iterated; end one that was."""

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from itertools import pairwise
 from math import log
 from typing import Any, Generic, TypeVar
 
@@ -36,7 +37,6 @@ KEYLESS_PATHS = ("/v1/embeddings", "/api/embed")  # these requests use no prefix
 KEY_DEPTHS = tuple(  # pages per key
     sorted({round(DEPTH_GROWTH**n) for n in range(1 + round(log(MAX_KEY_DEPTH, DEPTH_GROWTH)))})
 )
-KEY_DEPTH_SET = frozenset(KEY_DEPTHS)
 LOAD_BOUND = 1.25  # times the mean load: above it, a server is overloaded
 SPARE_REQUESTS = 8  # above the bound, without a penalty
 # Penalties, compared with a hit share of 1 for a request whose pages a server has had.
@@ -61,11 +61,13 @@ def make_keys(pages: Sequence[bytes], salt: bytes = b"") -> list[bytes]:
     """Return the keys of the depths that the pages reach; `salt` separates tenants."""
     keys = list[bytes]()
     chain = blake2b(digest_size=16, key=salt)
-    for count, page in enumerate(pages[: KEY_DEPTHS[-1]], 1):
-        chain.update(len(page).to_bytes(4, "little"))
-        chain.update(page)
-        if count in KEY_DEPTH_SET:
-            keys.append(chain.digest())
+    for begin, end in pairwise((0, *KEY_DEPTHS)):
+        if end > len(pages):
+            break
+        for page in pages[begin:end]:
+            chain.update(len(page).to_bytes(4, "little"))
+            chain.update(page)
+        keys.append(chain.digest())
     return keys
 
 
@@ -215,9 +217,8 @@ class RoutedRequest:
     @classmethod
     def from_scope(cls, scope: Mapping[str, Any], body: bytes, tenant: str) -> RoutedRequest:
         """Make a routed request from an ASGI scope, a body and the tenant of its key."""
-        cache_salt, pages = parse_prefix_pages(body)
-        if scope.get("path") in KEYLESS_PATHS:
-            pages = []
+        is_keyless = scope.get("path") in KEYLESS_PATHS
+        cache_salt, pages = (None, []) if is_keyless else parse_prefix_pages(body)
         salt = sha256(json.dumps([tenant, cache_salt]).encode()).digest()
         picklable_scope = {name: scope[name] for name in SCOPE_FIELDS if name in scope}
         return cls(picklable_scope, body, tuple(make_keys(pages, salt)), len(pages))

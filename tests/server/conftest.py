@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -44,6 +48,19 @@ def serve_model(
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def post_and_leave(service: Service, url: str, body: dict[str, Any]) -> None:
+    """Post a body, and close the connection once the engine has a request of it."""
+    address, before = urlsplit(url), service.engine.stats()["requests"]
+    connection = HTTPConnection(address.netloc, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", address.path, json.dumps(body), headers)
+    until = time.monotonic() + 60
+    while service.engine.stats()["requests"] == before:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    connection.close()
 
 
 def generate_alone(bundled_model: tuple[Any, Any], prompt: Any, count: int) -> str:

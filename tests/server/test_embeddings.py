@@ -24,7 +24,7 @@ from kvant.pooling import DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.server import ApiKeys, ServerSettings, Service, open_service
 from kvant.server.service import MAX_OPEN_INPUTS
-from server.conftest import serve_model
+from server.conftest import post_and_leave, serve_model
 
 openai, ollama = pytest.importorskip("openai"), pytest.importorskip("ollama")
 httpx = pytest.importorskip("httpx2")
@@ -229,15 +229,13 @@ def test_a_client_that_leaves_cancels_its_inputs(bundled_model: tuple[Any, Any])
             perform(action)
 
         service.engine._worker._perform = perform_slowly
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/embeddings", json={"input": ["a"] * 500}, timeout=0.5)
-        deadline = time.monotonic() + 20
-        while service.engine.stats()["running"] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        requests = service.engine.stats()["requests"]
-        time.sleep(0.3)
+        post_and_leave(service, f"{url}/v1/embeddings", {"input": ["a"] * 500})
+        until = time.monotonic() + 30
+        while service._num_choices[""]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
         stats = service.engine.stats()
-        assert stats["requests"] == requests < 100 and stats["cancelled"] > 0
+        assert stats["requests"] < 500 and stats["cancelled"] > 0
         assert post(url, "/v1/embeddings", input="a").status_code == 200
 
 
@@ -256,8 +254,7 @@ def test_a_client_that_leaves_cancels_the_input_it_waits_for(
             perform(action)
 
         worker.scheduler.chunk_sizer.max_chunk, worker._perform = 8, perform_slowly
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/embeddings", json={"input": "a b " * 60}, timeout=0.5)
+        post_and_leave(service, f"{url}/v1/embeddings", {"input": "a b " * 60})
         can_end.set()
         while (load := service.engine.load(""))["running"] or load["waiting"]:
             time.sleep(0.01)

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
-from ctypes import c_int8
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -33,8 +32,9 @@ from kvant.checkpoints import find_gguf, load_model
 from kvant.generation import TransformersDecoder
 from kvant.spec import split_specs
 from kvant.weights.packing import unpack
+from llama_cpp_model import decode, import_llama_cpp, open_context
 
-LLAMA_CACHES = {"f16": 1, "q8_0": 8}  # by llama.cpp's numbers of types
+LLAMA_CACHES = ("f16", "q8_0")
 PROMPT_BATCH = 512
 BASE = "llama.cpp f16"
 
@@ -93,28 +93,14 @@ def measure_decoding(model: Any, cache_name: str, row_name: str, task: Task) -> 
     return float(found[0]["tokens_s"])
 
 
-@lru_cache(maxsize=1)
-def import_llama_cpp() -> Any:
-    """Import llama.cpp, and silence its log."""
-    from llama_cpp import llama_cpp as lib
-
-    lib.silence = lib.llama_log_callback(lambda level, text, data: None)
-    lib.llama_log_set(lib.silence, None)
-    return lib
-
-
 def measure_llama_cpp(cache_type: str, task: Task) -> Figures:
     lib = import_llama_cpp()
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(task.file.encode(), lib.llama_model_default_params())
-    options = lib.llama_context_default_params()
-    options.n_ctx = (task.context + task.tokens + 8) * task.streams
-    options.n_batch = options.n_ubatch = PROMPT_BATCH
-    options.n_threads = options.n_threads_batch = task.threads
-    options.n_seq_max = task.streams
-    options.type_k = options.type_v = LLAMA_CACHES[cache_type]
-    options.flash_attn_type = 1  # enabled; a cache of q8_0 needs it
-    context = lib.llama_init_from_model(model, options)
+    length, streams = (task.context + task.tokens + 8) * task.streams, task.streams
+    context = open_context(
+        lib, model, cache_type, length, task.threads, batch=PROMPT_BATCH, streams=streams
+    )
     ids, begin = draw_tokens(task.context), perf_counter()
     for first in range(0, task.context, PROMPT_BATCH):
         part = ids[first : first + PROMPT_BATCH]
@@ -130,28 +116,6 @@ def measure_llama_cpp(cache_type: str, task: Task) -> Figures:
         decode(lib, context, [1000] * task.streams, same, range(task.streams), every=True)
         seconds.append(perf_counter() - begin)
     return Figures(prompt, task.streams / statistics.median(seconds[2:]))
-
-
-def decode(
-    lib: Any,
-    context: Any,
-    ids: Sequence[int],
-    positions: Sequence[int],
-    streams: Sequence[int],
-    *,
-    every: bool = False,
-) -> None:
-    """Run a forward of llama.cpp; logits are computed for `every` token, or the last one."""
-    batch = lib.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for i, (number, position, stream) in enumerate(zip(ids, positions, streams, strict=True)):
-        batch.token[i], batch.pos[i] = number, position
-        batch.n_seq_id[i], batch.seq_id[i][0] = 1, stream
-        batch.logits[i] = c_int8(every or i == len(ids) - 1).value
-    if lib.llama_decode(context, batch):
-        raise RuntimeError("llama.cpp could not compute a batch")
-    lib.llama_synchronize(context)
-    lib.llama_batch_free(batch)
 
 
 def race(

@@ -29,7 +29,7 @@ from kvant.bench import harness
 from kvant.bench.harness import show_progress
 from kvant.checkpoints import find_gguf, load, load_model
 from kvant.gguf.file import read_header
-from race_llama_cpp import import_llama_cpp
+from llama_cpp_model import import_llama_cpp
 from random_model import write_gguf
 
 WINDOW = 1024

@@ -12,8 +12,9 @@ float32 for every dtype. This module knows tokens, not text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from kvant.hf import TransformersCache, cache_for, get_cache_argument, supports_
 from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.retention import KeepAll
+
+Predict = Callable[[Tensor], Tensor]  # reads tokens [1, T], and returns logits [T, vocabulary]
 
 MAX_FORWARD_TOKENS = 512
 MAX_COMPARED_POSITIONS = 64  # compared at once: bounds the float32 copies
@@ -164,12 +167,23 @@ def _measure_piece(
         for cache in caches:
             read_prompt(model, ids[:, :begin], cache)
         caches[1].prune()
-    for start in range(begin, count, chunk):
-        stop = min(start + chunk, count)
-        raw_logits, spec_logits = (
-            compute_logits(model, ids[:, start:stop], cache) for cache in caches
-        )
-        yield compare_logits(raw_logits, spec_logits, ids[0, start + 1 : stop + 1])
+    raw, other = (partial(compute_logits, model, cache=cache) for cache in caches)
+    for (part,) in compare_predictions(raw, [other], ids[:, begin:], chunk):
+        yield part
+
+
+def compare_predictions(
+    raw: Predict, others: Sequence[Predict], ids: Tensor, chunk: int
+) -> Iterator[tuple[Divergence, ...]]:
+    """Let all read tokens [1, T] chunk by chunk, and compare the others of each chunk with raw.
+
+    The last token is only predicted.
+    """
+    for start in range(0, ids.shape[1] - 1, chunk):
+        targets = ids[0, start + 1 : start + 1 + chunk]
+        read = ids[:, start : start + len(targets)]
+        raw_logits = raw(read)
+        yield tuple(compare_logits(raw_logits, other(read), targets) for other in others)
 
 
 @torch.no_grad()

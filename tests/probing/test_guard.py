@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from itertools import count
 from pathlib import Path
@@ -16,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvant
 from hf.outliers import scale_key_channels
 from kvant import demo, hf
-from kvant.probing import guard
+from kvant.probing import advice, guard
 from kvant.probing import verdicts as verdicts_module
+from kvant.probing.divergence import make_unbounded_spec
 from kvant.probing.guard import attach_checked, explain_harm
 from kvant.probing.recommendation import make_trial
 
@@ -68,6 +70,41 @@ def test_harmful_format_is_recognized_after_a_few_tokens(
         and "affine4,tail=0 changes what" in explanation
         and probe_steps[-1][0] <= 256
     )
+
+
+def test_harm_is_explained_by_an_example_and_a_harmless_spec(
+    plain_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "TRIAL_SECONDS", 600.0)
+    broken = scale_key_channels(plain_model, 100.0, channels=(3, 11))
+    trial = make_trial(broken, tokenizer)
+    explanation = explain_harm(broken, "affine4,tail=0", trial) or ""
+    assert explanation == explain_harm(broken, "affine4,tail=0", trial)  # stored
+    assert re.search(r"After '.+' raw continues '.+', and affine4,tail=0 '.+'\. ", explanation)
+    found = re.search(
+        r"Take (\S+): a KL of (\S+) here, and (\S+) of raw's bytes at 2,048 tokens, "
+        r"where affine4,tail=0 takes (\S+)\. Recall was not tested",
+        explanation,
+    )
+    assert found is not None
+    better, mean_kl, of_raw, harmful_of_raw = found.groups()
+    assert float(mean_kl) <= trial.max_kl and 1 > float(of_raw) >= float(harmful_of_raw)
+    assert explain_harm(broken, better, trial) is None
+
+
+def test_harm_without_time_or_tokenizer_names_auto(
+    plain_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "monotonic", count().__next__)
+    broken = scale_key_channels(plain_model, 100.0, channels=(3, 11))
+    explanation = advice.describe_harm(
+        broken,
+        "affine4,tail=0",
+        make_unbounded_spec(broken, "affine4,tail=0"),
+        make_trial(broken),
+        seconds=0.5,
+    )
+    assert explanation.startswith("Take 'auto'") and "continues" not in explanation
 
 
 def test_probe_without_enough_time_is_inconclusive(

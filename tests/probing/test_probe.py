@@ -121,6 +121,7 @@ def test_format_that_breaks_recall_is_harmful(plain_model: Any, tokenizer: Any) 
     result = kvant.probe(plain_model, tokenizer, "turbo4v2")
     assert result.divergence.mean_kl < MAX_KL and result.lost > 3 * MAX_LOST
     assert not result.harmless and "recall: probability" in str(result)
+    assert result.example is not None and "raw continues" in str(result)
     better = kvant.probe(plain_model, tokenizer, result.recommended)
     assert better.harmless and better.lost < MAX_LOST
 

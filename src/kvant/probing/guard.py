@@ -15,15 +15,22 @@ from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.probing import verdicts
+from kvant.probing.advice import describe_harm
 from kvant.probing.divergence import make_empty_cache, make_unbounded_spec
-from kvant.probing.recommendation import FormatTrial, ProbeTrial, choose_format, make_trial
+from kvant.probing.recommendation import (
+    FormatTrial,
+    ProbeTrial,
+    choose_format,
+    format_spec,
+    make_trial,
+)
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto
 
 log = logging.getLogger("kvant")
-TRIAL_SECONDS = 2.0  # longest delay of a start by a trial
+TRIAL_SECONDS = 2.0  # longest delay of a start by a trial; as long again to explain a harm
 RECALL_UNTESTED_WARNING = (
     "auto was chosen by predictions alone, which change little when a model forgets: give "
     "tokenizer=, and a model of 512 tokens or more, to test recall too"
@@ -153,7 +160,8 @@ def explain_harm(
         if not any(layer.seals for layer in iterate_attention(*formats.layers)):
             return None
         fitted_spec = make_empty_cache(model, formats).spec  # the key includes channel scales
-        key = verdicts.make_key(model, trial.ids, "format", dumps(fitted_spec), trial.max_kl)
+        name, conditions = format_spec(spec), ("format", dumps(fitted_spec), trial.max_kl)
+        key = verdicts.make_key(model, trial.ids, *conditions, name)
         verdict = verdicts.load(key, Verdict.from_json)
         if verdict is None:
             verdict = assess(
@@ -164,23 +172,26 @@ def explain_harm(
                 seconds=TRIAL_SECONDS,
                 progress=progress,
             )
+            if verdict.harmless is False:
+                read = replace(trial, ids=trial.ids[:, : verdict.tokens])
+                details = describe_harm(model, spec, formats, read, TRIAL_SECONDS)
+                verdict = replace(verdict, details=details)
             if verdict.harmless is not None:  # else unknown
                 verdicts.store(key, asdict(verdict))
     except UnsupportedView as error:  # the model's own attention needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None
-    name = spec if isinstance(spec, str) else "this cache"
-    figures = f"{verdict.mean_kl:.2g} nats in the mean, {trial.max_kl:.2g} is the limit"
+    model_name = type(model).__name__
+    figures = f"{verdict.mean_kl:.2g} nats in the mean (limit {trial.max_kl:.2g})"
     if verdict.harmless is None:
         return (
-            f"unknown what {name} does to {type(model).__name__}: {verdict.tokens} of "
-            f"{verdict.total} tokens were read in {TRIAL_SECONDS:g} s ({figures}). `kvant eval` "
-            "or kvant.probe(model, tokenizer, spec) measures it"
+            f"unknown what {name} does to {model_name}: {verdict.tokens} of {verdict.total} tokens "
+            f"were read in {TRIAL_SECONDS:g} s, with a KL of {figures}. `kvant eval` or "
+            "kvant.probe(model, tokenizer, spec) measures it"
         )
     if verdict.harmless:
         return None
     return (
-        f"{name} changes what {type(model).__name__} predicts: {figures}. "
-        "kvant.probe(model, tokenizer, spec) tells where, and recommends a spec; 'auto' takes "
-        "the smallest harmless format"
+        f"{name} changes what {model_name} predicts: a KL of {figures}, and another most likely "
+        f"token at {1 - verdict.top1:.0%} of positions. {verdict.details}"
     )

@@ -25,24 +25,18 @@ from transformers import PreTrainedModel
 
 from kvant.demo import load_probe_prompts
 from kvant.errors import SpecError
-from kvant.hf import TransformersCache, get_text_model, get_transformers_model
+from kvant.hf import get_text_model, get_transformers_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
 from kvant.platform.sizes import format_size, parse_size
 from kvant.probing import verdicts
-from kvant.probing.divergence import (
-    Divergence,
-    compare_logits,
-    compute_logits,
-    make_empty_cache,
-    make_filled_cache,
-    make_unbounded_spec,
-    measure_divergence,
-)
+from kvant.probing.divergence import Divergence, make_unbounded_spec, measure_divergence
+from kvant.probing.example import Example, find_example
 from kvant.probing.recall import RecallExam, RecallTest, make_exams
+from kvant.probing.screen import MAX_SCREEN_TOKENS, QuickScreen
 from kvant.probing.verdicts import ProbeProgress, assess, ignore_progress
-from kvant.recipes import AnySpec, CacheSpec, iterate_attention
+from kvant.recipes import AnySpec
 from kvant.retention import DEFAULT_WINDOW_SINKS
 from kvant.spec.formats import SMOOTHABLE_FAMILIES, parse_format
 from kvant.spec.language import (
@@ -115,48 +109,8 @@ def make_trial(
     return ProbeTrial(torch.tensor([token_ids], device=model.device), tolerance, tokenizer)
 
 
-MAX_SCREEN_TOKENS = 128
 FIRST_SCREEN_TOKENS = 16  # enough to reject a very harmful format:
 FIRST_SCREEN_KL_FACTOR = 4.0  # one above this multiple of the limit
-
-
-@dataclass(frozen=True)
-class QuickScreen:
-    """A prompt in a raw cache, and raw logits of the tokens after it."""
-
-    model: PreTrainedModel
-    prompt: Tensor
-    cache: TransformersCache
-    ids: Tensor
-    raw_logits: Tensor
-
-    @classmethod
-    def from_tokens(cls, model: PreTrainedModel, ids: Tensor) -> QuickScreen:
-        num_screened = min(MAX_SCREEN_TOKENS, ids.shape[1] // 2)
-        cache = make_empty_cache(model, "raw")
-        prompt, screened = ids[:, : -num_screened - 1], ids[:, -num_screened - 1 :]
-        compute_logits(model, prompt, cache)
-        return cls(
-            model, prompt, cache, screened, compute_logits(model, screened[:, :-1], cache.fork())
-        )
-
-    def measure_divergence(self, spec: AnySpec, count: int = MAX_SCREEN_TOKENS) -> Divergence:
-        """Measure the divergence of a spec on the first `count` tokens after the prompt."""
-        cache = make_filled_cache(self.model, self.prompt, spec, self.cache)
-        logits = compute_logits(self.model, self.ids[:, :-1][:, :count], cache)
-        return compare_logits(self.raw_logits[:count], logits, self.ids[0, 1 : count + 1])
-
-    def measure_by_layer(self, spec: AnySpec) -> tuple[float, ...]:
-        """Return the mean divergence with one layer alone in the format; 0 if it stays raw."""
-        full, raw = make_empty_cache(self.model, spec).spec.layers, self.cache.spec.layers
-        harms = [0.0] * len(full)
-        for index, recipe in enumerate(full):
-            if any(layer.seals or layer.prune for layer in iterate_attention(recipe)):
-                single = CacheSpec((*raw[:index], recipe, *raw[index + 1 :]))
-                harms[index] = self.measure_divergence(single).mean_kl
-        return tuple(harms)
-
-
 HARMLESS = "harmless"
 
 
@@ -317,6 +271,7 @@ class Probe:
     max_lost: float  # and of the loss
     recommended: AnySpec
     why: str
+    example: Example | None = None  # what the model writes, where the spec changes that
 
     @property
     def harmless(self) -> bool:
@@ -324,14 +279,16 @@ class Probe:
 
     def __str__(self) -> str:
         worst = max(range(len(self.layers)), key=self.layers.__getitem__)
+        name = format_spec(self.spec)
+        example = "" if self.example is None else f"after {self.example.describe(name)}\n"
         return (
-            f"{_format_spec(self.spec)}: mean divergence {self.divergence.mean_kl:.2g} nats (limit "
+            f"{name}: mean divergence {self.divergence.mean_kl:.2g} nats (limit "
             f"{self.max_kl:.2g}), {self.divergence.quantile(0.999):.2g} at 1 of 1000 positions; "
-            f"the most likely token stays at {self.divergence.top1:.1%}\n"
+            f"the most likely token stays at {self.divergence.top1:.1%}\n{example}"
             f"recall: probability {self.recalled - self.lost:.2f} of an answer, "
             f"{self.recalled:.2f} with raw (limit of the loss {self.max_lost:.2g})\n"
             f"layer {worst} alone: {self.layers[worst]:.2g} nats, the most of all layers\n"
-            f"recommended: {_format_spec(self.recommended)} ({self.why})"
+            f"recommended: {format_spec(self.recommended)} ({self.why})"
         )
 
 
@@ -358,13 +315,15 @@ def probe(
     trial = make_trial(model, tokenizer, text, Tolerance(max_kl, max_lost))
     spec, evaluator = resolve_auto(model, spec, trial), SpecEvaluator(model, trial)
     divergence = evaluator.measure_divergence(spec)
-    recall_loss = evaluator.measure_recall_loss(spec)
+    recall, recall_loss = evaluator.recall, evaluator.measure_recall_loss(spec)
     recommended, reason = spec, "it is harmless"
     if divergence.mean_kl > trial.max_kl or recall_loss > trial.max_lost:
         recommended, reason = _find_better_spec(evaluator, spec)
-    layers = evaluator.screen.measure_by_layer(make_unbounded_spec(model, spec))
-    results = (divergence, layers, evaluator.recall.raw_probability, recall_loss)
-    return Probe(spec, *results, trial.max_kl, trial.max_lost, recommended, reason)
+    formats, screen = make_unbounded_spec(model, spec), evaluator.screen
+    results = (divergence, screen.measure_by_layer(formats), recall.raw_probability, recall_loss)
+    limits = trial.max_kl, trial.max_lost
+    example = None if tokenizer is None else find_example(screen, tokenizer, formats)
+    return Probe(spec, *results, *limits, recommended, reason, example)
 
 
 @dataclass(frozen=True)
@@ -425,5 +384,5 @@ def _find_better_spec(evaluator: SpecEvaluator, spec: AnySpec) -> tuple[AnySpec,
     return next(pair for pair in list_promotions(spec) if evaluator.try_format(pair[0]).harmless)
 
 
-def _format_spec(spec: AnySpec) -> str:
+def format_spec(spec: AnySpec) -> str:
     return spec if isinstance(spec, str) else "these recipes"

@@ -69,6 +69,7 @@ class Verdict:
     top1: float  # share of these whose most likely token stays
     tokens: int
     total: int
+    details: str = ""  # of a harmful format: what it changes, and what to take instead
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Verdict:
@@ -76,7 +77,8 @@ class Verdict:
         if fields["harmless"] not in (True, False):
             raise ValueError(f"harmless={fields['harmless']!r}: true or false is needed")
         numbers = float(fields["mean_kl"]), float(fields["top1"])
-        return cls(bool(fields["harmless"]), *numbers, int(fields["tokens"]), int(fields["total"]))
+        counts, details = (int(fields["tokens"]), int(fields["total"])), str(fields["details"])
+        return cls(bool(fields["harmless"]), *numbers, *counts, details)
 
 
 def assess(
@@ -160,7 +162,7 @@ def _make_verdict(
     return Verdict(harmless, divergence.mean_kl * share, top1, num_read, total)
 
 
-KEY_VERSION = "kvant verdict 2"  # change it if trials give other results
+KEY_VERSION = "kvant verdict 3"  # change it if trials give other results
 MAX_FILES = 256
 NUM_SLICES, SLICE_NBYTES = 256, 4096  # the slices of a large weight that are hashed
 

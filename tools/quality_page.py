@@ -133,13 +133,18 @@ def _format_outliers(name: str, models: Mapping[str, Mapping[str, ResultRow]]) -
 
 
 def _format_recipe(row: ResultRow, ladder: Sequence[FormatPoint]) -> dict[str, str]:
-    """Compare a recipe with uniform codes of equal bytes, interpolated in log KL."""
-    share, pairs = row["of_raw_2k"], [*pairwise(ladder)]
-    low, high = next((pair for pair in pairs if share <= pair[1].relative_nbytes), pairs[-1])
-    part = (share - low.relative_nbytes) / (high.relative_nbytes - low.relative_nbytes)
-    uniform_kl = math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
+    """Compare a recipe with uniform codes of equal bytes."""
+    ratio = row["mean_kl"] / interpolate_kl(ladder, row["of_raw_2k"])
     line = _format_name(row) | _format_columns(row, "at 2k", "mean KL")
-    return line | {"of equal bytes": f"{row['mean_kl'] / uniform_kl:.2f}"}
+    return line | {"of equal bytes": f"{ratio:.2f}"}
+
+
+def interpolate_kl(front: Sequence[FormatPoint], relative_nbytes: float) -> float:
+    """Return the KL of a Pareto front at some bytes, interpolated in log KL."""
+    pairs = [*pairwise(front)]
+    low, high = next((p for p in pairs if relative_nbytes <= p[1].relative_nbytes), pairs[-1])
+    part = (relative_nbytes - low.relative_nbytes) / (high.relative_nbytes - low.relative_nbytes)
+    return math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
 
 
 def _format_scales(row: ResultRow) -> dict[str, str]:

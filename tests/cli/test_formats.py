@@ -61,6 +61,17 @@ def test_prune_and_edge_options_change_the_figures(call: Any) -> None:
     assert "leaves out the first and last layers" in call("formats", "affine4,edge=1:raw")[1]
 
 
+def test_layers_in_formats_of_their_own_are_explained(call: Any) -> None:
+    spec = "turbo3,layers=0-1:affine8v4+5:raw,group=32"
+    code, out, _ = call("formats", spec)
+    assert code == 0
+    for text in ("layers 0-1: keys affine8 ", "layers 0-1: values affine4 ", "layer 5: raw "):
+        assert text in out
+    assert "leaves out the layers in formats of their own" in out
+    lengths = [json.loads(call("formats", s, "--json")[1])["lengths"] for s in (spec, "turbo3")]
+    assert lengths[0] == lengths[1]
+
+
 @pytest.mark.parametrize(
     ("spec", "meaning"),
     [

@@ -262,7 +262,7 @@ def test_every_layer_above_a_downgrade_is_lowered() -> None:
     cache = make_cache("affine4,edge=1:raw", 5000, num_layers=4)
     AdaptiveStrategy(cache.nbytes - 1).make_room(cache, 0)
     assert [layer.keys.bits for layer in list_attention_specs(cache.spec)] == [8, 4, 4, 8]
-    assert describe_spec(cache.spec) == "affine8 and affine4"
+    assert describe_spec(cache.spec) == "affine8,layers=1-2:affine4"
     AdaptiveStrategy(cache.nbytes - 1).make_room(cache, 0)
     assert [layer.keys.bits for layer in list_attention_specs(cache.spec)] == [4, 4, 4, 4]
 

@@ -174,6 +174,70 @@ def test_edge_layers_keep_the_other_options() -> None:
     assert (edge.retention, edge.page) == (main.retention, main.page) == (Window(64, 4), 128)
 
 
+LAYERS = {
+    "affine4,layers=0:affine8": "8444",
+    "affine4,layers=1-2:affine6+3:affine8": "4668",
+    "affine4,layers=0-3:affine8": "8888",
+    "turbo2,layers=0:turbo4v3+2-3:turbo3": "4233",
+}
+
+
+@pytest.mark.parametrize(("text", "widths"), LAYERS.items())
+def test_layers_have_formats_of_their_own(text: str, widths: str) -> None:
+    assert "".join(str(layer.keys.bits) for layer in parse(text, 4).layers) == widths
+
+
+def test_layers_keep_the_other_options() -> None:
+    text = "turbo4v2,window=64,page=128,group=16,layers=1:affine8/raw"
+    main, other = parse(text, 3).layers[:2]
+    assert (other.keys, other.values) == (Affine(8, 16), Raw())
+    assert (other.retention, other.page) == (main.retention, main.page) == (Window(64, 4), 128)
+
+
+def test_layers_and_edge_give_the_same_recipes() -> None:
+    """The JSON is the header of a file and part of the key of a prefix."""
+    edge, layers = parse("turbo3,edge=1", 4), parse("turbo3,layers=0:affine8+3:affine8", 4)
+    assert edge == layers and to_json(edge) == to_json(layers)
+    assert to_json(layers) != to_json(parse("turbo3,layers=0:affine8", 4))
+    assert from_json(to_json(layers)) == layers
+
+
+NUM_LAYERS = 6
+FORMAT = st.sampled_from(["raw", "affine8", "affine4", "affine8v4", "turbo3", "fp8/turbo2"])
+
+
+@st.composite
+def draw_spec(draw: st.DrawFn) -> str:
+    """Draw a spec with runs of layers and the options that describe_spec prints."""
+    ends = sorted(draw(st.sets(st.integers(0, NUM_LAYERS - 1), max_size=4)))
+    pairs = zip(ends[::2], ends[1::2], strict=False)
+    runs = "+".join(f"{first}-{last}:{draw(FORMAT)}" for first, last in pairs)
+    options = ["window=64", "window=64,sinks=0", "sinks=4", "prune=snapkv:25%:adaptive"]
+    words = [draw(FORMAT), f"layers={runs}" if runs else ""]
+    words += (
+        draw(st.sampled_from(["", *options])),
+        draw(st.sampled_from(["", "select=25%", "select=7:0"])),
+    )
+    return ",".join(word for word in words if word)
+
+
+@given(draw_spec())
+def test_described_spec_parses_to_the_same_spec(text: str) -> None:
+    spec = parse(text, NUM_LAYERS)
+    assert parse(describe_spec(spec), NUM_LAYERS) == spec
+
+
+def test_description_lists_runs_of_layers() -> None:
+    text = "turbo3,layers=0:affine8v4+4-5:turbo4"
+    assert describe_spec(parse(text, 9)) == text
+    assert describe_spec(parse("affine4,edge=1", 5)) == "affine4,layers=0:affine8+4:affine8"
+
+
+def test_layer_beyond_the_last_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"names layer 6 of 6, .* allowed: 0 to 5; nearest: 5"):
+        parse("turbo3,layers=0:affine8+5-6:turbo4", 6)
+
+
 def list_seeds(text: str, num_layers: int = 8) -> list[int]:
     layers = parse(text, num_layers).layers
     return [side.frame.seed for layer in layers for side in (layer.keys, layer.values)]
@@ -286,6 +350,21 @@ REFUSED = [
     ("affine4,edge=2:affine9", "'affine9'", "nearest: affine8"),
     ("affine4,edge=2:affine8:group=16", "'affine8:group=16'", "nearest: affine8"),
     ("affine4,edge=2:auto", "auto", "nearest: affine8"),
+    ("affine4,layers", "'layers'", "nearest: layers=0:affine8"),
+    ("affine4,layers=", "'layers='", "nearest: layers=0:affine8"),
+    ("affine4,layers=turbo4", "'turbo4' names no layers", "nearest: layers=4:affine8"),
+    ("affine4,layers=0..1:turbo4", "'0..1:turbo4' names no", "nearest: layers=0-1:turbo4"),
+    ("affine4,layers=0:turbo4+", "'' names no layers", "nearest: layers=0:affine8"),
+    ("affine4,layers=0", "''", "nearest: raw"),
+    ("affine4,layers=0:affine9", "'affine9'", "nearest: affine8"),
+    ("affine4,layers=0:auto", "auto", "nearest: affine8"),
+    ("affine4,layers=2:turbo4+1:turbo3", "layers 1;", "nearest: 3"),
+    ("affine4,layers=0-2:turbo4+2:turbo3", "layers 2;", "nearest: 3"),
+    ("affine4,layers=2-1:turbo4", "layers 2-1;", "nearest: 2"),
+    ("affine4,layers=4:turbo4", "names layer 4 of 4", "nearest: 3"),
+    ("affine4,layers=524288:turbo4", "layers 524288;", "from 0 to 524287"),
+    ("affine4,edge=1,layers=1:turbo4", "'edge' with layers", "nearest: no edge"),
+    ("turbo3,layers=0:raw,group=32", "'group=32'", "nearest: affine8,group=32"),
     ("affine8,select", "'select'", "nearest: select=1"),
     ("affine8,select=0", "'select=0'", "nearest: select=1"),
     ("affine8,select=0%", "'select=0%'", "nearest: select=1%"),
@@ -381,6 +460,7 @@ def test_registered_codec_is_a_format_at_once(monkeypatch: pytest.MonkeyPatch) -
             ["affine4,rotate,window=64,sinks=4", "affine8"],
         ),
         ("affine8,edge=2:turbo4,raw/affine4", ["affine8,edge=2:turbo4", "raw/affine4"]),
+        ("turbo3,layers=0-1:raw+3:fp8,raw", ["turbo3,layers=0-1:raw+3:fp8", "raw"]),
     ],
 )
 def test_specs_and_options_are_told_apart(text: str, specs: list[str]) -> None:

@@ -20,11 +20,11 @@ from kvant.checkpoints import find_gguf, load_config, read_config
 from kvant.cli import options, print_line, print_table
 from kvant.platform.sizes import format_size, parse_size
 from kvant.platform.terminal import make_table
-from kvant.recipes import iterate_attention
+from kvant.recipes import AnySpec, iterate_attention
 from kvant.retention import KeepAll
-from kvant.spec.formats import AUTO_WORD, FORMAT_WORDS, FormatWord, SideFormat, parse_format
-from kvant.spec.language import check_spec_or_auto, is_auto
-from kvant.spec.options import OPTION_WORDS, parse_options
+from kvant.spec.formats import AUTO_WORD, FORMAT_WORDS, FormatWord, LayerFormat, SideFormat
+from kvant.spec.language import check_spec_or_auto, is_auto, parse_main_layer, parse_words
+from kvant.spec.options import OPTION_WORDS
 
 if TYPE_CHECKING:
     import torch
@@ -96,20 +96,17 @@ def _explain_spec(spec: str) -> dict[str, Any]:
     if is_auto(spec):
         return {"spec": spec, "words": {AUTO_WORD.word: AUTO_WORD.meaning}, "lengths": []}
     first, *rest = (word.strip() for word in spec.split(","))
-    side_formats = parse_format(first)
-    keys, values = side_formats.keys, side_formats.values
-    if keys == values:
-        words = {keys.word: _find_format_word(keys).meaning}
-    else:
-        words = {f"keys {keys.word}": _find_format_word(keys).meaning}
-        words[f"values {values.word}"] = _find_format_word(values).meaning
-    words |= {word: _explain_option(word) for word in rest}
-    options = parse_options(rest)
-    inner_spec = ",".join(word for word in (first, *rest) if not word.startswith("edge="))
+    main, _, _, runs, options = parse_words(spec)
+    words = _explain_format(main)
+    words |= {word: _explain_option(word) for word in rest if not word.startswith("layers=")}
+    for run in runs:
+        name = f"layer {run.first}" if run.first == run.last else f"layers {run.first}-{run.last}"
+        words |= {f"{name}: {side}": text for side, text in _explain_format(run.format).items()}
+    main_layer = parse_main_layer(spec)
     capacity = options.get("capacity", EXAMPLE_LENGTHS[-1])
     lengths = []
     for length in sorted({min(length, capacity) for length in EXAMPLE_LENGTHS}):
-        layer_plan, raw_nbytes = _plan_layer(inner_spec, length), _plan_layer("raw", length).nbytes
+        layer_plan, raw_nbytes = _plan_layer(main_layer, length), _plan_layer("raw", length).nbytes
         row = {"tokens": length, "nbytes": layer_plan.nbytes}
         row["of_raw"] = layer_plan.nbytes / raw_nbytes
         if "prune" in options:
@@ -125,6 +122,15 @@ def _explain_spec(spec: str) -> dict[str, Any]:
     }
 
 
+def _explain_format(layer_format: LayerFormat) -> dict[str, str]:
+    """Return the meaning of a format, or of each side if they differ."""
+    keys, values = layer_format.keys, layer_format.values
+    if keys == values:
+        return {keys.word: _find_format_word(keys).meaning}
+    sides = {f"keys {keys.word}": keys, f"values {values.word}": values}
+    return {name: _find_format_word(side).meaning for name, side in sides.items()}
+
+
 def _explain_option(word: str) -> str:
     """Return the meaning of an option, with a plain number in place of its N."""
     name, _, value = word.partition("=")
@@ -134,7 +140,7 @@ def _explain_option(word: str) -> str:
     return meaning.replace("N", value) if value.isdecimal() else meaning
 
 
-def _plan_layer(spec: str, context: int) -> Plan:
+def _plan_layer(spec: AnySpec, context: int) -> Plan:
     from kvant.models.shapes import Shape
     from kvant.planner import plan as plan_cache
 
@@ -180,6 +186,8 @@ def _show_spec(report: dict[str, Any]) -> None:
     print_line(f"{size} bytes per sealed token in {report['layer']}")
     if any(word.startswith("edge=") for word in report["words"]):
         print_line("the table leaves out the first and last layers (edge=)")
+    if any(word.startswith("layer") for word in report["words"]):
+        print_line("the table leaves out the layers in formats of their own (layers=)")
     headings = [">tokens", ">memory a layer", ">of raw"]
     if "nbytes_kept" in report["lengths"][0]:
         headings += [">after prefill", ">of raw"]

@@ -209,7 +209,7 @@ def list_promotions(spec: str) -> Iterator[tuple[str, str]]:
         without_group = [part for part in others if not part.startswith("group=")]
         yield _join_spec(wider, without_group), "keys need affine8"
         yield _join_spec(wider, without_group, "smooth"), "keys need affine8 and scaled channels"
-    if not any(part.startswith("edge=") for part in others):
+    if not any(part.startswith(("edge=", "layers=")) for part in others):
         edges = _join_spec(word, others, "smooth", "edge=2")
         yield edges, "the layers at both ends need 8 bits"
     limits = [part for part in others if part.split("=")[0] in ("window", "sinks", "capacity")]

@@ -21,7 +21,7 @@ from kvant.errors import SpecError
 from kvant.platform.devices import parse_device, parse_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
-from kvant.spec import as_spec
+from kvant.spec import parse_words
 from kvant.spec.language import check_spec_or_auto, is_auto
 from kvant.stores import open_tiers
 
@@ -107,7 +107,7 @@ class ServerSettings(BaseModel):
     @property
     def shares_prefixes(self) -> bool:
         """Whether prompts share prefixes: not if rows are pruned, which another may need."""
-        return is_auto(self.kv_cache) or not as_spec(self.kv_cache, 1).prunes
+        return is_auto(self.kv_cache) or "prune" not in parse_words(self.kv_cache).options
 
 
 def read_authorization(headers: Mapping[str, str]) -> str:

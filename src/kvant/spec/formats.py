@@ -10,10 +10,12 @@ nor layers, and of the options only those of CodecOptions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from inspect import signature
+from itertools import groupby
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -258,6 +260,17 @@ def format_codecs(*codecs: Codec) -> str:
     if len(words) == 2 and words[0][:-1] == words[1][:-1] in ("affine", "turbo"):
         return f"{words[0]}v{words[1][-1]}"
     return "/".join(words)
+
+
+def format_layers(words: Sequence[str]) -> str:
+    """Format the formats of all layers as in a spec: turbo3,layers=0:affine8+4-5:turbo4."""
+    main, runs, first = Counter(words).most_common(1)[0][0], list[str](), 0
+    for word, same in groupby(words):
+        last = first + len([*same]) - 1
+        if word != main:
+            runs.append(f"{first}:{word}" if first == last else f"{first}-{last}:{word}")
+        first = last + 1
+    return f"{main},layers={'+'.join(runs)}" if runs else main
 
 
 def format_codec(codec: Codec) -> str:

@@ -39,12 +39,15 @@ from kvant.spec.formats import (
     CodecOptions,
     LayerFormat,
     format_codecs,
+    format_layers,
     parse_format,
 )
 from kvant.spec.options import (
     ADAPTIVE,
     MAX_OPTION_VALUE,
+    NUM_UNSELECTED_LAYERS,
     OPTION_PARSERS,
+    LayerRun,
     check_options,
     parse_options,
 )
@@ -91,15 +94,23 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     """
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
-    main, edge, edge_layers, options = parse_words(text)
-    codec_options = CodecOptions(
-        options.get("group"), "rotate" in options, "smooth" in options, options.get("seed", 0)
+    words = parse_words(text)
+    if words.runs and words.runs[-1].last >= num_layers:
+        raise SpecError(
+            f"option 'layers' names layer {words.runs[-1].last} of {num_layers}, counted from 0;"
+            f" allowed: 0 to {num_layers - 1}; nearest: {num_layers - 1}"
+        )
+    layers = (
+        make_recipe(words.find_format(layer, num_layers), words.options, layer)
+        for layer in range(num_layers)
     )
-    layers = []
-    for layer in range(num_layers):
-        is_edge = min(layer, num_layers - 1 - layer) < edge_layers
-        layers.append(make_recipe(edge if is_edge else main, options, codec_options, layer))
     return check_spec(CacheSpec(tuple(layers)))
+
+
+def parse_main_layer(text: str) -> LayerSpec:
+    """Parse the recipe of the layers that neither `edge` nor `layers` names."""
+    words = parse_words(text)
+    return make_recipe(words.main, words.options, 0)
 
 
 class ParsedWords(NamedTuple):
@@ -108,7 +119,14 @@ class ParsedWords(NamedTuple):
     main: LayerFormat
     edge: LayerFormat
     edge_layers: int  # layers in `edge`, at each end
+    runs: tuple[LayerRun, ...]  # layers in formats of their own
     options: Mapping[str, Any]
+
+    def find_format(self, layer: int, num_layers: int) -> LayerFormat:
+        """Return the format of layer number `layer`."""
+        if min(layer, num_layers - 1 - layer) < self.edge_layers:
+            return self.edge
+        return next((run.format for run in self.runs if run.first <= layer <= run.last), self.main)
 
 
 def parse_words(text: str) -> ParsedWords:
@@ -124,9 +142,11 @@ def parse_words(text: str) -> ParsedWords:
         )
     main = parse_format(first)
     options = parse_options(rest)
-    edge_layers, edge = options.pop("edge", (0, main))
-    check_options(options, (main, edge) if edge_layers else (main,))
-    return ParsedWords(main, edge, edge_layers, options)
+    edge_layers, edge = options.get("edge", (0, main))
+    runs = options.get("layers", ())
+    formats = (main, *(run.format for run in runs), *((edge,) if edge_layers else ()))
+    check_options(options, formats)
+    return ParsedWords(main, edge, edge_layers, runs, options)
 
 
 def split_specs(text: str) -> list[str]:
@@ -140,10 +160,11 @@ def split_specs(text: str) -> list[str]:
     return specs
 
 
-def make_recipe(
-    layer_format: LayerFormat, options: Mapping[str, Any], codec_options: CodecOptions, layer: int
-) -> LayerSpec:
+def make_recipe(layer_format: LayerFormat, options: Mapping[str, Any], layer: int) -> LayerSpec:
     """Build the recipe of layer number `layer`."""
+    codec_options = CodecOptions(
+        options.get("group"), "rotate" in options, "smooth" in options, options.get("seed", 0)
+    )
     keys, values = layer_format.make_codecs(codec_options, layer)
     retention: Retention = KeepAll(options.get("sinks", 0))
     if "window" in options:
@@ -263,19 +284,24 @@ def from_json(text: str) -> CacheSpec:
 
 
 def describe_spec(spec: CacheSpec) -> str:
-    """Describe a spec in its own words: formats, widest retention, selection and prune."""
+    """Describe a spec in its own words: formats, widest retention, selection and prune.
+
+    `parse` returns the same spec if it has no other options, and one retention for all layers.
+    """
     layers = list(iterate_attention(*spec.layers))
     if not layers:
         return ""
-    text = " and ".join(dict.fromkeys(format_codecs(*layer.sides.values()) for layer in layers))
+    text = format_layers([format_codecs(*layer.sides.values()) for layer in layers])
     retention = max(layers, key=lambda layer: layer.effective_window).retention
     if retention.window is not None:
         text += f",window={retention.window}"
     if retention.window is not None or retention.sinks:  # with a window, 0 is not the default
         text += f",sinks={retention.sinks}"
-    selection = next((layer.select for layer in layers if layer.select is not None), None)
+    selecting = ((layer.select, i) for i, layer in enumerate(layers) if layer.select is not None)
+    selection, first_layer = next(selecting, (None, 0))
     if selection is not None:
         text += f",select={selection.pages or f'{selection.percent:g}%'}"
+        text += f":{first_layer}" if first_layer != NUM_UNSELECTED_LAYERS else ""
     prune = next((layer.prune for layer in layers if layer.prune is not None), None)
     if prune is not None:
         text += f",prune={prune.score.name}:{prune.rows or f'{prune.percent:g}%'}"

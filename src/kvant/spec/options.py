@@ -1,6 +1,7 @@
 """Parse the options of a spec, and refuse those that contradict each other.
 
     option := NAME | NAME "=" VALUE
+    layers := "layers=" run ("+" run)*          run := FIRST ("-" LAST)? ":" FORMAT
 
 OPTION_PARSERS maps each name to the parser of its value. Numbers are decimal, at most
 MAX_OPTION_VALUE. An option that no format of the spec supports is an error; an option without
@@ -20,6 +21,7 @@ from kvant.contracts import PageSelection
 from kvant.errors import SpecError
 from kvant.retention import DEFAULT_WINDOW_SINKS, SCORES, Pruning
 from kvant.spec.formats import (
+    MAX_LAYERS,
     ROTATABLE_FAMILIES,
     SMOOTHABLE_FAMILIES,
     LayerFormat,
@@ -96,6 +98,37 @@ def parse_edge(name: str, text: str | None) -> tuple[int, LayerFormat]:
     return count, parse_format(word if colon else "affine8")
 
 
+class LayerRun(NamedTuple):
+    """The format of consecutive layers; layers that attend count from 0."""
+
+    first: int
+    last: int
+    format: LayerFormat
+
+
+def parse_layers(name: str, text: str | None) -> tuple[LayerRun, ...]:
+    """Parse ascending runs of layers with their formats: 0:affine8+3-5:turbo4v3."""
+    option, runs = _format_option(name, text), list[LayerRun]()
+    for run in (text or "").split("+"):
+        numbers, _, word = run.partition(":")
+        match = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?", numbers)
+        if match is None:
+            nearest = "-".join(re.findall("[0-9]{1,6}", numbers)[:2]) or "0"
+            raise SpecError(
+                f"option {option}: {short(run)} names no layers; allowed: N:FORMAT or N-M:FORMAT,"
+                f" joined by +; nearest: {name}={nearest}:{short(word)[1:-1] or 'affine8'}"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        minimum = runs[-1].last + 1 if runs else 0
+        if not minimum <= first <= last < MAX_LAYERS:
+            raise SpecError(
+                f"option {option}: layers {numbers}; allowed here: ascending layers from {minimum}"
+                f" to {MAX_LAYERS - 1}, each once; nearest: {max(first, minimum)}"
+            )
+        runs.append(LayerRun(first, last, parse_format(word)))
+    return tuple(runs)
+
+
 def _parse_amount(text: str) -> tuple[int, float, str]:
     """Parse a number, or a share such as 25%; the third result is the nearest allowed text."""
     count = int(re.split("[^0-9]", text, maxsplit=1)[0][:10] or 0)
@@ -157,6 +190,7 @@ OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
     "step": NumberOption(1),
     "capacity": NumberOption(1),
     "edge": parse_edge,
+    "layers": parse_layers,
     "seed": NumberOption(),
     "select": parse_select,
     "prune": parse_prune,
@@ -185,6 +219,8 @@ prune=SCORE:KEEP | all | after a prompt each head keeps its best rows | memory
 tail=N | by format | the last N rows are read dense | less loss at few bits
 start=N | 0 | rows stay dense until a sequence has N tokens | short prompts without loss
 edge=N:FORMAT | 0:affine8 | the first and last N layers use another format | sensitive layers
+layers=N:FORMAT | none | layer N, or layers N-M, use another format; + joins more \
+    | what kvant.tune finds
 group=N | by width | values per scale: 16, 32, 64, 128 (affine) | accuracy or size
 rotate | off | rows are rotated before encoding (affine, fp8) | rows with outliers
 smooth | off | channels are scaled before encoding, fitted to the model | rows with outliers
@@ -256,6 +292,11 @@ def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) ->
         raise SpecError(
             f"option 'smooth': {words} has nothing to smooth; allowed with affine, turbo and fp8;"
             " nearest: affine8,smooth"
+        )
+    if "edge" in options and "layers" in options:
+        raise SpecError(
+            "option 'edge' with layers: both name the format of a layer; allowed: one of the two;"
+            " nearest: no edge"
         )
     for name in ("window", "sinks"):
         if "prune" in options and name in options:

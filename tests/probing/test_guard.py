@@ -21,7 +21,7 @@ from kvant.probing import advice, guard
 from kvant.probing import verdicts as verdicts_module
 from kvant.probing.divergence import make_unbounded_spec
 from kvant.probing.guard import attach_checked, explain_harm
-from kvant.probing.recommendation import make_trial
+from kvant.probing.trials import make_trial
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,8 @@ from hf.outliers import scale_key_channels
 from hf.zoo import build
 from kvant import SpecError, demo
 from kvant.probing import explain_harm, make_trial, resolve_auto
-from kvant.probing.recommendation import (
-    CANDIDATE_SPECS,
-    RANDOM_TOKENS_KL_SCALE,
-    find_smallest_spec,
-    list_promotions,
-)
+from kvant.probing.recommendation import find_smallest_spec, list_promotions
+from kvant.probing.trials import CANDIDATE_SPECS, RANDOM_TOKENS_KL_SCALE
 from kvant.spec.language import MAX_KL, MAX_LOST, Tolerance, parse_auto_tolerance
 
 

@@ -2,7 +2,8 @@
 
 from kvant.probing.divergence import Divergence, measure_divergence
 from kvant.probing.guard import attach, attach_checked, explain_harm
-from kvant.probing.recommendation import Probe, make_trial, probe, resolve_auto
+from kvant.probing.recommendation import Probe, probe, resolve_auto
+from kvant.probing.trials import make_trial
 
 __all__ = [
     "Divergence",

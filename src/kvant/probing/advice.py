@@ -11,8 +11,9 @@ from kvant.models import layer_shapes, max_context
 from kvant.planner import plan
 from kvant.probing.divergence import make_unbounded_spec
 from kvant.probing.example import find_example
-from kvant.probing.recommendation import ProbeTrial, format_spec, list_promotions
+from kvant.probing.recommendation import format_spec, list_promotions
 from kvant.probing.screen import QuickScreen
+from kvant.probing.trials import ProbeTrial
 from kvant.recipes import AnySpec, CacheSpec
 
 MAX_COMPARED_CONTEXT = 8192  # tokens of the caches whose bytes are compared

@@ -17,13 +17,8 @@ from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.probing import verdicts
 from kvant.probing.advice import describe_harm
 from kvant.probing.divergence import make_empty_cache, make_unbounded_spec
-from kvant.probing.recommendation import (
-    FormatTrial,
-    ProbeTrial,
-    choose_format,
-    format_spec,
-    make_trial,
-)
+from kvant.probing.recommendation import choose_format, format_spec
+from kvant.probing.trials import FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec.headers import dumps

@@ -273,6 +273,30 @@ def test_plan_names_the_dtype_of_rows() -> None:
     assert plan(Shape(3, 2, 64, 64), "f32,edge=1:raw").dtypes == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("raw", 16.0),
+        ("f32", 32.0),
+        ("affine8", 8.5),
+        ("turbo3", 3.25),
+        ("turbo4v2", 3.25),
+        ("turbo3,window=64,sinks=4,tail=0", 3.25),  # of sealed rows, whatever stays dense
+        ("turbo3,layers=0:turbo4+3:turbo2/raw", (2 * 3.25 + 4.25 + (2.25 + 16) / 2) / 4),
+    ],
+)
+def test_bits_of_a_value_count_scales(text: str, bits: float) -> None:
+    planned = plan(Shape(4, 2, 64, 64), text)
+    assert planned.bits_per_value == bits
+    assert sum(planned.row_nbytes) == 4 * 2 * 128 * bits / 8
+
+
+def test_bits_of_a_value_skip_values_inside_keys_and_states() -> None:
+    assert plan(build("deepseek_v3"), "f16").bits_per_value == 16
+    assert plan(build("falcon_h1"), "f16").bits_per_value == 16
+    assert plan(build("mamba"), "raw").bits_per_value == 0
+
+
 def test_window_grown_by_a_long_chunk_allocates_the_plan() -> None:
     cache = Cache(1, "raw,window=130,sinks=0,page=128,slack=1")
     for count in (1, 1, 200, 65):

@@ -82,6 +82,24 @@ class Plan:
         """Bytes of each further token of one sequence, in the long run; 0 under a window."""
         return sum(_count_token_nbytes(recipe, layer) for recipe, layer in self._layer_pairs)
 
+    @cached_property
+    def row_nbytes(self) -> tuple[float, ...]:
+        """Bytes of a sealed row of each layer, all heads; of an open row if it seals no pages."""
+        return tuple(
+            sum(_count_row(spec, layer) for spec in iterate_attention(recipe))
+            for recipe, layer in self._layer_pairs
+        )
+
+    @property
+    def bits_per_value(self) -> float:
+        """Mean bits of a value of these rows, scales included; 0 if no layer attends."""
+        num_values = sum(
+            layer.num_heads * sum(_make_geometry(spec, layer).dims.values())
+            for recipe, layer in self._layer_pairs
+            for spec in iterate_attention(recipe)
+        )
+        return 8 * sum(self.row_nbytes) / num_values if num_values else 0.0
+
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of dense rows; bfloat16 if neither the spec nor the model names one."""
@@ -262,6 +280,11 @@ def _count_token_nbytes(recipe: Recipe, layer: LayerShape) -> float:
         return sum(_count_token_nbytes(part, layer) for _, part in recipe.parts)
     if not isinstance(recipe, LayerSpec) or recipe.retention.window is not None:
         return 0.0
+    return _count_row(recipe, layer)
+
+
+def _count_row(recipe: LayerSpec, layer: LayerShape) -> float:
+    """Return the bytes of a row of all heads: sealed, unless the layer seals no pages."""
     geometry = _make_geometry(recipe, layer)
     page = geometry.sealed_nbytes(recipe) if recipe.seals else geometry.open_nbytes(recipe)
     return page / recipe.page

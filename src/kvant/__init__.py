@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from kvant.models.shapes import Shape
     from kvant.planner import Plan, plan
     from kvant.prefixes import Prefixes
-    from kvant.probing import Probe, attach, probe
+    from kvant.probing import Probe, TunedSpec, attach, probe, tune
     from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
     from kvant.spec import parse
     from kvant.weights.packing import Packing, pack, unpack
@@ -82,6 +82,7 @@ __all__ = [
     "SpecError",
     "Step",
     "Stream",
+    "TunedSpec",
     "UnknownSequence",
     "UnsupportedView",
     "Usage",
@@ -100,6 +101,7 @@ __all__ = [
     "plan",
     "probe",
     "save",
+    "tune",
     "unpack",
 ]
 
@@ -120,7 +122,7 @@ NAMES_BY_MODULE = {  # the public names that are imported on first use
     "kvant.models.shapes": "Shape",
     "kvant.planner": "Plan plan",
     "kvant.prefixes": "Prefixes",
-    "kvant.probing": "Probe attach probe",
+    "kvant.probing": "Probe TunedSpec attach probe tune",
     "kvant.recipes": "CacheSpec EmptySpec GroupSpec LayerSpec RecurrentSpec SharedSpec",
     "kvant.spec": "parse",
     "kvant.weights.packing": "Packing pack unpack",

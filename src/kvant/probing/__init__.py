@@ -4,10 +4,12 @@ from kvant.probing.divergence import Divergence, measure_divergence
 from kvant.probing.guard import attach, attach_checked, explain_harm
 from kvant.probing.recommendation import Probe, probe, resolve_auto
 from kvant.probing.trials import make_trial
+from kvant.probing.tuning import TunedSpec, tune
 
 __all__ = [
     "Divergence",
     "Probe",
+    "TunedSpec",
     "attach",
     "attach_checked",
     "explain_harm",
@@ -15,4 +17,5 @@ __all__ = [
     "measure_divergence",
     "probe",
     "resolve_auto",
+    "tune",
 ]

@@ -47,6 +47,16 @@ def test_json_is_one_object_and_matches_the_files(call: Any, tmp_path: Path) -> 
     assert second_report == report
 
 
+def test_auto_is_evaluated_as_the_spec_it_stands_for(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {"auto:3.25bits": "turbo3,layers=0:affine8", "affine8": "affine8"}
+    monkeypatch.setattr("kvant.probing.resolve_auto", lambda model, spec, *_: chosen[spec])
+    code, out, _ = call("eval", *FEW, "--formats", "auto:3.25bits,affine8", "--json")
+    assert code == 0
+    assert [entry["format"] for entry in json.loads(out)["formats"]] == [*chosen.values()]
+
+
 def test_full_disk_is_one_error_line_with_the_file(call: Any) -> None:
     code, _, error = call("eval", *FEW, "--formats", "affine8", "--csv", "/dev/full")
     assert code == 1

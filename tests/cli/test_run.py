@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -113,6 +114,20 @@ def test_strategies_and_drafts_give_the_same_text(words: tuple[str, ...], call: 
     plain = call(*SHORT)
     assert plain[0] == 0
     assert call(*SHORT, *words) == plain
+
+
+def test_auto_in_given_bits_reports_formats_by_layer(call: Any) -> None:
+    code, out, error = call(*SHORT, "--kv-cache", "auto:3.25bits", "--json")
+    lines = [line for line in error.splitlines() if not line.startswith("testing auto:")]
+    first, chosen, _, *rows = lines
+    assert code == 0 and first.startswith("auto:3.25bits: testing formats")
+    assert re.fullmatch(r"auto:3.25bits: turbo\d\S*,layers=\S+", chosen)
+    assert [row.split()[1] for row in rows if row.startswith("*")] == [chosen.split()[1]]
+    assert chosen.split()[1].startswith(json.loads(out)["kv_cache"])
+    code, _, error = call(*SHORT, "--kv-cache", "auto:1.5bits")
+    assert (
+        code == 2 and "a limit of 1.5 bits: the smallest format for this model, turbo2, " in error
+    )
 
 
 def test_auto_reports_its_choice(call: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from kvant import SpecError, demo
 from kvant.models import layer_shapes
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
-from kvant.probing import make_trial, measure_divergence, tuning
-from kvant.probing.trials import FORMAT_LADDER
+from kvant.probing import make_trial, measure_divergence, recommendation, resolve_auto, tuning
+from kvant.probing.trials import FORMAT_LADDER, FormatTrial
 from kvant.probing.tuning import (
     BitsLimit,
     BytesLimit,
@@ -185,6 +186,36 @@ def test_large_sizes_are_rounded_up_to_steps() -> None:
     limit = 2 * 10**9 + 800_000
     chosen = choose_pairs(harms, sizes, limit)
     assert sum(sizes[pair][layer] for layer, pair in enumerate(chosen)) <= limit
+
+
+def test_limit_of_bits_is_tuned_once(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, verdicts: Path
+) -> None:
+    limits = []
+    chosen = FormatTrial("turbo2,layers=0:turbo4", 0.1, 0.9, None, tuning.MIXTURE)
+
+    def find_nothing(model: Any, trial: Any, limit: BitsLimit, progress: Any) -> TunedSpec:
+        limits.append(limit)
+        return TunedSpec(chosen.spec, 2.5, (chosen,), "no measurement")
+
+    monkeypatch.setattr(recommendation, "find_best_spec", find_nothing)
+    trial = make_trial(model, tokenizer)
+    specs = [resolve_auto(model, f"auto:{bits}bits", trial) for bits in (2.5, 2.5, 3)]
+    assert specs == [chosen.spec] * 3 and limits == [BitsLimit(2.5), BitsLimit(3)]
+    for file in verdicts.iterdir():
+        file.write_text(file.read_text().replace("turbo2,", "turbo9,"))
+    assert resolve_auto(model, "auto:3bits", trial) == chosen.spec and len(limits) == 3
+
+
+def test_harmful_result_in_given_bits_warns(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worst = FormatTrial("affine2,tail=0", 0.1, 0.9, None, tuning.UNIFORM)
+    result = TunedSpec(worst.spec, 4.0, (worst,), "no measurement")
+    monkeypatch.setattr(recommendation, "find_best_spec", lambda *arguments: result)
+    with pytest.warns(UserWarning, match="affine2,tail=0 changes what"):
+        kvant.attach(model, "auto:4bits", tokenizer=tokenizer)
+    kvant.detach(model)
 
 
 def test_values_inside_keys_have_no_format_of_their_own() -> None:

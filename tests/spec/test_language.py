@@ -15,6 +15,7 @@ from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.retention import KeepAll, Window
 from kvant.spec import as_spec, describe_spec, from_json, parse, split_specs, to_json
+from kvant.spec.language import check_spec_or_auto, parse_auto_bits
 
 
 def parse_first(text: str) -> LayerSpec:
@@ -236,6 +237,23 @@ def test_description_lists_runs_of_layers() -> None:
 def test_layer_beyond_the_last_is_refused() -> None:
     with pytest.raises(SpecError, match=r"names layer 6 of 6, .* allowed: 0 to 5; nearest: 5"):
         parse("turbo3,layers=0:affine8+5-6:turbo4", 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("auto:3.25bits", 3.25), (" auto:4 bits ", 4.0), ("auto", None), ("auto:1GiB", None)],
+)
+def test_auto_takes_a_limit_of_bits(text: str, bits: float | None) -> None:
+    assert parse_auto_bits(text) == bits
+    check_spec_or_auto(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["auto:bits", "auto:3.bits", "auto:-1bits", "auto:3.25bits,max_kl=1"]
+)
+def test_unclear_limit_of_bits_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match=r"size '|a limit of bits takes no options"):
+        check_spec_or_auto(text)
 
 
 def list_seeds(text: str, num_layers: int = 8) -> list[int]:

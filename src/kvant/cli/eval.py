@@ -16,7 +16,8 @@ from kvant.cli.options import ModelOptions, check_writable, expand_options, read
 from kvant.errors import name_path
 from kvant.platform.sizes import format_size
 from kvant.platform.terminal import ProgressBar
-from kvant.spec import parse_words, split_specs
+from kvant.spec import split_specs
+from kvant.spec.language import check_spec_or_auto, is_auto
 
 if TYPE_CHECKING:
     from kvant.eval.result import EvaluationResult
@@ -63,22 +64,27 @@ def evaluate_formats(
         check_plot(plot)
     for flag, file in {"--csv": csv, "--plot": plot, "--save": save}.items():
         check_writable(file, flag)
-    specs = {spec: spec for spec in split_specs(formats)}
+    specs = split_specs(formats)
     for spec in specs:
-        parse_words(spec)
+        check_spec_or_auto(spec)
     evaluation_text = None if text is None else read_text(text, "--text")
     loaded, tokenizer = model_options.load()
     from kvant.eval import EvaluationSettings, evaluate
     from kvant.eval.result import FormatPoint, flatten_result, plot_results
     from kvant.hf import attach
+    from kvant.probing import make_trial, resolve_auto
 
     attach(loaded)  # some attention modules read compressed rows only when attached
+    if any(map(is_auto, specs)):
+        trial = make_trial(loaded, tokenizer)
+        with ProgressBar("testing formats", quiet=json) as bar:
+            specs = [str(resolve_auto(loaded, spec, trial, bar.update)) for spec in specs]
     settings = EvaluationSettings(tokens=tokens, context=context, prompts=prompts)
     with ProgressBar("measuring", quiet=json) as bar:
         results = evaluate(
             loaded,
             tokenizer,
-            specs,
+            {spec: spec for spec in specs},
             text=evaluation_text,
             settings=settings,
             save=save,

@@ -219,7 +219,7 @@ def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -
     from kvant.probing.guard import TRIAL_SECONDS
 
     announcement = (
-        f"{requested_spec}: testing formats on the model, the smallest first"
+        f"{requested_spec}: testing formats on the model; later starts reuse the result"
         if is_auto(requested_spec)
         else f"testing {requested_spec} on the model (at most {TRIAL_SECONDS:g} s; --no-guard "
         "skips it)"
@@ -260,7 +260,7 @@ def _show_candidates(model: Any, verdict: GuardedSpec) -> None:
         )
         for candidate in verdict.candidates
     ]
-    print_table(headings, rows, stderr=True)
+    print_table(headings, rows, wrapped=["format"], stderr=True)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kvant.probing.trials import FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec.headers import dumps
-from kvant.spec.language import is_auto
+from kvant.spec.language import is_auto, parse_auto_bits
 
 log = logging.getLogger("kvant")
 TRIAL_SECONDS = 2.0  # longest delay of a start by a trial; as long again to explain a harm
@@ -45,7 +45,8 @@ def attach(
     The format is first tried on the model, for at most two seconds, on a text if there is a
     tokenizer. A warning names a format that changes predictions too much, or one whose harm is
     still unknown; `guard=False` skips the trial. Verdicts are stored on disk and reused. `auto`
-    takes the smallest format that is harmless to predictions and recall. If the model is wrapped
+    takes the smallest format that is harmless to predictions and recall, `auto:3.25bits` what
+    `kvant.tune` finds. If the model is wrapped
     (torch.compile, peft), the model inside is attached, with the parts that it delegates to. A
     copy or a pickled model is attached independently. `backend` reads every layer; the default is
     the first that supports it.
@@ -115,13 +116,16 @@ def attach_checked(
     if text_model is not None and not hf.has_cross_attention(text_model):
         hf.get_support(text_model).require_level(hf.SupportLevel.GENERATE)
     try:
-        if is_auto(spec):  # what it stands for needs no further trial
+        if is_auto(spec):
             hf.attach(model, "raw")
             text_model = hf.get_text_model(model)
             trial = make_trial(text_model, tokenizer)
             choice = choose_format(text_model, str(spec), trial, progress)
             hf.attach(model, choice.spec, backend=backend)
-            warning = None if trial.make_exams() else RECALL_UNTESTED_WARNING
+            if parse_auto_bits(str(spec)) is not None:  # the best in these bits may still harm
+                warning = explain_harm(text_model, choice.spec, trial) if guard else None
+            else:
+                warning = None if trial.make_exams() else RECALL_UNTESTED_WARNING
             return GuardedSpec(choice.spec, warning, choice.candidates)
         hf.attach(model, spec, backend=backend)
         recipes = make_cache_spec(get_model_layers(model), spec).layers

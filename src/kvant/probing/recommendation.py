@@ -25,6 +25,7 @@ from kvant.probing.trials import (
     SpecEvaluator,
     make_trial,
 )
+from kvant.probing.tuning import BitsLimit, find_best_spec
 from kvant.probing.verdicts import ProbeProgress, ignore_progress
 from kvant.recipes import AnySpec
 from kvant.retention import DEFAULT_WINDOW_SINKS
@@ -34,8 +35,10 @@ from kvant.spec.language import (
     MAX_LOST,
     Tolerance,
     is_auto,
+    parse_auto_bits,
     parse_auto_size,
     parse_auto_tolerance,
+    parse_words,
 )
 
 SINKS_OPTION = f"sinks={DEFAULT_WINDOW_SINKS}"  # the usual number of attention sinks
@@ -184,9 +187,11 @@ class Choice:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Choice:
         """Parse a stored choice; raise if one of its fields is invalid."""
-        if fields["spec"] not in (*CANDIDATE_SPECS, "raw"):
-            raise ValueError(f"{fields['spec']!r} is not a format that auto tries")
-        return cls(fields["spec"], tuple(map(FormatTrial.from_json, fields["candidates"])))
+        candidates = tuple(map(FormatTrial.from_json, fields["candidates"]))
+        if fields["spec"] not in ("raw", *(candidate.spec for candidate in candidates)):
+            raise ValueError(f"{fields['spec']!r} is not a format that was tried")
+        parse_words(fields["spec"])
+        return cls(fields["spec"], candidates)
 
 
 def resolve_auto(
@@ -195,7 +200,7 @@ def resolve_auto(
     trial: ProbeTrial,
     progress: ProbeProgress = ignore_progress,
 ) -> AnySpec:
-    """Return `spec`, or the spec that `auto` or `auto:SIZE` stands for with this model.
+    """Return `spec`, or the spec that `auto`, with or without limits, stands for with this model.
 
     The spec may set the limits, else the trial's apply: `auto,max_kl=0.01,max_lost=0.1`.
     """
@@ -205,7 +210,17 @@ def resolve_auto(
 def choose_format(
     model: PreTrainedModel, spec: str, trial: ProbeTrial, progress: ProbeProgress = ignore_progress
 ) -> Choice:
-    """Try formats, the smallest first, until one is harmless; or load the choice from disk."""
+    """Try formats, the smallest first, until one is harmless; or load the choice from disk.
+
+    With a limit of bits, tune formats to it.
+    """
+    if (max_bits := parse_auto_bits(spec)) is not None:
+        key = verdicts.make_key(model, trial.ids, "tune", max_bits)
+        if (stored := verdicts.load(key, Choice.from_json)) is None:
+            tuning = find_best_spec(model, trial, BitsLimit(max_bits), progress)
+            stored = Choice(tuning.spec, tuning.trials)
+            verdicts.store(key, asdict(stored))
+        return stored
     size, tolerance = parse_auto_size(spec), parse_auto_tolerance(spec, trial.tolerance)
     trial = replace(trial, tolerance=tolerance)
     conditions = "auto", size, trial.max_kl, trial.max_lost, bool(trial.make_exams())

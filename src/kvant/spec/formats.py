@@ -182,7 +182,7 @@ AUTO_WORD = FormatWord(
     "auto",
     0.0,  # any
     "the smallest format within loss limits, tried on the model: "
-    "auto:1GiB,max_kl=0.01,max_lost=0.1",
+    "auto:1GiB,max_kl=0.01,max_lost=0.1; or the best in given bits, by layer: auto:3.25bits",
     "when in doubt; the first start tries formats, later starts reuse the choice",
 )
 
@@ -288,7 +288,7 @@ def refuse_auto(word: str) -> None:
     if word == AUTO_WORD.word:
         raise SpecError(
             "auto is found by trying formats on a model: it cannot be part of a spec, and only"
-            " generate, Session, attach, run and chat accept it; nearest: affine8"
+            " generate, Session, attach, run, chat and eval accept it; nearest: affine8"
         )
 
 

@@ -2,8 +2,10 @@
 
     spec := format ("," option)*
     auto := "auto" (":" SIZE)? ("," "max_kl=" NATS)? ("," "max_lost=" SHARE)?
+          | "auto:" BITS "bits"
 
-`auto` is the smallest format that a model tolerates, found by trial.
+`auto` is the smallest format that a model tolerates, found by trial. `auto:3.25bits` is the best
+for the model in 3.25 bits a value, by layer and side.
 
 formats.py and options.py parse words, headers.py parses JSON. This module builds recipes from them
 and checks recipes of any origin alike. Anything unknown, repeated or contradictory is a SpecError
@@ -13,6 +15,7 @@ with the value, the allowed values and the nearest valid one.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short
@@ -62,6 +65,7 @@ MIN_VALUES = dict.fromkeys(
 MAX_VALUES = {"step": 1 << 16}  # other maxima are MAX_OPTION_VALUE; a file may request a step
 MAX_KL = 5e-3  # mean nats: about one percent of perplexity
 MAX_LOST = 0.04  # share of the probability of an answer: formats lose about half or twice this
+AUTO_BITS_PATTERN = re.compile(rf"{AUTO_WORD.word}:([0-9]{{1,2}}(?:\.[0-9]{{1,4}})?) ?bits")
 Recipes = Sequence[Recipe]
 
 
@@ -331,6 +335,20 @@ def is_auto(spec: object) -> bool:
     )
 
 
+def parse_auto_bits(spec: str) -> float | None:
+    """Return the bits a value of `auto:3.25bits`, None for another limit."""
+    first, *options = _split_options(spec)
+    match = AUTO_BITS_PATTERN.fullmatch(first)
+    if match is None:
+        return None
+    if options:
+        raise SpecError(
+            f"{spec!r}: a limit of bits takes no options, as it has the least loss in these bits;"
+            f" nearest: {first}"
+        )
+    return float(match[1])
+
+
 def parse_auto_size(spec: str) -> str | None:
     """Return the size limit of `auto:SIZE`, None without one."""
     _, colon, size = _split_options(spec)[0].partition(":")
@@ -359,8 +377,9 @@ def parse_auto_tolerance(spec: str, default: Tolerance) -> Tolerance:
 def check_spec_or_auto(spec: str) -> None:
     """Refuse an invalid spec or `auto`, without building codecs or importing torch."""
     if is_auto(spec):
-        parse_auto_size(spec)
-        parse_auto_tolerance(spec, Tolerance())
+        if parse_auto_bits(spec) is None:
+            parse_auto_size(spec)
+            parse_auto_tolerance(spec, Tolerance())
     else:
         parse_words(spec)
 

@@ -16,12 +16,12 @@ The positions of each piece are kept in a folder, so that an interrupted run goe
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +47,7 @@ from kvant.probing.divergence import (
 )
 from llama_cpp_model import CACHE_TYPES, LlamaReader, expand_gguf, import_llama_cpp
 from pages import DOCS, ROOT
+from result_log import ResultLog, Row
 from texts import TEXTS, load_text
 
 RESULTS_FILE = DOCS / "quality-texts.json"
@@ -176,38 +177,13 @@ def measure_bits(model: Any, name: str, context: int) -> float:
     return 16 * nbytes / raw
 
 
-Row = dict[str, Any]
-
-
-class ResultRows:
-    """The rows of the JSON file, by model, text, context and format."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-        self._rows: dict[tuple[Any, ...], Row] = {self._make_key(row): row for row in rows}
-
-    def has(self, task: Task, name: str, digest: str) -> bool:
-        row = self._rows.get(self._make_key(vars(task) | {"format": name}))
-        return row is not None and row["digest"] == digest
-
-    def add(self, rows: Iterable[Row]) -> None:
-        self._rows |= {self._make_key(row): row for row in rows}
-        report = harness.format_report("quality on texts", {"rows": [*self._rows.values()]})
-        self._path.write_text(report + "\n", encoding="utf-8")
-
-    @staticmethod
-    def _make_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("model", "text", "context", "format"))
-
-
 @dataclass
 class Measurement:
     """A model, where its results go, and the time at which no piece begins any more."""
 
     name: str
     folder: Path
-    results: ResultRows
+    log: ResultLog
     deadline: float
 
     def __post_init__(self) -> None:
@@ -219,7 +195,7 @@ class Measurement:
 
     def _measure(self, task: Task) -> bool:
         text = split_text(self.tokenizer, load_text(task.text), task.context, TOKENS)
-        names = [n for n in list_formats(task) if not self.results.has(task, n, text.digest)]
+        names = [n for n in list_formats(task) if self.log.find(make_key(task, n)) is None]
         stem = f"{task.model}-{task.text}-{task.context}-{text.digest}"
         files = [
             PieceFile(self.folder / f"{stem}-{i}.safetensors") for i in range(len(text.pieces))
@@ -236,14 +212,22 @@ class Measurement:
                 show_progress(f"{task.name}: piece {number + 1} of {len(files)}")
                 file.add(read_piece(self.model, piece, missing, llama))
         pieces = [file.load() for file in files]
-        self.results.add(
-            vars(task)
-            | {"format": name, "digest": text.digest}
-            | {"bits": measure_bits(self.model, name, task.context)}
-            | summarize_quality(Divergence.concatenate(piece[name] for piece in pieces), SEED)
-            for name in names
-        )
+        for name in names:
+            divergence = Divergence.concatenate(piece[name] for piece in pieces)
+            bits = measure_bits(self.model, name, task.context)
+            figures = {"bits": bits} | summarize_quality(divergence, SEED)
+            self.log.append(make_key(task, name) | figures)
         return True
+
+
+def make_key(task: Task, name: str) -> Row:
+    """Return what tells the row of a format from others."""
+    return vars(task) | {"format": name}
+
+
+def compute_digests() -> dict[str, str]:
+    """Hash the texts, which change with the packages that bring them."""
+    return {name: sha256(load_text(name).encode()).hexdigest()[:16] for name in TEXTS}
 
 
 def main(
@@ -255,9 +239,10 @@ def main(
 ) -> None:
     """Measure formats on three texts."""
     harness.set_threads(threads)
-    deadline, results = time.monotonic() + 60 * minutes, ResultRows(output)
+    deadline = time.monotonic() + 60 * minutes
+    log = ResultLog.open(output, {"tokens": TOKENS, "seed": SEED} | compute_digests())
     names = [*MODELS] if model == "all" else [model]
-    is_done = all(Measurement(name, folder, results, deadline).measure_all() for name in names)
+    is_done = all(Measurement(name, folder, log, deadline).measure_all() for name in names)
     show_progress("")
     print("all is measured" if is_done else "pieces are left: run it again")
 

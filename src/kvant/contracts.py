@@ -301,7 +301,7 @@ class View(NamedTuple):
     stats: LayerStats
     backend: str | None = None  # a required backend; None: the first that supports the view
     selection: ViewSelection | None = None  # None: queries read all visible pages
-    query_listener: Callable[[Tensor, float], None] | None = None  # gets queries and their scale
+    query_listener: Callable[[AttentionRequest], None] | None = None  # its queries have no frame
 
     @property
     def num_new(self) -> int:

@@ -64,7 +64,8 @@ def attend(
         raise make_transform_error("attend")
     _check_queries(q, view, mask, sink_logits)
     if view.query_listener is not None:
-        view.query_listener(q, q.shape[3] ** -0.5 if scale is None else scale)
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        view.query_listener(AttentionRequest(q, factor, view.mask, softcap, sink_logits))
     if view.page_table.tables_per_sequence > 1:
         options = {"scale": scale, "softcap": softcap, "backend": backend}
         outputs = _attend_by_head(q, view, mask, sink_logits, **options)

@@ -21,6 +21,7 @@ from kvant.cache import checks
 from kvant.cache.layout import AttentionLeaf
 from kvant.cache.recurrent import StateHistory
 from kvant.cache.state import CacheState, PruningQueries
+from kvant.contracts import AttentionRequest
 from kvant.errors import CapacityError, UnsupportedView
 from kvant.lazy import Derived
 from kvant.page_table import AppendPlan, PageTable
@@ -157,7 +158,9 @@ class Forward:
         )
         return page_table
 
-    def record_queries(self, leaf: AttentionLeaf, num_heads: int, q: Tensor, scale: float) -> None:
+    def record_queries(
+        self, leaf: AttentionLeaf, num_heads: int, request: AttentionRequest
+    ) -> None:
         """Record the newest queries of a layer of `num_heads` key heads, for its next prune.
 
         Only the first call counts: layers that share these rows call it later.
@@ -165,12 +168,14 @@ class Forward:
         if leaf.index in self.queries or leaf.spec.prune is None:
             return
         max_queries = leaf.spec.prune.score.num_queries + MAX_DRAFT_COLUMNS
-        batch, num_query_heads, _, dim = q.shape
-        newest = q.detach()[:, :, -max_queries:].reshape(
+        batch, num_query_heads, _, dim = request.q.shape
+        newest = request.q.detach()[:, :, -max_queries:].reshape(
             batch, num_heads, num_query_heads // num_heads, -1, dim
         )
         num_columns = self.plans[leaf.group].new_table.num_columns
-        self.queries[leaf.index] = PruningQueries(newest.clone(), num_columns, scale, max_queries)
+        self.queries[leaf.index] = PruningQueries(
+            newest.clone(), num_columns, request.scale, max_queries
+        )
 
     def commit(self, current: CacheState, *, has_external_states: bool) -> CacheState:
         """Return the state after this forward, whose layers all have their rows.

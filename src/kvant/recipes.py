@@ -189,6 +189,12 @@ class CacheSpec:
         """Whether a layer prunes rows after a prompt."""
         return any(layer.prune is not None for layer in iterate_attention(*self.layers))
 
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether the score of a prune needs a second pass over the prompt."""
+        rules = (layer.prune for layer in iterate_attention(*self.layers))
+        return any(rule is not None and rule.score.repeats_prompt for rule in rules)
+
     def with_checkpoints(self, max_checkpoints: int) -> CacheSpec:
         """Return the spec with at most `max_checkpoints` per recurrent layer."""
         return self._map(RecurrentSpec, lambda spec: replace(spec, max_checkpoints=max_checkpoints))

@@ -1,7 +1,8 @@
 """The rows that a layer retains: by lengths alone (`Retention`), or by scores (`Pruning`).
 
 RETENTIONS gives each rule on lengths its name in files, SCORES each score its name in specs. Scores
-rank rows by attention weights, by keys, or at random.
+rank rows by attention weights, by keys, or at random. The weights of `kvzip` are those of a second
+pass, in which the model repeats its prompt.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class ScoreInput(NamedTuple):
     query_rows: Tensor | None  # [N, m]: the row of each query; below zero: padding
     scale: float  # of attention scores
     heads_per_sequence: int
+    largest_weights: Tensor | None = None  # [N, n]: in a second pass, if the score needs one
 
 
 class Score(Protocol):
@@ -107,6 +109,11 @@ class Score(Protocol):
     @property
     def prunes_during_decode(self) -> bool:
         """Whether it prunes during decoding as well, not only after a prompt."""
+        return False
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether it needs a second pass over the prompt, which the model then repeats."""
         return False
 
     def score_rows(self, rows: ScoreInput) -> Tensor:
@@ -241,6 +248,21 @@ class KeyDiff(Score):
 
 
 @dataclass(frozen=True)
+class KVzip(Score):
+    """Score rows by the largest attention weight that they get while the model repeats its prompt.
+
+    So it retains what repeating the prompt needs, whatever is asked later (arXiv 2505.23416).
+    """
+
+    name: ClassVar[str] = "kvzip"
+    repeats_prompt: ClassVar[bool] = True
+
+    def score_rows(self, rows: ScoreInput) -> Tensor:
+        assert rows.largest_weights is not None
+        return rows.largest_weights
+
+
+@dataclass(frozen=True)
 class RandomScore(Score):
     """Score rows at random, seeded by the number of rows of a sequence.
 
@@ -270,5 +292,6 @@ SCORES: dict[str, type[Score]] = {
     "expected": ExpectedAttention,
     "keydiff": KeyDiff,
     "tova": Tova,
+    "kvzip": KVzip,
     "random": RandomScore,
 }

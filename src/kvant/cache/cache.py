@@ -25,6 +25,7 @@ from kvant.cache.layers import make_layers
 from kvant.cache.layout import CacheLayout, iterate_leaves, make_layer_group
 from kvant.cache.recode import recode_state, replace_formats, resolve_spec
 from kvant.cache.recurrent import StateHistory, concat_histories
+from kvant.cache.row_weights import RowWeights
 from kvant.cache.snapshot import parse_snapshot, restore_state, snapshot_layer, take_snapshot
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import Transition
@@ -33,7 +34,7 @@ from kvant.errors import RenamedAttribute, UsageHints
 from kvant.page_table import Ints, PageTable
 from kvant.platform.sizes import format_size
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
-from kvant.spec import as_spec, check_fitted, describe_spec
+from kvant.spec import as_spec, check_fitted, check_single_pass, describe_spec
 
 ALL_SEQUENCES = slice(None)
 
@@ -66,8 +67,22 @@ class Cache(UsageHints):
         `backend` names the attention backend of all layers; None: the first that supports the view.
         `external_states` are recurrent states that the model updates in place, by layer name.
         """
-        external_states = external_states or {}
-        layout = CacheLayout.from_spec(check_fitted(as_spec(spec, num_layers)), external_states)
+        full = check_single_pass(check_fitted(as_spec(spec, num_layers)))
+        self._initialize(full, external_states or {}, backend)
+
+    @classmethod
+    def for_second_pass(
+        cls, spec: CacheSpec, external_states: Mapping[str, ExternalState] | None = None
+    ) -> Cache:
+        """Create a cache whose user runs the second pass that the score of a prune may need."""
+        cache = cls.__new__(cls)
+        cache._initialize(check_fitted(spec), external_states or {}, None)
+        return cache
+
+    def _initialize(
+        self, spec: CacheSpec, external_states: Mapping[str, ExternalState], backend: str | None
+    ) -> None:
+        layout = CacheLayout.from_spec(spec, external_states)
         self.holder = StateHolder(CacheState.make_empty(layout), external_states)
         self.layers: Mapping[int, Any]  # those that have a cache, by number
         self.leaves, self.layers = make_layers(self.holder, layout.spec)
@@ -246,16 +261,17 @@ class Cache(UsageHints):
         finally:
             self.holder.in_speculation = False
 
-    def prune(self) -> int:
+    def prune(self, row_weights: RowWeights | None = None) -> int:
         """Drop the rows that the spec does not retain after a prompt.
 
-        Return the number of rows dropped per head, on average. Appending the first token after a
-        prompt prunes automatically. So do later tokens, if the score allows it, once rows exceed
+        Return the number of rows dropped per head, on average. Some scores need the `row_weights`
+        of a second pass over all tokens. Appending the first token after a prompt prunes
+        automatically. So do later tokens, if the score allows it, once rows exceed
         the budget far enough.
         """
         self.rollback()
         with self.holder.lock:
-            return self.holder.prune() if self.state.layout.prunes else 0
+            return self.holder.prune(row_weights) if self.state.layout.prunes else 0
 
     # ---- lengths
 
@@ -366,6 +382,8 @@ class Cache(UsageHints):
         within the limits of the model, see `constrain_spec`.
         """
         full = replace_formats(self.spec, check_fitted(resolve_spec(self.spec, spec)))
+        if not self.spec.repeats_prompt:
+            check_single_pass(full)
         self.rollback()
         event = {
             "length": self.length,

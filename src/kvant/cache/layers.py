@@ -11,7 +11,7 @@ The way of a token: `PagedLayer.append` -> `StateHolder.begin_append` (holder.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from kvant.cache.holder import StateHolder
 from kvant.cache.layout import AttentionLeaf, make_layer_group
 from kvant.cache.readable_rows import ReadableRows
 from kvant.cache.recurrent_layer import RecurrentLayer
-from kvant.contracts import Fields, LayerStats, Order, View
+from kvant.contracts import AttentionRequest, Fields, LayerStats, Order, View
 from kvant.page_table import AppendPlan, PageTable
 from kvant.pages.storage import Geometry, Storage, pages_nbytes
 from kvant.platform.torch_runtime import get_transform, make_transform_error
@@ -248,8 +248,8 @@ class PagedLayer:
             )
             if dense:  # prompts read all pages
                 view = view._replace(selection=None)
-            if leaf.spec.prune is not None and _needs_queries(leaf, is_prompt=forward.is_prompt):
-                listener = partial(forward.record_queries, leaf, view.heads)
+            if leaf.spec.prune is not None:
+                listener = _make_query_listener(holder, forward, leaf, view)
                 view = view._replace(query_listener=listener)
             stats.appends += 1
             holder.commit_layer(forward, leaf.index)
@@ -358,12 +358,17 @@ class PagedLayer:
         )
 
 
-def _needs_queries(leaf: AttentionLeaf, *, is_prompt: bool) -> bool:
-    """Return whether the queries of a forward are needed for pruning."""
-    rule = leaf.spec.prune
-    if rule is None or not rule.score.num_queries:
-        return False
-    return is_prompt or rule.score.prunes_during_decode
+def _make_query_listener(
+    holder: StateHolder, forward: Forward, leaf: AttentionLeaf, view: View
+) -> Callable[[AttentionRequest], None] | None:
+    """Return what records the queries of a forward for a prune; None: no prune needs them."""
+    assert leaf.spec.prune is not None
+    score = leaf.spec.prune.score
+    if holder.row_weights is not None and score.repeats_prompt:
+        return partial(holder.row_weights.record, leaf.index, view)
+    if score.num_queries and (forward.is_prompt or score.prunes_during_decode):
+        return partial(forward.record_queries, leaf, view.heads)
+    return None
 
 
 def _split_heads(rows: Fields) -> Fields:

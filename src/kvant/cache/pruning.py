@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kvant.attention.store_rows import seal_pages
 from kvant.attention.write_rows import MAX_PAGES_PER_SEAL
-from kvant.cache.readable_rows import read_columns
+from kvant.cache.readable_rows import mask_present_rows, read_columns
+from kvant.cache.row_weights import RowWeights
 from kvant.cache.state import CacheState, PruningQueries
 from kvant.contracts import Fields, LayerStats, View
 from kvant.errors import CacheError
@@ -41,7 +42,7 @@ from kvant.pages.advance import allocate_table
 from kvant.pages.pool import GroupSlots, Pools
 from kvant.pages.storage import Geometry
 from kvant.recipes import LayerSpec
-from kvant.retention import Pruning, ScoreInput
+from kvant.retention import Pruning, Score, ScoreInput
 
 Floats = NDArray[np.float64]
 NUM_PROTECTED_ROWS = 32  # newest rows that are always retained
@@ -72,14 +73,18 @@ def count_allowed_rows(pruning: Pruning, length: int) -> int:
 
 
 def prune_state(
-    state: CacheState, stats: Mapping[str, LayerStats]
+    state: CacheState, stats: Mapping[str, LayerStats], row_weights: RowWeights | None = None
 ) -> tuple[CacheState, list[GroupSlots], int]:
     """Return the state after a prune, the slots allocated for it, and the rows dropped per head.
 
-    The number of dropped rows is the average over all heads. Retained rows are copied to new slots
+    `row_weights` are those of a second pass over these tokens, which are then a prompt. The number
+    of dropped rows is the average over all heads. Retained rows are copied to new slots
     before any old slot is freed, so an error loses no row. Call this within `guard_counts`, which
     after an error frees the new slots.
     """
+    if row_weights is not None:
+        assert row_weights.num_columns == state.length
+        state = replace(state, has_unpruned_prompt=True)
     sequence_masks = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
     leaves = [leaf for leaf in state.layout.attention if sequence_masks.get(leaf.group) is not None]
     page_tables, allocated = list(state.page_tables), list[GroupSlots]()
@@ -92,6 +97,7 @@ def prune_state(
             leaf.spec,
             leaf.make_view(state.pools, storage, old_table, stats[leaf.name]),
             state.pruning_queries.get(leaf.index),
+            None if row_weights is None else row_weights.by_leaf.get(leaf.index),
             sequence_mask,
         )
         if page_tables[leaf.group] is old_table:
@@ -137,6 +143,17 @@ def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
     return mask if mask.any() and (state.has_unpruned_prompt or has_queries) else None
 
 
+def needs_second_pass(state: CacheState) -> bool:
+    """Return whether the score of a due prune needs a second pass over the prompt."""
+    return state.has_unpruned_prompt and any(
+        rule is not None
+        and rule.score.repeats_prompt
+        and bool((count_spare_rows(rule, page_table) < 0).any())
+        for page_table in state.page_tables
+        for rule in (page_table.layer_group.pruning,)
+    )
+
+
 def count_tokens_until_prune(state: CacheState) -> int | None:
     """Return how many tokens certainly fit before a prune during decoding; None: any number.
 
@@ -162,12 +179,19 @@ class RetainedRows(NamedTuple):
 
 
 def select_retained_rows(
-    spec: LayerSpec, view: View, pruning_queries: PruningQueries | None, sequence_mask: Bools
+    spec: LayerSpec,
+    view: View,
+    pruning_queries: PruningQueries | None,
+    largest_weights: Tensor | None,
+    sequence_mask: Bools,
 ) -> RetainedRows:
-    """Select the rows of a layer to retain in the sequences of `sequence_mask`."""
+    """Select the rows of a layer to retain in the sequences of `sequence_mask`.
+
+    `largest_weights` [heads, columns] are those of a second pass over the only sequence.
+    """
     assert spec.prune is not None
     page_table, heads, sequences = view.page_table, view.heads, np.flatnonzero(sequence_mask)
-    has_row = _mask_present_rows(page_table)[page_table.expand_to_tables(sequences)].repeat(
+    has_row = mask_present_rows(page_table)[page_table.expand_to_tables(sequences)].repeat(
         view.keys.heads, 0
     )
     first_column = int(has_row.any(0).argmax())
@@ -177,13 +201,20 @@ def select_retained_rows(
         n: read_columns(view, n, first_column, stop_column)[sequence_index].flatten(0, 1)
         for n in spec.sides
     }
-    scores = _compute_scores(
-        spec,
-        rows,
-        valid,
-        _select_queries(pruning_queries, sequences, first_column, stop_column),
-        heads,
-    )
+    score_input = _make_score_input(spec, rows, valid, heads)
+    score = spec.prune.score
+    if score.num_queries:
+        queries = _select_queries(pruning_queries, sequences, first_column, stop_column)
+        score_input = _add_queries(score, score_input, queries)
+    if score.repeats_prompt:
+        if largest_weights is None:
+            raise CacheError(
+                f"{score.name} needs the attention weights of a second pass over the prompt, "
+                "which were not recorded: use kvant.generate, kvant.Session or kvant.Engine, on a "
+                "model that reads kvant's rows (kvant.attach), or keydiff, which needs keys only"
+            )
+        score_input = score_input._replace(largest_weights=largest_weights[:, first_column:])
+    scores = score.score_rows(score_input).cpu()
     rank = valid.long().flip(1).cumsum(1).flip(1)  # 1: the newest row
     scores = scores.masked_fill(rank <= NUM_PROTECTED_ROWS, float("inf")).masked_fill(
         ~valid, float("-inf")
@@ -283,15 +314,6 @@ def write_retained_rows(retained: RetainedRows, view: View, stats: LayerStats) -
             seal_pages(stored, name, sealing, slots[batch], starts[batch], 0, stats)
 
 
-def _mask_present_rows(page_table: PageTable) -> Bools:
-    """Return a mask [tables, columns] of the rows that are present."""
-    position = (
-        np.arange(page_table.num_columns) - (page_table.num_columns - page_table.lengths)[:, None]
-    )
-    present: Bools = (position >= 0) & (position >= page_table.pruned_before[:, None])
-    return present
-
-
 def _select_queries(
     queries: PruningQueries | None, sequences: Ints, first_column: int, stop_column: int
 ) -> PruningQueries | None:
@@ -303,36 +325,36 @@ def _select_queries(
     return None if truncated is None else truncated.select(sequences, first_column)
 
 
-def _compute_scores(
-    spec: LayerSpec, rows: Fields, valid: Tensor, pruning_queries: PruningQueries | None, heads: int
-) -> Tensor:
-    assert spec.prune is not None
-    score = spec.prune.score
+def _make_score_input(spec: LayerSpec, rows: Fields, valid: Tensor, heads: int) -> ScoreInput:
+    """Return the rows to score, without their frames."""
     unframed = {
         n: spec.sides[n].frame.restore_outputs(tensor.unsqueeze(1)).squeeze(1)
         for n, tensor in rows.items()
     }
     keys, values = unframed["keys"].float(), unframed["values"].float()
-    score_input = ScoreInput(keys, values, valid.to(keys.device), None, None, 1.0, heads)
-    if score.num_queries:
-        if pruning_queries is None:
-            raise CacheError(
-                f"{score.name} needs the newest queries of the prompt, which were not recorded: "
-                "kvant.attach the model, or use keydiff, which needs keys only"
-            )
-        queries = pruning_queries.queries[:, :, :, -score.num_queries :].flatten(0, 1).to(keys)
-        columns = torch.arange(
-            pruning_queries.num_columns - queries.shape[2],
-            pruning_queries.num_columns,
-            device=keys.device,
+    return ScoreInput(keys, values, valid.to(keys.device), None, None, 1.0, heads)
+
+
+def _add_queries(
+    score: Score, score_input: ScoreInput, pruning_queries: PruningQueries | None
+) -> ScoreInput:
+    """Return the input of a score with the newest queries of the prompt."""
+    if pruning_queries is None:
+        raise CacheError(
+            f"{score.name} needs the newest queries of the prompt, which were not recorded: "
+            "kvant.attach the model, or use keydiff, which needs keys only"
         )
-        columns = columns.expand(len(keys), -1)
-        has_row = (columns >= 0) & score_input.valid.gather(1, columns.clamp(min=0))
-        columns = columns.masked_fill(~has_row, -1)
-        score_input = score_input._replace(
-            queries=queries, query_rows=columns, scale=pruning_queries.scale
-        )
-    return score.score_rows(score_input).cpu()
+    keys = score_input.keys
+    queries = pruning_queries.queries[:, :, :, -score.num_queries :].flatten(0, 1).to(keys)
+    columns = torch.arange(
+        pruning_queries.num_columns - queries.shape[2],
+        pruning_queries.num_columns,
+        device=keys.device,
+    )
+    columns = columns.expand(len(keys), -1)
+    has_row = (columns >= 0) & score_input.valid.gather(1, columns.clamp(min=0))
+    columns = columns.masked_fill(~has_row, -1)
+    return score_input._replace(queries=queries, query_rows=columns, scale=pruning_queries.scale)
 
 
 def _mask_best_rows(scores: Tensor, budgets: Sequence[int], heads: int, adaptive: bool) -> Tensor:

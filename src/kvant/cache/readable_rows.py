@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvant.attention.length_groups import group_by_length, read_visible_rows
 from kvant.contracts import Fields, View
-from kvant.page_table import PageTable
+from kvant.page_table import Bools, PageTable
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,15 @@ def read_columns(view: View, name: Any, start: int, stop: int, num_sinks: int = 
         if view.page_table.tables_per_sequence == 1
         else out.view(view.batch, view.heads, -1, dim)
     )
+
+
+def mask_present_rows(page_table: PageTable) -> Bools:
+    """Return a mask [tables, columns] of the rows that are present."""
+    position = (
+        np.arange(page_table.num_columns) - (page_table.num_columns - page_table.lengths)[:, None]
+    )
+    present: Bools = (position >= 0) & (position >= page_table.pruned_before[:, None])
+    return present
 
 
 def _read_sides(view: View, num_sinks: int, start: int, stop: int) -> dict[str, Tensor]:

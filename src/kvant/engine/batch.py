@@ -27,6 +27,7 @@ from kvant.engine.memory import MAX_IDLE_TOKENS
 from kvant.engine.request import ChunkForward, Sequence, compute_last_logits
 from kvant.errors import UnsupportedView
 from kvant.generation import TransformersDecoder
+from kvant.generation.second_pass import Repetition
 from kvant.hf import SupportLevel, TransformersCache, load_cache
 from kvant.replay import ReplayBuffers, Replayer
 
@@ -190,6 +191,12 @@ class Batch:
             sequence.num_prefilled += count
         self.caches.adopt_pools(cache)
         return output
+
+    def repeat(self, sequence: Sequence, repetition: Repetition) -> None:
+        """Run the next chunk of the second pass over a prompt; the last one prunes its cache."""
+        assert sequence.cache is not None
+        repetition.run_chunk(self.decoder.compute_logits, sequence.cache)
+        sequence.cache.states.holder.free_retired_pages()
 
     def decode(self, sequences: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:
         """Return the logits of the newest tokens, and errors by index of `sequences`.

@@ -34,6 +34,7 @@ from kvant.generation.conversation import (
 )
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.loop import Step
+from kvant.generation.second_pass import SecondPass
 from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
 from kvant.hf import attach, detach, get_attachments
 from kvant.planner import plan
@@ -120,6 +121,7 @@ class Engine:
             )
         capacities = max_context or decoder.max_context, empty_cache.capacity
         limits = [capacity for capacity in capacities if capacity is not None]
+        self._second_pass = SecondPass.from_spec(spec, tokenizer, decoder.max_context)
         context = min(limits, default=None)
         self.stop_conditions = StopConditions(max_context=context, vocab_size=decoder.vocab_size)
         chunk_sizer = ChunkSizer(
@@ -128,12 +130,13 @@ class Engine:
             fixed_size=prefixes is not None and prefixes.exact,
         )
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
-        max_chunk = chunk_sizer.max_chunk
-        spare_divisor = 0 if model.device.type == "cpu" else 8
-        num_idle = max_idle(max_sequences) if decoder.captures_graphs else 0
         scheduler = Scheduler(
             MemoryModel.from_plan(
-                memory_plan, max_chunk, spare_divisor=spare_divisor, num_idle=num_idle
+                memory_plan,
+                chunk_sizer.max_chunk,
+                spare_divisor=0 if model.device.type == "cpu" else 8,
+                num_idle=max_idle(max_sequences) if decoder.captures_graphs else 0,
+                second_pass=self._second_pass,
             ),
             chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
@@ -228,6 +231,11 @@ class Engine:
             salt=salt,
             last_token_time=now,
         )
+        if self._second_pass is not None and (
+            num_repeats := self._second_pass.count_chunks(len(tokens))
+        ):
+            request.num_repeats_left = num_repeats
+            request.repetition = self._second_pass.start(tokens)
         self._worker.scheduler.check_request(request)
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)

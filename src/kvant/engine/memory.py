@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from kvant.engine.request import NO_SLOTS, Request
+from kvant.generation.second_pass import SecondPass
 from kvant.page_table import Ints, LayerGroup
 from kvant.pages.pool import Pools, bound_pages
 from kvant.planner import Plan
@@ -37,10 +38,17 @@ class MemoryModel:
     slot_nbytes: Ints  # bytes of each slot
     max_chunk: int  # tokens of a prefill chunk
     num_idle: int = 0  # sequences that pad a batch
+    second_pass: SecondPass | None = None  # over a prompt, before its prune
 
     @classmethod
     def from_plan(
-        cls, plan: Plan, max_chunk: int, *, spare_divisor: int = 0, num_idle: int = 0
+        cls,
+        plan: Plan,
+        max_chunk: int,
+        *,
+        spare_divisor: int = 0,
+        num_idle: int = 0,
+        second_pass: SecondPass | None = None,
     ) -> MemoryModel:
         """Take slot sizes from `plan`.
 
@@ -51,7 +59,7 @@ class MemoryModel:
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
         sizes.append(STATE_COPIES * plan.state_nbytes)
-        return cls(tuple(plan.page_nbytes), np.array(sizes), max_chunk, num_idle)
+        return cls(tuple(plan.page_nbytes), np.array(sizes), max_chunk, num_idle, second_pass)
 
     def count_slots(self, length: int) -> Ints:
         """Return the peak slots of a sequence that grows to a length."""
@@ -95,17 +103,25 @@ class MemoryModel:
         return np.array([*counts, 0]) + self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
-        """Return the extra open pages while a prompt of this length is prefilled.
+        """Return the extra pages while a prompt of this length is prefilled, or then repeated.
 
         Prompts are prefilled one at a time, so this is needed once. The last chunk frees the open
-        pages that it seals only after its forward. Pages of a window are in `pool_overhead`.
+        pages that it seals only after its forward. Pages of a window are in `pool_overhead`. The
+        fork of a second pass copies a page, opens others and seals those that fall due.
         """
-        counts = []
+        counts, num_repeated = [], 0
+        if self.second_pass is not None:
+            num_repeated = self.second_pass.count_fork_tokens(num_prompt_tokens)
         for group in self.groups:
             num_sealed = 0
             if group.seals and group.window is None:
                 num_sealed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
-            counts += [min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0]
+            num_open, num_due = min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0
+            if num_repeated:
+                num_open = max(num_open, num_repeated // group.page + 2)
+                num_due = group.paging.count_due_pages(num_prompt_tokens + num_repeated)
+                num_due -= group.paging.count_due_pages(num_prompt_tokens)
+            counts += [num_open, num_due]
         return np.array([*counts, 0])
 
 

@@ -21,6 +21,7 @@ from kvant.generation import TransformersDecoder
 from kvant.generation.grammar import make_matcher
 from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
+from kvant.generation.second_pass import Repetition
 from kvant.generation.settings import Sampling, StopConditions
 from kvant.hf import TransformersCache
 from kvant.page_table import Ints
@@ -67,6 +68,7 @@ class Request:
     num_output_tokens: int = 0  # of each unfinished sequence
     matched_version: int | None = None  # version of the prefixes at the last match; None: unmatched
     prefill_started: bool = False
+    num_repeats_left: int = 0  # chunks of the second pass that the score of its prune needs
     checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
     shared_slots: Ints = field(default_factory=lambda: NO_SLOTS)  # shared with cached prefixes
     num_finished: int = 0  # finished sequences
@@ -76,6 +78,8 @@ class Request:
 
     # ---- for the engine's thread
     run_chunk: ChunkForward = compute_last_logits
+    repetition: Repetition | None = None  # the second pass over the prompt, if there is one
+    prompt_logits: Tensor | None = None  # after the prompt, until the second pass ends
     sequences: list[Sequence] = field(default_factory=list)  # unfinished; prefill uses the first
     samplers: list[Sampler] = field(default_factory=list)  # by choice
     outputs: list[Output] = field(default_factory=list)  # by choice
@@ -94,6 +98,11 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
+        return self.is_computed and not self.num_repeats_left
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the whole prompt is cached; its second pass may follow."""
         return self.num_computed_tokens == self.num_prompt_tokens
 
     @property

@@ -12,7 +12,7 @@ out its actions: `Prefill` and `Decode` by the batch, in batch.py.
     active, in a store lookup: store_deadline_ms > 0            |  (overcommit > 1):
        v   finish_store_lookup(), or the deadline               |  is_swapped_out
     active, prefilling: num_computed_tokens < num_prompt_tokens |  until SwapIn
-       v   last Prefill                                         |
+       v   last Prefill, then each Repeat of a second pass      |
     active, decoding  ------------------------------------------+
        v   finish_sequence() of the last sequence; remove() at any time
     removed
@@ -33,6 +33,7 @@ import numpy as np
 from kvant.engine.memory import MemoryBudget, MemoryModel
 from kvant.engine.request import NO_SLOTS, Request
 from kvant.errors import CapacityError, ContextError
+from kvant.generation.second_pass import MAX_CHUNK
 from kvant.page_table import Ints
 from kvant.platform.sizes import format_size
 
@@ -71,6 +72,15 @@ class Prefill(RequestAction):
     count: int
 
 
+class Repeat(RequestAction):
+    """Run the next chunk of the second pass over the prompt of a request."""
+
+    @property
+    def count(self) -> int:
+        """The tokens of the chunk, without its request to repeat them."""
+        return min(self.request.num_prompt_tokens, MAX_CHUNK)
+
+
 @dataclass(frozen=True)
 class Decode:
     """Decode one token for each sequence of `requests`."""
@@ -91,7 +101,8 @@ class FreePools:
     """Free all pools: neither a sequence nor a prefix is left in them."""
 
 
-Action = MatchPrefix | Evict | LookUpStore | Prefill | Decode | SwapOut | SwapIn | FreePools
+Forward = Prefill | Repeat | Decode
+Action = MatchPrefix | Evict | LookUpStore | Forward | SwapOut | SwapIn | FreePools
 
 
 @dataclass
@@ -223,6 +234,10 @@ class Scheduler:
             request.num_computed_tokens += action.count
             request.prefill_started = True
             request.num_output_tokens += request.is_decoding  # last prompt logits give a token
+        elif isinstance(action, Repeat):
+            self.chunk_sizer.record_forward(action, self.queue.running)
+            action.request.num_repeats_left -= 1
+            action.request.num_output_tokens += action.request.is_decoding
         elif isinstance(action, Decode):
             self.chunk_sizer.record_forward(action, self.queue.running)
             for request in action.requests:
@@ -341,12 +356,13 @@ class Scheduler:
         budget = self.memory_budget
         return bool(budget.peak_slots.any()) and not budget.prefix_slots.any()
 
-    def _count_slots_after(self, action: Prefill | Decode) -> Ints:
+    def _count_slots_after(self, action: Forward) -> Ints:
         """Return the slots of running requests after `action`, plus those used while it runs."""
         slots = self.memory_budget.count_allocated(self.queue.running)
-        if isinstance(action, Prefill):
+        if isinstance(action, Prefill | Repeat):
             request = action.request
-            num_computed = request.num_computed_tokens + action.count
+            num_computed = request.num_computed_tokens
+            num_computed += action.count if isinstance(action, Prefill) else 0
             is_last = num_computed >= request.num_prompt_tokens
             num_sequences = request.num_choices if is_last else 1
             slots = slots + self.memory_budget.count_growth(request, num_computed, num_sequences)
@@ -381,9 +397,7 @@ class ChunkSizer:
         self._last_was_oldest = False  # whether the last chunk was of the oldest prompt
         self._decode_delay_s = 0.0  # prefill time since the last decode
 
-    def choose_forward(
-        self, running: list[Request], chunk_seconds: float
-    ) -> Prefill | Decode | None:
+    def choose_forward(self, running: list[Request], chunk_seconds: float) -> Forward | None:
         """Return the next chunk if decodes can wait for it, else a decode of all that are ready."""
         active = [r for r in running if r.is_active and not r.store_deadline_ms]
         prefilling = [request for request in active if not request.is_decoding]
@@ -395,13 +409,15 @@ class ChunkSizer:
             stop = min([request.num_prompt_tokens, *stops])
             num_prompts = min(len(prefilling), MAX_TIMED_PROMPTS)
             max_seconds = chunk_seconds * num_prompts if decoding else math.inf
-            count = self.choose_chunk(num_computed, stop, max_seconds)
-            delay = self._decode_delay_s + self.predict_seconds(count, num_computed)
+            action: Prefill | Repeat = Repeat(request)
+            if not request.is_computed:
+                action = Prefill(request, self.choose_chunk(num_computed, stop, max_seconds))
+            delay = self._decode_delay_s + self.predict_seconds(action.count, num_computed)
             if not self._decode_delay_s or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
-                return Prefill(request, count)
+                return action
         return Decode(decoding) if decoding else None
 
-    def record_forward(self, action: Prefill | Decode, running: list[Request]) -> None:
+    def record_forward(self, action: Forward, running: list[Request]) -> None:
         """Update the delay of decodes; call this before the action's requests are updated."""
         if isinstance(action, Decode):
             self._decode_delay_s = 0.0

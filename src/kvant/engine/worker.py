@@ -34,6 +34,7 @@ from kvant.engine.scheduler import (
     LookUpStore,
     MatchPrefix,
     Prefill,
+    Repeat,
     Scheduler,
     SwapIn,
     SwapOut,
@@ -204,6 +205,8 @@ class EngineWorker:
     def _perform(self, action: Action) -> None:
         if isinstance(action, Prefill):
             self._prefill(action)
+        elif isinstance(action, Repeat):
+            self._repeat(action)
         elif isinstance(action, Decode):
             self._decode(action)
         elif isinstance(action, SwapOut | SwapIn):
@@ -236,9 +239,8 @@ class EngineWorker:
         is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
         try:
             output = self.batch.prefill(prompt, action.count, request.run_chunk)
-            if is_last:
-                for sequence in request.sequences[1:]:
-                    self.batch.caches.fork(prompt, sequence)
+            if is_last and not request.num_repeats_left:
+                self._fork_choices(request)
         except Exception as error:
             self.prefix_reuse.reject_restored_prefix(request)
             self._finish(request, error)
@@ -251,11 +253,37 @@ class EngineWorker:
             self.prefix_reuse.insert_prefix(request, prompt)
         if is_last and request.is_embedding:
             self._finish_embedding(request, output)
+        elif is_last and request.num_repeats_left:
+            request.prompt_logits = output
         elif is_last:
-            self._sample_first_tokens(request, output)
-            if request in self.requests:  # more tokens follow
-                request.timeline.end_phase("prefill")
-                request.timeline.begin_phase("decode")
+            self._start_decoding(request, output)
+
+    def _repeat(self, action: Repeat) -> None:
+        """Run a chunk of a second pass; after the last one, sample first tokens."""
+        request = action.request
+        assert request.repetition is not None and request.prompt_logits is not None
+        try:
+            self.batch.repeat(request.sequences[0], request.repetition)
+            if not request.repetition.inputs:
+                self._fork_choices(request)
+        except Exception as error:
+            self._finish(request, error)
+            return
+        self.scheduler.complete(action)
+        if request.is_decoding:
+            self._start_decoding(request, request.prompt_logits)
+
+    def _fork_choices(self, request: Request) -> None:
+        """Give the other continuations of a prompt its rows."""
+        for sequence in request.sequences[1:]:
+            self.batch.caches.fork(request.sequences[0], sequence)
+
+    def _start_decoding(self, request: Request, logits: Tensor) -> None:
+        request.repetition = request.prompt_logits = None
+        self._sample_first_tokens(request, logits)
+        if request in self.requests:  # more tokens follow
+            request.timeline.end_phase("prefill")
+            request.timeline.begin_phase("decode")
 
     def _finish_embedding(self, request: Request, embedding: Tensor) -> None:
         try:

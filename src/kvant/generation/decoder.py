@@ -26,18 +26,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvant.cache import Cache
+from kvant.cache.pruning import needs_second_pass
+from kvant.generation.second_pass import SecondPass
 from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
 from kvant.hf import (
     Support,
     SupportLevel,
     TokenForward,
     TransformersCache,
-    cache_for,
     check_text_model,
     compute_model_fingerprint,
     get_model_without_head,
     get_support,
     is_bidirectional,
+    make_model_cache,
     supports_chunked_prefill,
     unwrap_model,
 )
@@ -128,7 +130,7 @@ class TransformersDecoder:
             return kv_cache
         if is_auto(kv_cache):
             kv_cache = resolve_auto(self.model, kv_cache, make_trial(self.model, tokenizer))
-        cache = cache_for(self.model, kv_cache)
+        cache = make_model_cache(self.model, kv_cache)
         assert isinstance(cache, TransformersCache)  # encoder-decoders were refused above
         return cache
 
@@ -291,12 +293,14 @@ class Prefiller:
         threshold: float = 0,
         adaptive: AdaptiveStrategy | None = None,
         prefixes: PrefixNamespace | None = None,
+        second_pass: SecondPass | None = None,
         tokens: Sequence[int] = (),
     ) -> None:
         """Continue the `tokens` in `cache`.
 
         Sequences of at most `threshold` tokens are not cached, but recomputed. `adaptive` keeps the
-        cache within its budget. `prefixes` are shared with other prefillers of the model.
+        cache within its budget. `prefixes` are shared with other prefillers of the model. The score
+        of a prune may need a `second_pass`.
         """
         if chunk_size < 1:
             raise ValueError(f"prefill_chunk={chunk_size}: 1 or more is needed")
@@ -310,6 +314,7 @@ class Prefiller:
         self.threshold = threshold
         self.adaptive = adaptive
         self.prefixes = prefixes
+        self.second_pass = second_pass
         # One token tells an adaptive cache the size of rows.
         learns_size = adaptive is not None and decoder.supports_chunked_prefill
         self._first_chunk_size = 1 if learns_size and self._alignment is None else chunk_size
@@ -467,6 +472,11 @@ class Prefiller:
             if progress is not None:
                 progress(stop, len(tokens))
         assert logits is not None
+        if self.second_pass is not None and needs_second_pass(self.cache.state):
+            repetition = self.second_pass.start(tokens)
+            while repetition.inputs:
+                cache = cast(TransformersCache, self.cache)
+                repetition.run_chunk(self.decoder.compute_logits, cache)
         return logits
 
     def _run_forward(self, tokens: Sequence[int], begin: int, stop: int, num_logits: int) -> Tensor:

@@ -42,6 +42,7 @@ from kvant.generation.sampling import (
     Sampler,
     make_drafter,
 )
+from kvant.generation.second_pass import SecondPass
 from kvant.generation.settings import (
     Sampling,
     SamplingOptions,
@@ -280,6 +281,7 @@ class GenerationLoop:
             threshold={"disabled": math.inf, "long": threshold}.get(strategy, 0),
             adaptive=None if budget is None else AdaptiveStrategy(as_bytes(budget)),
             prefixes=self._open_namespace(decoder, cache),
+            second_pass=SecondPass.from_spec(cache.spec, tokenizer, decoder.max_context),
         )
         self.tokenizer = tokenizer
         self.drafter = None if draft is None else make_drafter(draft)
@@ -318,6 +320,8 @@ class GenerationLoop:
         sampling.check_tokens(conditions.vocab_size)
         matcher = make_matcher(sampling.grammar, self.tokenizer, conditions.end_tokens)
         conditions.check_prompt(prompt)
+        if self.prefiller.second_pass is not None:
+            self.prefiller.second_pass.count_chunks(len(prompt))  # raises without room
         output = Output(self.tokenizer, conditions, list(prompt))
         sampler = Sampler(sampling, len(prompt), matcher)
         return self._generate_steps(output, sampler, progress, branch_points, commit)
@@ -386,6 +390,7 @@ class GenerationLoop:
             threshold=old.threshold,
             adaptive=old.adaptive,
             prefixes=self._open_namespace(old.decoder, cache),
+            second_pass=SecondPass.from_spec(cache.spec, self.tokenizer, old.decoder.max_context),
             tokens=tokens,
         )
 

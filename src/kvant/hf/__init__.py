@@ -9,6 +9,7 @@ from kvant.hf.attach import (
     explain_model,
     get_attachments,
     load_cache,
+    make_model_cache,
 )
 from kvant.hf.cache import TransformersCache
 from kvant.hf.model import (
@@ -56,6 +57,7 @@ __all__ = [
     "is_bidirectional",
     "load_cache",
     "make_comparable",
+    "make_model_cache",
     "named_attributes",
     "named_modules",
     "supports_chunked_prefill",

@@ -40,6 +40,7 @@ from kvant.hf.model import (
 )
 from kvant.hf.smoothing import fit_smooth_frames
 from kvant.recipes import AnySpec
+from kvant.spec import check_single_pass
 
 log = logging.getLogger("kvant")
 
@@ -125,6 +126,20 @@ def cache_for(
     >>> cache.get_seq_length() == ids.shape[1] - 1  # the last token is not cached
     True
     """
+    cache = make_model_cache(model, spec, attention_mask=attention_mask, backend=backend)
+    own = cache.self_attention_cache if isinstance(cache, PairedCache) else cache
+    check_single_pass(own.spec)
+    return cache
+
+
+def make_model_cache(
+    model: nn.Module,
+    spec: AnySpec,
+    *,
+    attention_mask: Tensor | None = None,
+    backend: str | None = None,
+) -> TransformersCache | PairedCache:
+    """Make the cache of `cache_for`, also for a caller that runs the second pass of a score."""
     check_transformers_version()
     hf_model = get_transformers_model(model)
     layers = get_model_layers(hf_model)
@@ -158,7 +173,7 @@ def load_cache(
     hf_model = get_transformers_model(model)
     saved = files.read(path, device=hf_model.device if device is None else device)
     with files.convert_errors(path):
-        cache = cache_for(hf_model, saved.spec)
+        cache = make_model_cache(hf_model, saved.spec)
         if not isinstance(cache, TransformersCache):
             raise CacheError(
                 f"{type(hf_model).__name__} reads an encoder: its cache cannot be saved or loaded"
@@ -191,7 +206,7 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
     model = get_transformers_model(model)
     parts = list_generating_parts(model)
     for part in parts:
-        cache_for(part, spec, backend=backend)  # refuse a bad spec before any change
+        make_model_cache(part, spec, backend=backend)  # refuse a bad spec before any change
     if any(ATTACHMENT_ATTRIBUTE in part.__dict__ for part in parts):
         detach(model)
     for part in parts:
@@ -235,7 +250,7 @@ def explain_model(model: nn.Module) -> str:
     model = get_transformers_model(model)
     attachment = get_attachments(model).get(model)
     spec, backend = ("raw", None) if attachment is None else (attachment.spec, attachment.backend)
-    return str(cache_for(model, spec, backend=backend).explain())
+    return str(make_model_cache(model, spec, backend=backend).explain())
 
 
 def _prepare_cache(

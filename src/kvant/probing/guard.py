@@ -21,6 +21,7 @@ from kvant.probing.recommendation import choose_format, format_spec
 from kvant.probing.trials import FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
+from kvant.spec import check_single_pass
 from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto, parse_auto_bits
 
@@ -56,6 +57,8 @@ def attach(
     >>> ids.shape[1] - inputs["input_ids"].shape[1]
     4
     """
+    if not is_auto(spec):  # of what it stands for, nothing prunes
+        check_single_pass(make_cache_spec(get_model_layers(hf.get_transformers_model(model)), spec))
     previous = hf.get_attachments(model)
     guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
     if guarded.warning is not None:

@@ -4,6 +4,7 @@ from kvant.spec.formats import format_codecs
 from kvant.spec.language import (
     as_spec,
     check_fitted,
+    check_single_pass,
     describe_spec,
     from_json,
     parse,
@@ -15,6 +16,7 @@ from kvant.spec.language import (
 __all__ = [
     "as_spec",
     "check_fitted",
+    "check_single_pass",
     "describe_spec",
     "format_codecs",
     "from_json",

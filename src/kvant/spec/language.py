@@ -233,6 +233,17 @@ def check_fitted(spec: CacheSpec) -> CacheSpec:
     return spec
 
 
+def check_single_pass(spec: CacheSpec) -> CacheSpec:
+    """Return `spec` unless the score of a prune needs a second pass of the model."""
+    if spec.repeats_prompt:
+        raise SpecError(
+            f"{describe_spec(spec)}: the score needs a second pass of the model over the prompt, "
+            "which a cache alone cannot run: use kvant.generate, kvant.Session, kvant.Engine or "
+            "`kvant run`, or a score without it, such as prune=keydiff:25%"
+        )
+    return spec
+
+
 def check_parts(layer: GroupSpec, path: str, previous: Recipes) -> None:
     """Check the names of the parts, and each part."""
     names = [name for name, _ in layer.parts]

@@ -5,12 +5,13 @@ transformers 5 needs `pip install --no-deps kvpress cachetools`, and `datasets`)
 tokens, which the model was not trained on, have planted items. A text is read and pruned, before or
 after the question, and the model continues with the answer. Perplexity is measured on the second
 half of a text whose first half was pruned. Rows are not quantized, so both libraries store the
-same.
+same. `kvzip` repeats a text after it: `--context 1024` leaves positions for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-import kvant
 from kvant.bench.harness import print_report, show_progress
 from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
+from kvant.generation.decoder import Prefiller, TransformersDecoder
+from kvant.generation.second_pass import SecondPass
 from kvant.probing.recall import PLANT_KINDS, RecallExam, make_exams
 
-CONTEXT = 2048
 # A score of kvant's spec language: kvpress's press, and a press that wraps it.
 KVPRESS_SCORES = {
     "snapkv": ("SnapKVPress", None),
@@ -40,11 +41,10 @@ KVPRESS_SCORES = {
 }
 
 
-def load_exams(count: int) -> tuple[Any, list[Tensor], list[RecallExam]]:
-    """Load the built-in model; return it, `count` texts, and the texts with planted items."""
-    model, tokenizer = load(None)
-    pieces = split_text(tokenizer, None, CONTEXT, count * CONTEXT).full_pieces
-    return model, pieces, make_exams(tokenizer, pieces, count, seed=0)
+def make_texts(tokenizer: Any, count: int, context: int) -> tuple[list[Tensor], list[RecallExam]]:
+    """Return `count` texts, and the texts with planted items."""
+    pieces = split_text(tokenizer, None, context, count * context).full_pieces
+    return pieces, make_exams(tokenizer, pieces, count, seed=0)
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,13 @@ class PruningMethod:
     one_by_one: bool = False  # whether tokens after it must be decoded one by one
 
 
-def make_kvant_method(model: Any, spec: str) -> PruningMethod:
+def make_kvant_method(model: Any, tokenizer: Any, spec: str) -> PruningMethod:
+    decoder = TransformersDecoder(model)
+
     def prefill(ids: Tensor) -> Any:
-        cache = kvant.cache_for(model, spec)
-        model(ids, past_key_values=cache)
+        cache = decoder.make_cache(spec)
+        second_pass = SecondPass.from_spec(cache.spec, tokenizer, decoder.max_context)
+        Prefiller(decoder, cache, ids.shape[1], second_pass=second_pass).prefill(ids[0].tolist())
         cache.prune()
         return cache
 
@@ -130,36 +133,48 @@ def measure_recall(
     return {kind: fmean(correct) for kind, correct in results.items()}
 
 
+def measure_prefill(method: PruningMethod, exam: RecallExam) -> float:
+    """Return the processor seconds in which a text is read and pruned."""
+    start = time.process_time()
+    method.prefill(torch.tensor([exam.prompt]))
+    return time.process_time() - start
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--keep", type=int, default=25, help="Percent of the rows to keep")
     parser.add_argument("--exams", type=int, default=8, help="Texts with planted items")
+    parser.add_argument("--context", type=int, default=2048, help="Tokens of a text")
     parser.add_argument("--kvpress", action="store_true", help="Measure kvpress, too")
+    parser.add_argument("--asked", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--scores", default=",".join(KVPRESS_SCORES))
     options = parser.parse_args()
-    model, pieces, exams = load_exams(options.exams)
+    model, tokenizer = load(None)
+    context = options.context
+    pieces, exams = make_texts(tokenizer, options.exams, context)
     methods = [
-        make_kvant_method(model, "raw"),
-        make_kvant_method(model, f"raw,window={CONTEXT * options.keep // 100},sinks=4"),
+        make_kvant_method(model, tokenizer, "raw"),
+        make_kvant_method(model, tokenizer, f"raw,window={context * options.keep // 100},sinks=4"),
     ]
     for score in options.scores.split(","):
         name, _, adaptive = score.partition(":")
         spec = f"raw,prune={name}:{options.keep}%" + (f":{adaptive}" if adaptive else "")
-        methods.append(make_kvant_method(model, spec))
-        if options.kvpress:
+        methods.append(make_kvant_method(model, tokenizer, spec))
+        if options.kvpress and score in KVPRESS_SCORES:
             methods.append(make_kvpress_method(model, score, options.keep / 100))
     rows = []
     for method in methods:
         show_progress(method.name)
         perplexity = measure_perplexity(model, method, pieces)
         row: dict[str, Any] = {"read": method.name, "perplexity": perplexity}
-        for question_known, suffix in ((False, ""), (True, ", asked")):
+        row["cpu_s"] = measure_prefill(method, exams[0])
+        for question_known, suffix in ((False, ""), (True, ", asked"))[: 1 + options.asked]:
             shares = measure_recall(model, method, exams, question_known=question_known)
             row |= {f"{kind}{suffix}": share for kind, share in shares.items()}
         rows.append(row)
     show_progress("")
-    facts = {"exams": options.exams, "context": CONTEXT, "keep": f"{options.keep}%"}
+    facts = {"exams": options.exams, "context": context, "keep": f"{options.keep}%"}
     print_report("recall after a prune", rows, facts, quiet=False)
 
 

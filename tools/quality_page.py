@@ -15,6 +15,7 @@ from pages import DOCS, format_table, write_tables
 
 UNIFORM_PATTERN = r"affine\d,tail=0|affine2,tail=0,group=64"  # the baseline of recipes
 OPTIONS = ("tail=0", "smooth")
+OUTLIER_FORMATS = ("affine8", "fp8", "affine4", "turbo4v4", "turbo4v2", "turbo2v2")
 COLUMNS = {  # of the page: a field of a result, and its format
     "a row": ("of_raw", ".3f"),
     "at 2k": ("of_raw_2k", ".3f"),
@@ -64,19 +65,13 @@ def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
         "plain": [_format_plain(row, plain) for name, row in plain.items() if "," not in name],
         "outliers": [
             _format_outliers(name, {"30x": hard, "100x": harder})
-            for name in hard
-            if "," not in name and name != "raw"
+            for name in OUTLIER_FORMATS
         ],
         "recipes": [
             _format_recipe(row, ladder)
             for name, row in recipes.items()
             if ladder[0].relative_nbytes <= row["of_raw_2k"] <= ladder[-1].relative_nbytes
             and not re.fullmatch(UNIFORM_PATTERN, name)
-        ],
-        "scales": [_format_scales(row) for row in select_rows(rows, "scales", "plain").values()],
-        "values": [
-            _format_name(row) | _format_columns(row, "a row", "perplexity", "mean KL", "top-1")
-            for row in select_rows(rows, "values", "values 30x").values()
         ],
         "sinks": [
             {
@@ -145,16 +140,6 @@ def interpolate_kl(front: Sequence[FormatPoint], relative_nbytes: float) -> floa
     low, high = next((p for p in pairs if relative_nbytes <= p[1].relative_nbytes), pairs[-1])
     part = (relative_nbytes - low.relative_nbytes) / (high.relative_nbytes - low.relative_nbytes)
     return math.exp((1 - part) * math.log(low.kl) + part * math.log(high.kl))
-
-
-def _format_scales(row: ResultRow) -> dict[str, str]:
-    first = row["first"]["mean_kl"]
-    line = {"format": f"`{row['format']},tail=0`", "full range": f"{first:.2g}"}
-    for way in ("fitted", "searched"):
-        kl = row[way]["mean_kl"] if way in row else None
-        line[way] = "" if kl is None else f"{kl:.2g}"
-        line[f"{way}, ratio"] = "" if kl is None else f"{kl / first:.2f}"
-    return line
 
 
 def _format_peer(

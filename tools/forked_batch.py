@@ -10,13 +10,6 @@ from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache
 
 
-def check_context(decoder: TransformersDecoder, num_tokens: int) -> None:
-    """Raise if a model was not made for as many tokens."""
-    limit = decoder.max_context
-    if limit is not None and num_tokens > limit:
-        raise ValueError(f"a context of {num_tokens} tokens: the model has {limit}, give fewer")
-
-
 class ForkedBatch:
     """Forks of one model's caches, which share their pages; each step decodes a token of each."""
 

@@ -23,7 +23,8 @@ import typer
 from torch import Tensor
 
 import kvant
-from forked_batch import check_context, continue_greedily
+from exam_options import check_context, parse_formats
+from forked_batch import continue_greedily
 from kvant.bench import harness
 from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
@@ -38,7 +39,6 @@ from kvant.probing.divergence import (
     make_empty_cache,
     read_prompt,
 )
-from kvant.spec import split_specs
 from pages import DOCS
 from result_log import ResultLog, Row
 from texts import TEXTS, load_text
@@ -62,9 +62,11 @@ class Block(NamedTuple):
 class DecodingTest:
     """Generates the tokens of a text once, and measures formats on them."""
 
-    def __init__(self, model: Any, tokenizer: Any, log: ResultLog, num_tokens: int) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, texts: Mapping[str, str], log: ResultLog, num_tokens: int
+    ) -> None:
         self._decoder, self._tokenizer = TransformersDecoder(model), tokenizer
-        self._log, self._num_tokens = log, num_tokens
+        self._texts, self._log, self._num_tokens = texts, log, num_tokens
         check_context(self._decoder, PROMPT + num_tokens + GREEDY)
 
     def measure(self, key: Mapping[str, Any]) -> Row:
@@ -76,7 +78,7 @@ class DecodingTest:
 
     def _generate(self, text: str) -> list[int]:
         """Return the prompt and its continuation."""
-        (piece,) = split_text(self._tokenizer, load_text(text), PROMPT, PROMPT).pieces
+        (piece,) = split_text(self._tokenizer, self._texts[text], PROMPT, PROMPT).pieces
         prompt: list[int] = piece[0].tolist()
         steps = kvant.generate(
             self._decoder.model,
@@ -170,9 +172,11 @@ def main(
 ) -> None:
     """Measure the divergence of formats over a long generation."""
     log = ResultLog.open(output, {"model": model, "tokens": tokens, "seed": SEED})
-    names = ["raw", *split_specs(formats)]
-    keys = [{"text": text, "format": name} for text, name in product(texts.split(","), names)]
-    test = DecodingTest(*load(model, device="cpu", dtype="float32"), log, tokens)
+    loaded, tokenizer = load(model, device="cpu", dtype="float32")
+    contents = {name: load_text(name) for name in texts.split(",")}
+    test = DecodingTest(loaded, tokenizer, contents, log, tokens)
+    names = ["raw", *parse_formats(loaded, formats)]
+    keys = [{"text": text, "format": name} for text, name in product(contents, names)]
     log.measure(keys, test.measure, minutes)
     if lines := summarize(log.rows):
         harness.print_table("long decoding", lines)

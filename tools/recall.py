@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import kvant
-from forked_batch import ForkedBatch, check_context
+from exam_options import check_context, parse_formats
+from forked_batch import ForkedBatch
 from kvant.bench import harness
 from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
@@ -36,7 +37,6 @@ from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache
 from kvant.probing.divergence import read_prompt
 from kvant.recipes import iterate_attention
-from kvant.spec import split_specs
 from pages import DOCS
 from recall_exams import ITEMS_OF_KIND, KINDS, LongExam, RecallItem, make_exam
 from result_log import ResultLog, Row
@@ -178,11 +178,13 @@ def main(
     """Measure recall from long prompts by format."""
     lengths = harness.parse_numbers("contexts", contexts)
     log = ResultLog.open(output, {"model": model, "text": text})
+    loaded, tokenizer = load(model, device="cpu", dtype="float32")
+    reader = ExamReader(loaded, tokenizer, load_text(text), lengths)
+    names = parse_formats(loaded, formats)
     keys = [
         {"context": context, "exam": number, "format": name}
-        for context, number, name in product(lengths, range(exams), split_specs(formats))
+        for context, number, name in product(lengths, range(exams), names)
     ]
-    reader = ExamReader(*load(model, device="cpu", dtype="float32"), load_text(text), lengths)
     log.measure(keys, reader.measure, minutes)
     if lines := summarize(log.rows):
         harness.print_table("recall", lines)

@@ -69,7 +69,7 @@ class ResultLog:
         for number, key in enumerate(missing):
             passed = (time.monotonic() - begin) / 60
             if passed >= minutes:
-                print(f"{len(missing) - number} rows are missing: run the same command again")
+                print(f"rows that are missing: {len(missing) - number}; run the same command again")
                 return False
             name = ", ".join(map(str, key.values()))
             show_progress(f"{name}: {number + 1} of {len(missing)}, {passed:.0f} min")

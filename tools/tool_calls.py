@@ -22,13 +22,13 @@ import torch
 import typer
 
 from call_exams import CallExam, CallRequest, make_call_exam, score_call
-from forked_batch import check_context, continue_greedily
+from exam_options import check_context, parse_formats
+from forked_batch import continue_greedily
 from kvant.bench import harness
 from kvant.checkpoints import load
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache
 from kvant.probing.divergence import make_empty_cache, make_filled_cache, read_prompt
-from kvant.spec import split_specs
 from pages import DOCS
 from result_log import ResultLog, Row
 
@@ -127,9 +127,10 @@ def main(
 ) -> None:
     """Measure function calls by format."""
     log = ResultLog.open(output, {"model": model, "length": length, "requests": requests})
-    names = split_specs(formats)
+    loaded, tokenizer = load(model, device="cpu", dtype="float32")
+    test = CallTest(loaded, tokenizer, length, requests)
+    names = parse_formats(loaded, formats)
     keys = [{"prompt": number, "format": name} for number, name in product(range(prompts), names)]
-    test = CallTest(*load(model, device="cpu", dtype="float32"), length, requests)
     log.measure(keys, test.measure, minutes)
     if lines := summarize(log.rows):
         harness.print_table("tool calls", lines)

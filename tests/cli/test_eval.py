@@ -54,7 +54,9 @@ def test_auto_is_evaluated_as_the_spec_it_stands_for(
     monkeypatch.setattr("kvant.probing.resolve_auto", lambda model, spec, *_: chosen[spec])
     code, out, _ = call("eval", *FEW, "--formats", "auto:3.25bits,affine8", "--json")
     assert code == 0
-    assert [entry["format"] for entry in json.loads(out)["formats"]] == [*chosen.values()]
+    report = json.loads(out)
+    assert [entry["format"] for entry in report["formats"]] == [*chosen.values()]
+    assert report["auto"] == {"auto:3.25bits": "turbo3,layers=0:affine8"}
 
 
 def test_full_disk_is_one_error_line_with_the_file(call: Any) -> None:

@@ -19,7 +19,6 @@ from hf.outliers import scale_key_channels
 from kvant import demo, hf
 from kvant.probing import advice, guard
 from kvant.probing import verdicts as verdicts_module
-from kvant.probing.divergence import make_unbounded_spec
 from kvant.probing.guard import attach_checked, explain_harm
 from kvant.probing.trials import make_trial
 
@@ -92,19 +91,40 @@ def test_harm_is_explained_by_an_example_and_a_harmless_spec(
     assert explain_harm(broken, better, trial) is None
 
 
-def test_harm_without_time_or_tokenizer_names_auto(
-    plain_model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("spec", "kept"),
+    [
+        ("affine2,tail=0,capacity=1024", "capacity=1024.* at 1,024 tokens"),
+        ("affine2,tail=0,window=256", "window=256"),
+        ("turbo2,tail=0,prune=kvzip:25%", "prune=kvzip:25%"),
+        ("affine2,tail=0,prune=keydiff:25%", "prune=keydiff:25%"),
+        ("affine2,tail=0,layers=0:affine8", ""),
+    ],
+)
+def test_promotion_keeps_what_does_not_concern_the_format(
+    plain_model: Any, tokenizer: Any, spec: str, kept: str
 ) -> None:
-    monkeypatch.setattr(advice, "monotonic", count().__next__)
+    details = advice.describe_harm(plain_model, spec, make_trial(plain_model, tokenizer), 600)
+    assert details.is_complete and re.search(rf"Take \S*{kept}", details.text)
+
+
+def test_recipes_are_described_without_a_promotion(plain_model: Any, tokenizer: Any) -> None:
+    spec = kvant.parse("affine2,tail=0", plain_model.config.num_hidden_layers)
+    details = advice.describe_harm(plain_model, spec, make_trial(plain_model, tokenizer), 600)
+    assert details.is_complete and "these recipes" in details.text and "'auto'" in details.text
+
+
+def test_harm_that_took_too_long_is_explained_by_the_next_start(
+    plain_model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = scale_key_channels(plain_model, 100.0, channels=(3, 11))
-    explanation = advice.describe_harm(
-        broken,
-        "affine4,tail=0",
-        make_unbounded_spec(broken, "affine4,tail=0"),
-        make_trial(broken),
-        seconds=0.5,
-    )
-    assert explanation.startswith("Take 'auto'") and "continues" not in explanation
+    monkeypatch.setattr(guard, "TRIAL_SECONDS", 600.0)
+    with monkeypatch.context() as context:
+        context.setattr(advice, "monotonic", (1e3 * tick for tick in count()).__next__)
+        explanation = explain_harm(broken, "affine4,tail=0", make_trial(broken, tokenizer)) or ""
+    assert ". 'auto' finds" in explanation and "continues" not in explanation
+    explanation = explain_harm(broken, "affine4,tail=0", make_trial(broken, tokenizer)) or ""
+    assert ". After '" in explanation and ". Take " in explanation
 
 
 def test_probe_without_enough_time_is_inconclusive(

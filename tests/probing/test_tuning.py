@@ -17,14 +17,15 @@ import kvant
 from hf.zoo import build
 from kvant import SpecError, demo
 from kvant.models import layer_shapes
-from kvant.models.shapes import LayerShape
+from kvant.models.shapes import LINEAR, LayerShape
 from kvant.planner import plan
 from kvant.probing import make_trial, measure_divergence, recommendation, resolve_auto, tuning
-from kvant.probing.trials import FORMAT_LADDER, FormatTrial
+from kvant.probing.trials import FORMAT_LADDER
 from kvant.probing.tuning import (
     BitsLimit,
     BytesLimit,
-    Pair,
+    FormatPair,
+    MeasuredSpec,
     TunedSpec,
     choose_formats,
     find_best_spec,
@@ -84,7 +85,7 @@ def test_misleading_harms_give_the_best_uniform_format(
     assert result.trials[-1].spec.startswith("turbo2,layers=0:affine6")
     assert "layers=" not in result.spec and "no mixture is better" in result.why
     assert result.mean_kl == min(trial.mean_kl for trial in result.trials)
-    assert [trial.verdict for trial in result.trials] == [*["uniform"] * 4, "by layer"]
+    assert [trial.is_mixture for trial in result.trials] == [*[False] * 4, True]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,10 @@ def test_misleading_harms_give_the_best_uniform_format(
         ({"max_bytes": "1KiB", "context": 512}, r"limit of 1 KiB at 512 tokens: .* [0-9]+ bytes; "),
         ({}, "max_bits=None and max_bytes=None: one of the two is needed"),
         ({"max_bits": 4, "max_bytes": 1}, "max_bits=4 and max_bytes=1: one of the two"),
+        ({"max_bits": float("nan")}, "max_bits=nan: a number above 0 is needed"),
+        ({"max_bits": float("inf")}, "max_bits=inf: a number above 0 is needed"),
+        ({"max_bytes": 1, "context": 0}, "context=0: 1 or more is needed"),
+        ({"max_bits": 4, "context": 64}, "context=64: .* together with max_bytes="),
     ],
 )
 def test_impossible_limit_is_refused(
@@ -101,6 +106,12 @@ def test_impossible_limit_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         kvant.tune(model, tokenizer, **limit)
+
+
+def test_model_without_attention_stays_raw() -> None:
+    layers = (LayerShape(kind=LINEAR),)
+    limit = BitsLimit(3.25)
+    assert tuning.measure_totals(layers, limit)["raw"] <= limit.compute_total(layers)
 
 
 def test_named_smallest_limits_are_accepted(model: Any) -> None:
@@ -149,7 +160,7 @@ WORDS = ("turbo2", "turbo4", "raw")
 PAIRS = [(keys, values) for keys in WORDS for values in WORDS]
 
 
-def choose_pairs(harms: Any, sizes: Any, limit: int) -> list[Pair]:
+def choose_pairs(harms: Any, sizes: Any, limit: int) -> list[FormatPair]:
     words = [word.split("/") for word in choose_formats(harms, sizes, limit)]
     return [(keys, values) for keys, values in words]
 
@@ -169,7 +180,7 @@ def test_chosen_formats_have_the_least_harm_within_the_limit(
     num_layers = len(harms)
     sizes = {pair: tuple(nbytes[3 * i : 3 * i + num_layers]) for i, pair in enumerate(PAIRS)}
 
-    def measure(choice: Sequence[Pair]) -> tuple[int, float]:
+    def measure(choice: Sequence[FormatPair]) -> tuple[int, float]:
         """Return the bytes and the harm of a pair for each layer."""
         size = sum(sizes[pair][layer] for layer, pair in enumerate(choice))
         return size, sum(min(harms[layer][pair], 1e6) for layer, pair in enumerate(choice))
@@ -185,14 +196,23 @@ def test_large_sizes_are_rounded_up_to_steps() -> None:
     harms = [dict(zip(PAIRS, range(9, 0, -1), strict=True))] * 2
     limit = 2 * 10**9 + 800_000
     chosen = choose_pairs(harms, sizes, limit)
-    assert sum(sizes[pair][layer] for layer, pair in enumerate(chosen)) <= limit
+    step = -(-800_000 // tuning.MAX_STEPS)
+
+    def measure(choice: Sequence[FormatPair]) -> tuple[int, float]:
+        size = sum(sizes[pair][layer] for layer, pair in enumerate(choice))
+        return size, sum(harms[layer][pair] for layer, pair in enumerate(choice))
+
+    size, harm = measure(chosen)
+    every = [measure(choice) for choice in product(PAIRS, repeat=2)]
+    assert size <= limit
+    assert harm <= min(harm for size, harm in every if size <= limit - 2 * step)
 
 
 def test_limit_of_bits_is_tuned_once(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, verdicts: Path
 ) -> None:
     limits = []
-    chosen = FormatTrial("turbo2,layers=0:turbo4", 0.1, 0.9, None, tuning.MIXTURE)
+    chosen = MeasuredSpec("turbo2,layers=0:turbo4", 0.1, 0.9, is_mixture=True)
 
     def find_nothing(model: Any, trial: Any, limit: BitsLimit, progress: Any) -> TunedSpec:
         limits.append(limit)
@@ -210,7 +230,7 @@ def test_limit_of_bits_is_tuned_once(
 def test_harmful_result_in_given_bits_warns(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worst = FormatTrial("affine2,tail=0", 0.1, 0.9, None, tuning.UNIFORM)
+    worst = MeasuredSpec("affine2,tail=0", 0.1, 0.9, is_mixture=False)
     result = TunedSpec(worst.spec, 4.0, (worst,), "no measurement")
     monkeypatch.setattr(recommendation, "find_best_spec", lambda *arguments: result)
     with pytest.warns(UserWarning, match="affine2,tail=0 changes what"):

@@ -32,7 +32,7 @@ from kvant.checkpoints import load
 from kvant.hf import cache_for, get_cache_argument
 from kvant.native import use_own_threads
 from kvant.platform.devices import AUTO_DTYPE, parse_dtype
-from kvant.spec import parse, split_specs
+from kvant.spec import parse_words, split_specs
 
 NO_CACHE = "none"  # recompute the whole sequence for every token
 TRANSFORMERS, MLX = PEERS = ("transformers", "mlx-lm")
@@ -394,7 +394,7 @@ def main(
     bench_device = choose_device(device)
     for spec in split_specs(formats) if formats is not None else ():
         if spec != NO_CACHE:
-            parse(spec, 1)
+            parse_words(spec)
     harness.check_plot(plot)
     harness.set_threads(threads)
     shared = {"formats": formats, "repeats": repeats}

@@ -24,7 +24,7 @@ from kvant.bench.decode import (
 )
 from kvant.bench.harness import Laps, choose_device, time_in_turn
 from kvant.platform.devices import AUTO_DTYPE
-from kvant.spec import parse, split_specs
+from kvant.spec import parse_words, split_specs
 
 PREFILL_MODES = ("dense", "stored")
 
@@ -77,7 +77,7 @@ def main(
     harness.set_threads(threads)
     specs = [f"{spec},prefill={mode}" for spec in split_specs(formats) for mode in PREFILL_MODES]
     for spec in specs:
-        parse(spec, 1)
+        parse_words(spec)
     loaded_model, text, facts = open_checkpoint(model, bench_device, dtype, prompt)
     makes = {TRANSFORMERS: make_dynamic(loaded_model), **make_candidates(loaded_model, specs)}
     rows = [row for chunk in chunk_sizes for row in measure_prefill(makes, text, chunk, repeats)]

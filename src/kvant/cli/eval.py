@@ -64,8 +64,8 @@ def evaluate_formats(
         check_plot(plot)
     for flag, file in {"--csv": csv, "--plot": plot, "--save": save}.items():
         check_writable(file, flag)
-    specs = split_specs(formats)
-    for spec in specs:
+    requested = split_specs(formats)
+    for spec in requested:
         check_spec_or_auto(spec)
     evaluation_text = None if text is None else read_text(text, "--text")
     loaded, tokenizer = model_options.load()
@@ -75,10 +75,12 @@ def evaluate_formats(
     from kvant.probing import make_trial, resolve_auto
 
     attach(loaded)  # some attention modules read compressed rows only when attached
-    if any(map(is_auto, specs)):
+    chosen: dict[str, str] = {}  # what each `auto` stands for
+    if autos := [spec for spec in requested if is_auto(spec)]:
         trial = make_trial(loaded, tokenizer)
         with ProgressBar("testing formats", quiet=json) as bar:
-            specs = [str(resolve_auto(loaded, spec, trial, bar.update)) for spec in specs]
+            chosen = {spec: str(resolve_auto(loaded, spec, trial, bar.update)) for spec in autos}
+    specs = [chosen.get(spec, spec) for spec in requested]
     settings = EvaluationSettings(tokens=tokens, context=context, prompts=prompts)
     with ProgressBar("measuring", quiet=json) as bar:
         results = evaluate(
@@ -96,6 +98,7 @@ def evaluate_formats(
         "tokens": tokens,
         "context": context,
         "prompts": prompts,
+        "auto": chosen,
     }
     title = f"{facts['model']}, {facts['dtype']}"
     if csv is not None:
@@ -105,6 +108,8 @@ def evaluate_formats(
     if json:
         print(json_text.dumps(facts | {"formats": [result.to_json() for result in results]}))
     else:
+        for spec, choice in chosen.items():
+            print_line(f"{spec}: {choice}")
         _show_results(title, results)
 
 

@@ -9,14 +9,12 @@ from transformers import PreTrainedModel
 
 from kvant.models import layer_shapes, max_context
 from kvant.planner import plan
-from kvant.probing.divergence import make_unbounded_spec
+from kvant.probing.divergence import make_format_spec
 from kvant.probing.example import find_example
 from kvant.probing.recommendation import format_spec, list_promotions
 from kvant.probing.screen import QuickScreen
 from kvant.probing.trials import ProbeTrial
-from kvant.recipes import AnySpec, CacheSpec
-
-MAX_COMPARED_CONTEXT = 8192  # tokens of the caches whose bytes are compared
+from kvant.recipes import AnySpec
 
 
 class Promotion(NamedTuple):
@@ -26,25 +24,33 @@ class Promotion(NamedTuple):
     mean_kl: float
 
 
+class HarmDetails(NamedTuple):
+    """What a harmful format changes, and whether the time was enough for all of it."""
+
+    text: str
+    is_complete: bool
+
+
 def describe_harm(
-    model: PreTrainedModel, spec: AnySpec, formats: CacheSpec, trial: ProbeTrial, seconds: float
-) -> str:
+    model: PreTrainedModel, spec: AnySpec, trial: ProbeTrial, seconds: float
+) -> HarmDetails:
     """Say what a harmful format changes in the trial's text, and name a spec harmless there.
 
-    Other specs are tried only as long as they take `seconds` in all.
+    Nothing more is tried after `seconds`.
     """
     deadline, name = monotonic() + seconds, format_spec(spec)
     screen, sentences = QuickScreen.from_tokens(model, trial.ids), list[str]()
-    if trial.tokenizer is not None:
-        example = find_example(screen, trial.tokenizer, formats)
-        sentences += [] if example is None else [f"After {example.describe(name)}"]
     promotion = _find_promotion(screen, spec, trial.max_kl, deadline)
+    has_time = monotonic() <= deadline
+    if has_time and trial.tokenizer is not None:
+        example = find_example(screen, trial.tokenizer, make_format_spec(model, spec))
+        sentences += [] if example is None else [f"After {example.describe(name)}"]
     if promotion is None:
-        sentences.append("Take 'auto': the smallest harmless format")
+        sentences.append("'auto' finds the smallest harmless format")
     else:
         sentences.append(_compare_nbytes(model, spec, name, promotion))
     sentences.append("Recall was not tested: kvant.probe(model, tokenizer, spec) does")
-    return ". ".join(sentences)
+    return HarmDetails(". ".join(sentences), has_time)
 
 
 def _find_promotion(
@@ -56,7 +62,7 @@ def _find_promotion(
     for candidate, _ in list_promotions(spec):
         if monotonic() > deadline:
             return None
-        kl = screen.measure_divergence(make_unbounded_spec(screen.model, candidate)).mean_kl
+        kl = screen.measure_divergence(make_format_spec(screen.model, candidate)).mean_kl
         if kl <= max_kl:
             return Promotion(candidate, kl)
     return None
@@ -64,8 +70,9 @@ def _find_promotion(
 
 def _compare_nbytes(model: PreTrainedModel, spec: AnySpec, name: str, promotion: Promotion) -> str:
     """Say how many of raw's bytes both specs take."""
-    context = min(max_context(model.config) or MAX_COMPARED_CONTEXT, MAX_COMPARED_CONTEXT)
-    layers = layer_shapes(model)
+    layers, specs = layer_shapes(model), (spec, promotion.spec)
+    context = min(plan(layers, s).context for s in specs)  # a capacity may limit it
+    context = min(context, max_context(model.config) or context)
     raw, harmful, harmless = (
         plan(layers, s, context=context).nbytes_kept for s in ("raw", spec, promotion.spec)
     )

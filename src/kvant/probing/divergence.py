@@ -126,6 +126,11 @@ def make_unbounded_spec(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
     )
 
 
+def make_format_spec(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
+    """Resolve the formats of a spec with all rows kept, also those that a prune would drop."""
+    return make_unbounded_spec(model, spec).map_layers(lambda layer: replace(layer, prune=None))
+
+
 def make_empty_cache(model: PreTrainedModel, spec: AnySpec) -> TransformersCache:
     """Make an empty cache for one sequence, whose prompts are read as in decoding."""
     cache = cache_for(model, make_stored_prefill_spec(model, spec))

@@ -6,7 +6,7 @@ position of the largest divergence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,11 +29,6 @@ class Example:
     before: str
     raw: str
     changed: str
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Example:
-        """Parse a stored example; raise if one of its fields is missing."""
-        return cls(str(fields["before"]), str(fields["raw"]), str(fields["changed"]))
 
     def describe(self, name: str) -> str:
         """Name the text and what follows it, for a sentence that begins with "after"."""

@@ -16,7 +16,7 @@ from kvant.errors import UnsupportedView
 from kvant.hf.model import get_model_layers, make_cache_spec
 from kvant.probing import verdicts
 from kvant.probing.advice import describe_harm
-from kvant.probing.divergence import make_empty_cache, make_unbounded_spec
+from kvant.probing.divergence import make_empty_cache, make_format_spec
 from kvant.probing.recommendation import choose_format, format_spec
 from kvant.probing.trials import FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
@@ -26,7 +26,7 @@ from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto, parse_auto_bits
 
 log = logging.getLogger("kvant")
-TRIAL_SECONDS = 2.0  # longest delay of a start by a trial; as long again to explain a harm
+TRIAL_SECONDS = 2.0  # longest delay of a start by a trial; nothing is begun to explain it later
 RECALL_UNTESTED_WARNING = (
     "auto was chosen by predictions alone, which change little when a model forgets: give "
     "tokenizer=, and a model of 512 tokens or more, to test recall too"
@@ -44,20 +44,20 @@ def attach(
     """Make `model.generate(...)` use a cache with this spec, until `detach` or a `with` ends.
 
     The format is first tried on the model, for at most two seconds, on a text if there is a
-    tokenizer. A warning names a format that changes predictions too much, or one whose harm is
-    still unknown; `guard=False` skips the trial. Verdicts are stored on disk and reused. `auto`
-    takes the smallest format that is harmless to predictions and recall, `auto:3.25bits` what
-    `kvant.tune` finds. If the model is wrapped
-    (torch.compile, peft), the model inside is attached, with the parts that it delegates to. A
-    copy or a pickled model is attached independently. `backend` reads every layer; the default is
-    the first that supports it.
+    tokenizer. A warning explains a format that changes predictions too much (two seconds more or a
+    little longer), or names one whose harm is still unknown; `guard=False` skips the trial.
+    Verdicts are stored on disk and reused. `auto` takes the smallest format that is harmless to
+    predictions and recall, `auto:3.25bits` what `kvant.tune` finds. If the model is wrapped
+    (torch.compile, peft), the model inside is attached, with the parts that it delegates to. A copy
+    or a pickled model is attached independently. `backend` reads every layer; the default is the
+    first that supports it.
 
     >>> with kvant.attach(model, "affine8"):
     ...     ids = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
     >>> ids.shape[1] - inputs["input_ids"].shape[1]
     4
     """
-    if not is_auto(spec):  # of what it stands for, nothing prunes
+    if not is_auto(spec):  # `auto` never chooses a spec that prunes
         check_single_pass(make_cache_spec(get_model_layers(hf.get_transformers_model(model)), spec))
     previous = hf.get_attachments(model)
     guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
@@ -156,9 +156,7 @@ def explain_harm(
         return None  # an encoder-decoder does not continue a text
     try:
         # The trial is about formats: rows dropped by a rule are dropped on request.
-        formats = make_unbounded_spec(model, spec).map_layers(
-            lambda layer: replace(layer, prune=None)
-        )
+        formats = make_format_spec(model, spec)
         if not any(layer.seals for layer in iterate_attention(*formats.layers)):
             return None
         fitted_spec = make_empty_cache(model, formats).spec  # the key includes channel scales
@@ -174,11 +172,13 @@ def explain_harm(
                 seconds=TRIAL_SECONDS,
                 progress=progress,
             )
-            if verdict.harmless is False:
-                read = replace(trial, ids=trial.ids[:, : verdict.tokens])
-                details = describe_harm(model, spec, formats, read, TRIAL_SECONDS)
-                verdict = replace(verdict, details=details)
             if verdict.harmless is not None:  # else unknown
+                verdicts.store(key, asdict(verdict))
+        if verdict.harmless is False and not verdict.details:
+            read_trial = replace(trial, ids=trial.ids[:, : verdict.tokens])
+            details, is_complete = describe_harm(model, spec, read_trial, TRIAL_SECONDS)
+            verdict = replace(verdict, details=details)
+            if is_complete:  # else the next start has another try
                 verdicts.store(key, asdict(verdict))
     except UnsupportedView as error:  # the model's own attention needs dense rows
         log.info("the format was not tried on the model: %s", error)

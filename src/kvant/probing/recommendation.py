@@ -20,12 +20,14 @@ from kvant.probing.divergence import Divergence, make_unbounded_spec
 from kvant.probing.example import Example, find_example
 from kvant.probing.trials import (
     CANDIDATE_SPECS,
+    HARMFUL,
+    HARMLESS,
     FormatTrial,
     ProbeTrial,
     SpecEvaluator,
     make_trial,
 )
-from kvant.probing.tuning import BitsLimit, find_best_spec
+from kvant.probing.tuning import BitsLimit, MeasuredSpec, find_best_spec
 from kvant.probing.verdicts import ProbeProgress, ignore_progress
 from kvant.recipes import AnySpec
 from kvant.retention import DEFAULT_WINDOW_SINKS
@@ -43,6 +45,7 @@ from kvant.spec.language import (
 
 SINKS_OPTION = f"sinks={DEFAULT_WINDOW_SINKS}"  # the usual number of attention sinks
 TAIL_ROWS = 128  # the tail that is usually enough
+KEPT_OPTIONS = ("window", "sinks", "capacity", "prune")  # of the rows, not of their format
 
 
 def list_promotions(spec: str) -> Iterator[tuple[str, str]]:
@@ -63,14 +66,14 @@ def list_promotions(spec: str) -> Iterator[tuple[str, str]]:
     if not any(part.startswith(("edge=", "layers=")) for part in others):
         edges = _join_spec(word, others, "smooth", "edge=2")
         yield edges, "the layers at both ends need 8 bits"
-    limits = [part for part in others if part.split("=")[0] in ("window", "sinks", "capacity")]
+    limits = [part for part in others if part.split("=")[0] in KEPT_OPTIONS]
     yield _join_spec("affine8", limits, "smooth"), "keys and values need 8 bits"
     yield _join_spec("raw", limits), "every other format that was tried is harmful"
 
 
 def _list_denser_options(options: list[str]) -> Iterator[tuple[list[str], str]]:
     """Yield options with dense first rows or a longer dense tail, each with its reason."""
-    if not any(part.startswith(("sinks=", "window=", "capacity=")) for part in options):
+    if not any(part.split("=")[0] in KEPT_OPTIONS for part in options):
         yield [*options, SINKS_OPTION], "its first rows need to stay dense"
     short = [part for part in options if part.startswith("tail=") and int(part[5:]) < TAIL_ROWS]
     if short:
@@ -217,8 +220,8 @@ def choose_format(
     if (max_bits := parse_auto_bits(spec)) is not None:
         key = verdicts.make_key(model, trial.ids, "tune", max_bits)
         if (stored := verdicts.load(key, Choice.from_json)) is None:
-            tuning = find_best_spec(model, trial, BitsLimit(max_bits), progress)
-            stored = Choice(tuning.spec, tuning.trials)
+            tuned = find_best_spec(model, trial, BitsLimit(max_bits), progress)
+            stored = Choice(tuned.spec, tuple(_judge(t, trial.max_kl) for t in tuned.trials))
             verdicts.store(key, asdict(stored))
         return stored
     size, tolerance = parse_auto_size(spec), parse_auto_tolerance(spec, trial.tolerance)
@@ -239,6 +242,12 @@ def choose_format(
     choice = Choice(smallest, tuple(candidates))
     verdicts.store(key, asdict(choice))
     return choice
+
+
+def _judge(measured: MeasuredSpec, max_kl: float) -> FormatTrial:
+    """Judge a spec by its divergence; recall was not measured."""
+    verdict = HARMLESS if measured.mean_kl <= max_kl else HARMFUL
+    return FormatTrial(measured.spec, measured.mean_kl, measured.top1, None, verdict)
 
 
 def _find_better_spec(evaluator: SpecEvaluator, spec: AnySpec) -> tuple[AnySpec, str]:

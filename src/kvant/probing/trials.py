@@ -95,7 +95,7 @@ def make_trial(
 
 FIRST_SCREEN_TOKENS = 16  # enough to reject a very harmful format:
 FIRST_SCREEN_KL_FACTOR = 4.0  # one above this multiple of the limit
-HARMLESS = "harmless"
+HARMLESS, HARMFUL = "harmless", "changes predictions"  # verdicts
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,7 @@ class SpecEvaluator:
         ):
             divergence = self.screen.measure_divergence(formats, count)
             if divergence.mean_kl > limit:
-                return FormatTrial(
-                    spec, divergence.mean_kl, divergence.top1, None, "changes predictions"
-                )
+                return FormatTrial(spec, divergence.mean_kl, divergence.top1, None, HARMFUL)
         lost = self.measure_recall_loss(spec)
         if lost > self.trial.max_lost:
             return FormatTrial(spec, divergence.mean_kl, divergence.top1, lost, "recalls less")
@@ -165,7 +163,7 @@ class SpecEvaluator:
         else:
             verdict = assess(self.model, self.trial.ids, formats, max_kl)
             harmless, figures = bool(verdict.harmless), (verdict.mean_kl, verdict.top1)
-        return FormatTrial(spec, *figures, lost, HARMLESS if harmless else "changes predictions")
+        return FormatTrial(spec, *figures, lost, HARMLESS if harmless else HARMFUL)
 
 
 # The smallest first; of equal sizes, formats without smoothing first.

@@ -35,7 +35,6 @@ from kvant.platform.sizes import as_bytes, format_size
 from kvant.probing.divergence import make_unbounded_spec
 from kvant.probing.trials import (
     FORMAT_LADDER,
-    FormatTrial,
     ProbeTrial,
     SpecEvaluator,
     make_trial,
@@ -45,16 +44,15 @@ from kvant.recipes import LayerSpec, iterate_attention
 from kvant.spec import describe_spec, parse
 from kvant.spec.formats import format_layers
 
-SIDE_FORMATS = ("turbo2", "turbo3", "turbo4", "affine6", "affine8", "raw")  # of a mixture
+MIXTURE_FORMATS = ("turbo2", "turbo3", "turbo4", "affine6", "affine8", "raw")
 SIZE_FACTOR = 2  # uniform formats more than this factor below or above the limit are left out
 MAX_STEPS = 4096  # into which the limit is divided at most
-ROWS = 64  # whose bytes are counted, so that they are whole numbers
+COUNTED_ROWS = 64  # the bytes of one row may be a fraction
 MAX_HARM = 1e6  # nats; NaN logits have an infinite divergence
 DEFAULT_CONTEXT = 8192  # tokens, of a model without a limit
-MIXTURE, UNIFORM = "by layer", "uniform"
 
 LayerSizes: TypeAlias = tuple[int, ...]  # bytes of each layer that attends
-Pair: TypeAlias = tuple[str, str]  # the formats of the keys and of the values
+FormatPair: TypeAlias = tuple[str, str]  # of the keys and of the values
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,16 @@ class BitsLimit:
     max_bits: float
 
     def measure(self, layers: Sequence[LayerShape], spec: str) -> LayerSizes:
-        """Return the bytes of ROWS sealed rows of each layer that attends."""
+        """Return the bytes of COUNTED_ROWS sealed rows of each layer that attends."""
         row_nbytes = plan(layers, spec, context=0).row_nbytes
         pairs = zip(row_nbytes, layers, strict=True)
-        return tuple(int(ROWS * nbytes) for nbytes, layer in pairs if layer.attends)
+        return tuple(int(COUNTED_ROWS * nbytes) for nbytes, layer in pairs if layer.attends)
 
     def compute_total(self, layers: Sequence[LayerShape]) -> int:
         """Return the limit on the sum of these bytes."""
-        bit_nbytes = sum(self.measure(layers, "raw")) / plan(layers, "raw").bits_per_value
-        return math.floor(round(self.max_bits * bit_nbytes, 6))
+        raw_bits = plan(layers, "raw").bits_per_value  # 0 if no layer attends
+        share = self.max_bits / raw_bits if raw_bits else 0.0
+        return math.floor(round(share * sum(self.measure(layers, "raw")), 6))
 
     def format_size(self, layers: Sequence[LayerShape], spec: str) -> str:
         """Format the size of a spec, rounded up."""
@@ -111,6 +110,16 @@ SizeLimit: TypeAlias = BitsLimit | BytesLimit
 
 
 @dataclass(frozen=True)
+class MeasuredSpec:
+    """A spec, and what it changes on the whole text."""
+
+    spec: str
+    mean_kl: float  # nats
+    top1: float  # share of positions whose most likely token stays
+    is_mixture: bool  # whether layers or sides have formats of their own
+
+
+@dataclass(frozen=True)
 class TunedSpec:
     """The best spec within a limit, and what was measured on the whole text.
 
@@ -121,7 +130,7 @@ class TunedSpec:
 
     spec: str
     bits_per_value: float  # of sealed rows
-    trials: tuple[FormatTrial, ...]  # uniform formats within the limit, and the mixture if any
+    trials: tuple[MeasuredSpec, ...]  # uniform formats within the limit, and the mixture if any
     why: str
 
     @property
@@ -132,8 +141,8 @@ class TunedSpec:
     def __str__(self) -> str:
         lines = [f"{self.spec}: {self.bits_per_value:.4g} bits a value ({self.why})"]
         lines += [
-            f"{trial.verdict}: {trial.spec}: mean divergence {trial.mean_kl:.2g} nats; the most "
-            f"likely token stays at {trial.top1:.1%}"
+            f"{'by layer' if trial.is_mixture else 'uniform'}: {trial.spec}: mean divergence "
+            f"{trial.mean_kl:.2g} nats; the most likely token stays at {trial.top1:.1%}"
             for trial in self.trials
         ]
         return "\n".join(lines)
@@ -162,6 +171,10 @@ def tune(
     """
     if (max_bits is None) == (max_bytes is None):
         raise ValueError(f"max_bits={max_bits} and max_bytes={max_bytes}: one of the two is needed")
+    if max_bits is not None and not 0 < max_bits < math.inf:
+        raise ValueError(f"max_bits={max_bits}: a number above 0 is needed, such as 3.25")
+    if context is not None and (max_bytes is None or context < 1):
+        raise ValueError(f"context={context}: 1 or more is needed, together with max_bytes=")
     model = get_text_model(get_transformers_model(model))
     limit: SizeLimit
     if max_bits is not None:
@@ -183,33 +196,33 @@ def find_best_spec(
     layers, evaluator = layer_shapes(model), SpecEvaluator(model, trial)
     totals = measure_totals(layers, limit)
     if totals["raw"] <= limit.compute_total(layers):
-        exact = FormatTrial("raw", 0.0, 1.0, None, UNIFORM)
+        exact = MeasuredSpec("raw", 0.0, 1.0, is_mixture=False)
         return TunedSpec(
             "raw", plan(layers, "raw").bits_per_value, (exact,), "it is exact, and fits"
         )
     uniform, words = list_candidates(layers, limit, totals)
     recipes = [*iterate_attention(*make_unbounded_spec(model, "raw").layers)]
     num_harms = sum(len(recipe.sides) for recipe in recipes) * len({*words} - {"raw"})
-    num_steps, done = 2 + num_harms + len(uniform) + 1, count()
+    num_measured, done = 2 + num_harms + len(uniform) + 1, count()
 
     def measure_kl(spec: str) -> float:
-        progress(next(done), num_steps)
+        progress(next(done), num_measured)
         return evaluator.screen.measure_divergence(make_unbounded_spec(model, spec)).mean_kl
 
-    def try_spec(spec: str, verdict: str) -> FormatTrial:
-        progress(next(done), num_steps)
+    def try_spec(spec: str, *, is_mixture: bool) -> MeasuredSpec:
+        progress(next(done), num_measured)
         divergence = evaluator.measure_divergence(spec)
-        return FormatTrial(spec, divergence.mean_kl, divergence.top1, None, verdict)
+        return MeasuredSpec(spec, divergence.mean_kl, divergence.top1, is_mixture)
 
     option = min(("", ",smooth"), key=lambda option: measure_kl(uniform[-1] + option))
     harms = measure_harms(recipes, words, lambda spec: measure_kl(spec + option))
     sizes = {pair: limit.measure(layers, "/".join(pair)) for pair in harms[0]}
     mixture = choose_formats(harms, sizes, limit.compute_total(layers))
     spec = describe_spec(parse(format_layers(mixture), len(recipes))) + option
-    trials = [try_spec(word + option, UNIFORM) for word in uniform]
+    trials = [try_spec(word + option, is_mixture=False) for word in uniform]
     best = min(trials, key=lambda trial: trial.mean_kl)
     if spec not in [trial.spec for trial in trials]:
-        trials.append(try_spec(spec, MIXTURE))
+        trials.append(try_spec(spec, is_mixture=True))
     why = "no mixture is better than this uniform format"
     if trials[-1].mean_kl < best.mean_kl:
         why = f"{best.spec} is the best uniform format"
@@ -219,8 +232,8 @@ def find_best_spec(
 
 def measure_totals(layers: Sequence[LayerShape], limit: SizeLimit) -> dict[str, int]:
     """Return the sizes of the formats that these layers support, the smallest first."""
-    totals: dict[str, int] = {}
-    for word in (*FORMAT_LADDER, *SIDE_FORMATS):
+    totals = {"raw": sum(limit.measure(layers, "raw"))}  # raises if the limit is invalid
+    for word in (*FORMAT_LADDER, *MIXTURE_FORMATS):
         with suppress(ValueError):  # the codec does not support the width of the rows
             totals[word] = sum(limit.measure(layers, word))
     return dict(sorted(totals.items(), key=lambda pair: pair[1]))
@@ -245,14 +258,14 @@ def list_candidates(
     lower = min(total / SIZE_FACTOR, max(totals[word] for word in fitting))
     uniform = [word for word in fitting if word in FORMAT_LADDER and totals[word] >= lower]
     near = (word for word in totals if lower <= totals[word] <= SIZE_FACTOR * total)
-    return uniform, [word for word in near if word in SIDE_FORMATS]
+    return uniform, [word for word in near if word in MIXTURE_FORMATS]
 
 
 def measure_harms(
     recipes: Sequence[LayerSpec], words: Sequence[str], measure_kl: Callable[[str], float]
-) -> list[dict[Pair, float]]:
+) -> list[dict[FormatPair, float]]:
     """Return the harm of each pair of formats to each layer, as the sum of its sides' harms."""
-    harms: list[dict[Pair, float]] = []
+    harms: list[dict[FormatPair, float]] = []
     lossy = [word for word in words if word != "raw"]
     for layer, recipe in enumerate(recipes):
         keys = {word: measure_kl(f"raw,layers={layer}:{word}/raw") for word in lossy}
@@ -267,7 +280,7 @@ def measure_harms(
 
 
 def choose_formats(
-    harms: Sequence[Mapping[Pair, float]], sizes: Mapping[Pair, LayerSizes], limit: int
+    harms: Sequence[Mapping[FormatPair, float]], sizes: Mapping[FormatPair, LayerSizes], limit: int
 ) -> list[str]:
     """Return the format of each layer: the least sum of harms whose sizes add up to the limit.
 

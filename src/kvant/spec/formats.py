@@ -287,8 +287,8 @@ def refuse_auto(word: str) -> None:
     """Refuse the format that only a model can determine."""
     if word == AUTO_WORD.word:
         raise SpecError(
-            "auto is found by trying formats on a model: it cannot be part of a spec, and only"
-            " generate, Session, attach, run, chat and eval accept it; nearest: affine8"
+            "auto is found by trying formats on a model: it cannot be part of a spec, and is"
+            " accepted only where a model is loaded; nearest: affine8"
         )
 
 

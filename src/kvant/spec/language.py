@@ -101,8 +101,8 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     words = parse_words(text)
     if words.runs and words.runs[-1].last >= num_layers:
         raise SpecError(
-            f"option 'layers' names layer {words.runs[-1].last} of {num_layers}, counted from 0;"
-            f" allowed: 0 to {num_layers - 1}; nearest: {num_layers - 1}"
+            f"option 'layers' names layer {words.runs[-1].last} of {num_layers} that attend,"
+            f" counted from 0; allowed: 0 to {num_layers - 1}; nearest: {num_layers - 1}"
         )
     layers = (
         make_recipe(words.find_format(layer, num_layers), words.options, layer)
@@ -351,7 +351,14 @@ def parse_auto_bits(spec: str) -> float | None:
     first, *options = _split_options(spec)
     match = AUTO_BITS_PATTERN.fullmatch(first)
     if match is None:
-        return None
+        if "bit" not in first.lower():
+            return None
+        number = re.search(r"[0-9]{1,6}(\.[0-9]{1,4})?", first)
+        nearest = min(float(number[0]), 99) if number else 3.25
+        raise SpecError(
+            f"{short(spec)}: not a limit of bits; allowed: auto:1bits to auto:99bits, with up to 4"
+            f" decimals; nearest: auto:{nearest:g}bits"
+        )
     if options:
         raise SpecError(
             f"{spec!r}: a limit of bits takes no options, as it has the least loss in these bits;"

@@ -121,9 +121,10 @@ def parse_layers(name: str, text: str | None) -> tuple[LayerRun, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         minimum = runs[-1].last + 1 if runs else 0
         if not minimum <= first <= last < MAX_LAYERS:
+            nearest = str(min(max(first, minimum), MAX_LAYERS - 1))
             raise SpecError(
                 f"option {option}: layers {numbers}; allowed here: ascending layers from {minimum}"
-                f" to {MAX_LAYERS - 1}, each once; nearest: {max(first, minimum)}"
+                f" to {MAX_LAYERS - 1}, each once; nearest: {nearest}"
             )
         runs.append(LayerRun(first, last, parse_format(word)))
     return tuple(runs)

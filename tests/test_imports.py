@@ -18,7 +18,7 @@ RANKS = (
     "codecs/",
     "attention/ spec/ functional",
     "pages/ weights/",
-    "cache/ models/ demo/ stores/",
+    "cache/ models/ demo/ stores/ adapters/",
     "hf/ gguf/",
     "planner pooling checkpoints",
     "probing/ prefixes/ replay/",

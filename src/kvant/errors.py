@@ -124,6 +124,10 @@ class BlobError(CacheError, ValueError):
     """A blob of a store that is corrupt, or not signed with the secret."""
 
 
+class AdapterError(CacheError, ValueError):
+    """An adapter whose files are invalid, or that does not fit the model."""
+
+
 class UnsupportedView(CacheError):
     """A view that the requested backend does not support.
 

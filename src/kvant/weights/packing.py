@@ -289,7 +289,7 @@ class Holder(NamedTuple):
     @property
     def is_transposed(self) -> bool:
         """Whether the parameter has a row for each input."""
-        return _is_conv1d(self.module)
+        return is_conv1d(self.module)
 
     def replace(self, weight: Tensor) -> None:
         self.module._parameters[self.key] = cast(nn.Parameter, weight)
@@ -298,7 +298,7 @@ class Holder(NamedTuple):
 Holders = list[Holder]  # those that share a parameter
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Tell whether a module is transformers' Conv1D, a linear layer with a transposed weight."""
     names = type(module).__module__, type(module).__name__
     return names == ("transformers.pytorch_utils", "Conv1D")
@@ -344,7 +344,7 @@ def _find_weight_holders(model: nn.Module) -> list[Holders]:
     for name, module in model.named_modules():
         keys = _find_expert_keys(module)
         holders = [Holder(f"{name}.{key}".lstrip("."), module, key) for key in keys]
-        if isinstance(module, nn.Linear | nn.Embedding) or _is_conv1d(module):
+        if isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module):
             holders = [Holder(name, module)]
         for holder in holders:
             weight = holder.weight

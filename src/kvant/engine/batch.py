@@ -1,9 +1,9 @@
 """Run the sequences of one model over shared pools: prefill in chunks, decode in one batch.
 
-Decoding sequences are merged under one cache (`kvant.merge`). Every other sequence has its own
-cache over the same pools. When a sequence joins or leaves the batch, only page tables change; no
-page is copied. If the model's attention does not support different lengths, each sequence is
-decoded alone. Each forward goes to the decoder, in generation/decoder.py.
+Decoding sequences of the same adapter are merged under one cache (`kvant.merge`). Every other
+sequence has its own cache over the same pools. When a sequence joins or leaves a batch, only page
+tables change; no page is copied. If the model's attention does not support different lengths, each
+sequence is decoded alone. Each forward goes to the decoder, in generation/decoder.py.
 
 On a GPU, a decode replays a graph. Graphs are captured for some batch sizes; other batches are
 padded with idle sequences of a few meaningless tokens.
@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvant.adapters import Adapter, AdapterSwitch
 from kvant.cache import merge
 from kvant.cache.files import save
 from kvant.cache.reports import measure_pools
@@ -34,22 +36,39 @@ from kvant.replay import ReplayBuffers, Replayer
 log = logging.getLogger("kvant")
 
 
+@dataclass(eq=False)
+class MergedSequences:
+    """Sequences of one adapter that decode in one forward."""
+
+    members: list[Sequence] = field(default_factory=list)  # in the order of the cache
+    cache: TransformersCache | None = None  # None: there are no members
+
+    def drop(self, sequences: list[Sequence]) -> None:
+        """Remove sequences; ignore those that are no members."""
+        remaining = [member for member in self.members if member not in sequences]
+        if not remaining:
+            self.cache = None
+        elif self.cache is not None and len(remaining) < len(self.members):
+            self.cache.batch_select_indices([self.members.index(kept) for kept in remaining])
+        self.members = remaining
+
+
 class SequenceCaches:
     """The caches of all sequences, over the same pools.
 
-    The sequences of the batch are merged into one cache. Every other sequence has a cache of its
-    own, or a swap file.
+    Sequences that decode together are merged into one cache for each adapter. Every other sequence
+    has a cache of its own, or a swap file.
     """
 
     def __init__(self, empty_cache: TransformersCache) -> None:
         self.empty_cache = empty_cache  # never has tokens; all others share its pools
-        self.batch: list[Sequence] = []  # in the order of the merged cache
-        self.merged: TransformersCache | None = None
+        self.merged: dict[Adapter | None, MergedSequences] = {}
 
     def locate(self, sequence: Sequence) -> tuple[TransformersCache | None, int]:
         """Return the cache that holds a sequence, and its index there."""
-        if sequence in self.batch:
-            return self.merged, self.batch.index(sequence)
+        merged = self.merged.get(sequence.adapter)
+        if merged is not None and sequence in merged.members:
+            return merged.cache, merged.members.index(sequence)
         return sequence.cache, 0
 
     def count_tokens(self, sequence: Sequence) -> int:
@@ -77,24 +96,31 @@ class SequenceCaches:
             self.empty_cache = cache.fork()
             self.empty_cache.reset()
 
-    def merge(self, sequences: list[Sequence]) -> TransformersCache:
-        """Return a cache of exactly these sequences: extract the others, merge the new ones."""
-        self.extract([member for member in self.batch if member not in sequences])
-        new = [sequence for sequence in sequences if sequence not in self.batch]
-        current = [] if self.merged is None else [self.merged]
-        merged = merge([*current, *(sequence.cache for sequence in new)]) if new else current[0]
-        self.batch, self.merged = [*self.batch, *new], merged
-        for sequence in new:
-            sequence.cache = None
+    def merge(self, sequences: list[Sequence]) -> MergedSequences:
+        """Merge exactly these sequences of one adapter: extract its others, add the new ones."""
+        merged = self.merged.setdefault(sequences[0].adapter, MergedSequences())
+        self.extract([member for member in merged.members if member not in sequences])
+        new = [sequence for sequence in sequences if sequence not in merged.members]
+        if new:
+            current = [] if merged.cache is None else [merged.cache]
+            merged.cache = merge([*current, *(sequence.cache for sequence in new)])
+            merged.members = [*merged.members, *new]
+            for sequence in new:
+                sequence.cache = None
         return merged
 
     def extract(self, sequences: list[Sequence]) -> None:
-        """Move sequences out of the batch, each to a cache of its own; ignore those not in it."""
-        members = [sequence for sequence in sequences if sequence in self.batch]
-        if self.merged is not None and members:
-            for member in members:
-                member.cache = self.merged.extract(self.batch.index(member))
-            self._drop(members)
+        """Move sequences to caches of their own; ignore those that are not merged."""
+        for merged in self.merged.values():
+            members = [sequence for sequence in sequences if sequence in merged.members]
+            if merged.cache is not None and members:
+                for member in members:
+                    member.cache = merged.cache.extract(merged.members.index(member))
+                merged.drop(members)
+
+    def extract_all(self) -> None:
+        """Move every sequence to a cache of its own."""
+        self.extract([member for merged in self.merged.values() for member in merged.members])
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Give `target` the tokens that `source` has cached; they share pages."""
@@ -104,7 +130,8 @@ class SequenceCaches:
 
     def release(self, sequences: list[Sequence]) -> None:
         """Free the pages and the swap files of sequences."""
-        self._drop(sequences)
+        for merged in self.merged.values():
+            merged.drop(sequences)
         for sequence in sequences:
             sequence.cache = None
             if sequence.swap_file is not None:
@@ -130,7 +157,7 @@ class SequenceCaches:
 
     def clear(self) -> None:
         """Free all memory except that of prefixes, once no sequence is left."""
-        self.batch, self.merged = [], None
+        self.merged = {}
         self.empty_cache.clear()
 
     def stats(self, sequences: list[Sequence]) -> dict[str, int]:
@@ -138,7 +165,8 @@ class SequenceCaches:
         pools, nbytes_states = measure_pools(self.empty_cache.states), 0
         # Refer to caches only if there are recurrent states: a reference delays freeing.
         if self.empty_cache.states.holder.external_states:
-            caches = {self.merged, *(sequence.cache for sequence in sequences)}
+            caches = {merged.cache for merged in [*self.merged.values()]}
+            caches |= {sequence.cache for sequence in sequences}
             nbytes_states = sum(
                 state.nbytes
                 for cache in caches
@@ -146,15 +174,6 @@ class SequenceCaches:
                 for state in cache.states.holder.external_states.values()
             )
         return pools | {"nbytes_states": nbytes_states}
-
-    def _drop(self, sequences: list[Sequence]) -> None:
-        """Remove sequences from the batch; ignore those not in it."""
-        remaining = [sequence for sequence in self.batch if sequence not in sequences]
-        if not remaining:
-            self.merged = None
-        elif self.merged is not None and len(remaining) < len(self.batch):
-            self.merged.batch_select_indices([self.batch.index(kept) for kept in remaining])
-        self.batch = remaining
 
 
 class Batch:
@@ -172,9 +191,11 @@ class Batch:
         empty_cache.backend = backend
         empty_cache.ensure_slack(1)  # a failed forward is rewound by one token
         self.caches = SequenceCaches(empty_cache)
-        self._replayers: dict[int, Replayer] = {}  # by batch size
+        self._adapter_switch = AdapterSwitch(decoder.model)
+        # By batch size and adapter: a capture includes the products of one adapter.
+        self._replayers: dict[tuple[int, Adapter | None], Replayer] = {}
         self._replay_buffers = ReplayBuffers()  # shared by the replayers
-        self._idle_sequences: list[Sequence] = []  # padding of the batch
+        self._idle_sequences: dict[Adapter | None, list[Sequence]] = {}  # padding of batches
         self._idle_template: Sequence | None = None  # forked for each idle sequence
 
     def prefill(
@@ -183,7 +204,7 @@ class Batch:
         """Prefill `count` tokens of a prompt; return what `run_chunk` returns."""
         cache = self.caches.empty_cache.fork() if sequence.cache is None else sequence.cache
         begin = cache.length
-        with cache.prompt_mode():
+        with cache.prompt_mode(), self._adapter_switch.use(sequence.adapter):
             output = run_chunk(self.decoder, sequence.tokens[begin : begin + count], cache)
         cache.states.holder.free_retired_pages()
         sequence.cache = cache
@@ -195,14 +216,15 @@ class Batch:
     def repeat(self, sequence: Sequence, repetition: Repetition) -> None:
         """Run the next chunk of the second pass over a prompt; the last one prunes its cache."""
         assert sequence.cache is not None
-        repetition.run_chunk(self.decoder.compute_logits, sequence.cache)
+        with self._adapter_switch.use(sequence.adapter):
+            repetition.run_chunk(self.decoder.compute_logits, sequence.cache)
         sequence.cache.states.holder.free_retired_pages()
 
     def decode(self, sequences: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:
         """Return the logits of the newest tokens, and errors by index of `sequences`.
 
-        Failed sequences have no row. If the whole batch fails, no sequence has changed, and each is
-        tried alone.
+        The sequences are of one adapter. Failed ones have no row. If the whole batch fails, no
+        sequence has changed, and each is tried alone.
         """
         if self.ragged and len(sequences) > 1:
             try:
@@ -222,7 +244,7 @@ class Batch:
 
     def clear(self) -> None:
         """Free all memory except that of prefixes, once no sequence is left."""
-        self._idle_sequences, self._idle_template = [], None
+        self._idle_sequences, self._idle_template = {}, None
         self._replayers.clear()
         self._replay_buffers = ReplayBuffers()
         self.caches.clear()
@@ -231,17 +253,20 @@ class Batch:
 
     def _decode_batch(self, sequences: list[Sequence]) -> Tensor:
         """Decode all sequences in one forward."""
-        size = len(sequences)
-        self._resize_idle(pad_batch_size(size) - size if self._uses_graphs else 0)
-        cache = self.caches.merge([*sequences, *self._idle_sequences])
-        for idle in self._idle_sequences:
+        size, adapter = len(sequences), sequences[0].adapter
+        idle_sequences = self._resize_idle(
+            adapter, pad_batch_size(size) - size if self._uses_graphs else 0
+        )
+        merged = self.caches.merge([*sequences, *idle_sequences])
+        assert merged.cache is not None
+        for idle in idle_sequences:
             idle.tokens.append(0)
         try:
-            logits = self._forward(self.caches.batch, cache)
+            logits = self._forward(merged.members, merged.cache)
         except BaseException:
-            self._resize_idle(0)
+            self._resize_idle(adapter, 0)
             raise
-        order = [self.caches.batch.index(sequence) for sequence in sequences]
+        order = [merged.members.index(sequence) for sequence in sequences]
         return logits if order == list(range(len(logits))) else logits[order]
 
     def _decode_single(self, sequence: Sequence) -> Tensor:
@@ -251,14 +276,14 @@ class Batch:
 
     def _forward(self, sequences: list[Sequence], cache: TransformersCache) -> Tensor:
         """Run the newest token of each sequence; the cache has all tokens before it."""
-        replayer = self._replayers.get(len(sequences)) or self.decoder.make_replayer(
-            self._replay_buffers
-        )
+        adapter = sequences[0].adapter
+        key = len(sequences), adapter
+        replayer = self._replayers.get(key) or self.decoder.make_replayer(self._replay_buffers)
         if replayer is not None:
-            self._replayers[len(sequences)] = replayer
+            self._replayers[key] = replayer
         tokens = [sequence.tokens[-1] for sequence in sequences]
         positions = [len(sequence.tokens) - 1 for sequence in sequences]
-        with _rewind_on_error(cache):
+        with _rewind_on_error(cache), self._adapter_switch.use(adapter):
             logits = self.decoder.compute_batch_logits(tokens, positions, cache, replayer)
         cache.states.holder.free_retired_pages()
         return logits
@@ -269,25 +294,27 @@ class Batch:
         refused = any(r.refusal is not None for r in self._replayers.values())
         return self.decoder.captures_graphs and not refused
 
-    def _resize_idle(self, count: int) -> None:
-        """Set the number of idle sequences; drop those that became long."""
-        short = [idle for idle in self._idle_sequences if len(idle.tokens) < MAX_IDLE_TOKENS]
+    def _resize_idle(self, adapter: Adapter | None, count: int) -> list[Sequence]:
+        """Return `count` idle sequences for an adapter; drop those that became long."""
+        idle_sequences = self._idle_sequences.get(adapter, [])
+        short = [idle for idle in idle_sequences if len(idle.tokens) < MAX_IDLE_TOKENS]
         remaining = short[:count]
-        self.caches.release([idle for idle in self._idle_sequences if idle not in remaining])
+        self.caches.release([idle for idle in idle_sequences if idle not in remaining])
         if count and self._idle_template is None:
             template = Sequence([0])
             self.prefill(template, 1)
             self._idle_template = template
-        self._idle_sequences = remaining
-        while len(self._idle_sequences) < count:
+        self._idle_sequences[adapter] = remaining
+        while len(remaining) < count:
             assert self._idle_template is not None
-            self._idle_sequences.append(Sequence([0]))
-            self.caches.fork(self._idle_template, self._idle_sequences[-1])
+            remaining.append(Sequence([0], adapter=adapter))
+            self.caches.fork(self._idle_template, remaining[-1])
+        return remaining
 
     def _disable_batching(self, error: Exception) -> None:
         """Decode one sequence at a time from now on."""
         self.ragged = False
-        self.caches.extract(self.caches.batch)
+        self.caches.extract_all()
         log.info(
             "%s: decoding one sequence at a time: %s", type(self.decoder.model).__name__, str(error)
         )

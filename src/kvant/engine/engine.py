@@ -14,8 +14,10 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from os import PathLike
 from typing import Any, Unpack
 
+from kvant.adapters import Adapter, load_adapters
 from kvant.engine.batch import Batch, max_idle
 from kvant.engine.embedding import EmbeddingFuture, Pooler
 from kvant.engine.memory import MemoryModel
@@ -88,6 +90,7 @@ class Engine:
         weights: WeightFormats | None = None,
         prefixes: Prefixes | None = None,
         store: str | Store | abc.Sequence[str | Store] | None = None,
+        adapters: abc.Mapping[str, str | PathLike[str]] | None = None,
     ) -> None:
         """Limit all caches to `max_bytes`, and decodes to `max_sequences` sequences at a time.
 
@@ -98,6 +101,7 @@ class Engine:
         `pack` packs 16-bit weights on a CPU until the engine is closed; `weights` rounds them, as
         `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
         `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
+        `adapters` are LoRA adapters: folders of PEFT by name.
         """
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
@@ -108,6 +112,7 @@ class Engine:
             raise TypeError("an engine serves models of transformers: load one")
         self.tokenizer, self.end_tokens = tokenizer, decoder.end_tokens
         self.model = model = decoder.model
+        self.adapters = load_adapters(adapters or {}, model)
         spec = decoder.make_cache(kv_cache, tokenizer).spec
         empty_cache = decoder.make_cache(spec.with_checkpoints(1))  # to rewind a failed forward
         self._spec = empty_cache.spec
@@ -124,18 +129,15 @@ class Engine:
         self._second_pass = SecondPass.from_spec(spec, tokenizer, decoder.max_context)
         context = min(limits, default=None)
         self.stop_conditions = StopConditions(max_context=context, vocab_size=decoder.vocab_size)
-        chunk_sizer = ChunkSizer(
-            MAX_PREFILL_CHUNK if decoder.supports_chunked_prefill else max(limits, default=1 << 20),
-            supports_chunks=decoder.supports_chunked_prefill,
-            fixed_size=prefixes is not None and prefixes.exact,
-        )
+        chunk_sizer = _make_chunk_sizer(decoder, limits, prefixes)
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
+        num_batches = (1 + len(self.adapters)) * decoder.captures_graphs
         scheduler = Scheduler(
             MemoryModel.from_plan(
                 memory_plan,
                 chunk_sizer.max_chunk,
                 spare_divisor=0 if model.device.type == "cpu" else 8,
-                num_idle=max_idle(max_sequences) if decoder.captures_graphs else 0,
+                num_idle=num_batches * max_idle(max_sequences),
                 second_pass=self._second_pass,
             ),
             chunk_sizer,
@@ -194,6 +196,7 @@ class Engine:
         tenant: str = "",
         salt: str = "",
         n: int = 1,
+        adapter: str | None = None,
         on_step: Callable[[Step], None] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Stream:
@@ -202,7 +205,8 @@ class Engine:
         The `options` are the fields of `Sampling`, and `sampling`: an instance of it, whose fields
         the others replace. Each step has the log-probabilities of the `logprobs` likeliest
         tokens. Higher `priority` first; among equals, the `tenant` with the fewest running
-        sequences. Prefixes are shared only among requests of the same `salt`.
+        sequences. Prefixes are shared only among requests of the same `salt` and `adapter`, which
+        is the name of one of this engine's.
         `on_step` is called with each step in the engine's thread; an error in it fails the request.
         Invalid arguments raise here.
         """
@@ -227,6 +231,7 @@ class Engine:
             priority,
             tenant,
             int(1e3 * now),
+            self._get_adapter(adapter),
             logprobs=logprobs,
             salt=salt,
             last_token_time=now,
@@ -248,7 +253,13 @@ class Engine:
         return stream
 
     def embed(
-        self, prompt: Prompt, pooling: Pooling, *, priority: int = 0, tenant: str = ""
+        self,
+        prompt: Prompt,
+        pooling: Pooling,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        adapter: str | None = None,
     ) -> EmbeddingFuture:
         """Request the embedding of a prompt: text, token ids, or messages with roles.
 
@@ -262,6 +273,7 @@ class Engine:
             raise ValueError(f"{type(self.model).__name__}: {BIDIRECTIONAL_MESSAGE}")
         tokens = self.encode_prompt(prompt)
         self.stop_conditions.check_prompt(tokens, num_new=0)
+        used_adapter = self._get_adapter(adapter)
         request = Request(
             next(self._request_numbers),
             len(tokens),
@@ -269,13 +281,20 @@ class Engine:
             priority=priority,
             tenant=tenant,
             arrival_ms=int(1e3 * time.monotonic()),
+            adapter=used_adapter,
             run_chunk=Pooler(pooling).pool_chunk,
-            sequences=[Sequence(tokens)],
+            sequences=[Sequence(tokens, adapter=used_adapter)],
         )
         self._worker.scheduler.check_request(request)
         future = EmbeddingFuture(tokens, self._make_cancel(request), request.timeline)
         self._worker.submit(request, future)
         return future
+
+    def _get_adapter(self, name: str | None) -> Adapter | None:
+        if name is not None and name not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise ValueError(f"adapter {name!r}: unknown; this engine's adapters: {known}")
+        return None if name is None else self.adapters[name]
 
     def _make_cancel(self, request: Request) -> Callable[[], None]:
         """Return a function that cancels by number: it must not keep the sequences alive."""
@@ -313,11 +332,24 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Return counts of requests and tokens, latencies, and memory in bytes."""
-        return self._worker.stats()
+        nbytes = sum(adapter.nbytes for adapter in {*self.adapters.values()})
+        return {**self._worker.stats(), "nbytes_adapters": nbytes}
 
     def load(self, tenant: str) -> dict[str, int]:
         """Count the waiting and running requests of a tenant, and its sequences."""
         return self._worker.scheduler.queue.load(tenant)
+
+
+def _make_chunk_sizer(
+    decoder: TransformersDecoder, limits: list[int], prefixes: Prefixes | None
+) -> ChunkSizer:
+    """Return the sizer of a model's chunks; `limits` bound a prompt that must be one chunk."""
+    supports_chunks = decoder.supports_chunked_prefill
+    return ChunkSizer(
+        MAX_PREFILL_CHUNK if supports_chunks else max(limits, default=1 << 20),
+        supports_chunks=supports_chunks,
+        fixed_size=prefixes is not None and prefixes.exact,
+    )
 
 
 def _round_weights(model: Any, weights: WeightFormats | None) -> None:

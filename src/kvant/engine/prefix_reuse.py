@@ -53,8 +53,11 @@ class PrefixReuse:
         self.requests = requests
         self.inbox = inbox
         self._namespace: PrefixNamespace | None = None  # without a salt; None: prefixes are off
+        self._adapter_namespaces: dict[str, PrefixNamespace] = {}  # without a salt, by adapter key
         # Only the open requests of a salt reference its namespace; it is freed with the last one.
-        self._salted_namespaces: WeakValueDictionary[str, PrefixNamespace] = WeakValueDictionary()
+        self._salted_namespaces: WeakValueDictionary[tuple[str, str], PrefixNamespace] = (
+            WeakValueDictionary()  # by adapter key, "" without an adapter, and salt
+        )
         self._is_flushing = False
         self._flush_finished = False  # the next eviction may include unwritten prefixes
 
@@ -72,15 +75,22 @@ class PrefixReuse:
 
     def invalidate_weights_check(self) -> None:
         """Check the weights again before the next use of a prefix."""
-        for namespace in filter(None, (self._namespace, *self._salted_namespaces.values())):
+        others = *self._adapter_namespaces.values(), *self._salted_namespaces.values()
+        for namespace in filter(None, (self._namespace, *others)):
             namespace.invalidate_weights_check()
 
     def open_namespace(self, request: Request) -> None:
-        """Give a request the namespace of its salt, if prefixes are on and it may use them."""
-        namespace = None if request.is_embedding else self._namespace
+        """Give a request the namespace of its adapter and salt, if it may use prefixes."""
+        namespace, adapter_key = None if request.is_embedding else self._namespace, ""
+        if namespace is not None and request.adapter is not None:
+            adapter_key = request.adapter.key
+            if adapter_key not in self._adapter_namespaces:
+                self._adapter_namespaces[adapter_key] = namespace.fork(adapter_key=adapter_key)
+            namespace = self._adapter_namespaces[adapter_key]
         if namespace is not None and request.salt:
-            namespace = self._salted_namespaces.get(request.salt) or namespace.fork(request.salt)
-            self._salted_namespaces[request.salt] = namespace
+            key = adapter_key, request.salt
+            namespace = self._salted_namespaces.get(key) or namespace.fork(request.salt)
+            self._salted_namespaces[key] = namespace
         request.namespace = namespace
 
     def match_prefix(self, request: Request) -> None:

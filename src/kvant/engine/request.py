@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kvant.adapters import Adapter
 from kvant.engine.timeline import Timeline
 from kvant.generation import TransformersDecoder
 from kvant.generation.grammar import make_matcher
@@ -46,6 +47,7 @@ class Sequence:
 
     tokens: list[int]  # a token is appended before each decode
     choice: int = 0  # which continuation of its prompt it is
+    adapter: Adapter | None = field(default=None, repr=False)  # of its forwards
     num_prefilled: int = 0  # first tokens that were prefilled, not decoded
     cache: TransformersCache | None = field(default=None, repr=False)
     swap_file: Path | None = None  # holds its pages while it is swapped out
@@ -62,6 +64,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     arrival_ms: int = 0
+    adapter: Adapter | None = field(default=None, repr=False)  # None: the model alone
 
     # ---- counts of the scheduler, which needs no more than these
     num_computed_tokens: int = 0  # of the prompt only: prefilled, or taken from a prefix
@@ -136,7 +139,7 @@ class Request:
     ) -> None:
         """Make the sequence, the sampler and the output of each continuation."""
         for choice in range(self.num_choices):
-            sequence = Sequence([*tokens], choice)
+            sequence = Sequence([*tokens], choice, self.adapter)
             self.sequences.append(sequence)
             self.outputs.append(Output(tokenizer, conditions, sequence.tokens))
             matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)

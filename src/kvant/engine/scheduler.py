@@ -20,6 +20,7 @@ out its actions: `Prefill` and `Decode` by the batch, in batch.py.
 With `overcommit` above 1, the newest request of the lowest priority is swapped out when memory runs
 short. Prompts are prefilled in chunks, with decodes between them. No request overtakes the first
 one that does not fit, so none starves. Cached prefixes are evicted when a request needs memory.
+Requests of one adapter are decoded together, and adapters take turns.
 With a store, one request runs inactive until `max_sequences` has room: its lookup can start now.
 """
 
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvant.adapters import Adapter
 from kvant.engine.memory import MemoryBudget, MemoryModel
 from kvant.engine.request import NO_SLOTS, Request
 from kvant.errors import CapacityError, ContextError
@@ -83,7 +85,7 @@ class Repeat(RequestAction):
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode one token for each sequence of `requests`."""
+    """Decode one token for each sequence of `requests`, which have the same adapter."""
 
     requests: tuple[Request, ...]
 
@@ -395,13 +397,19 @@ class ChunkSizer:
         self._normal_matrix = np.zeros((3, 3))  # of the normal equations of the fit
         self._normal_vector = np.zeros(3)
         self._last_was_oldest = False  # whether the last chunk was of the oldest prompt
-        self._decode_delay_s = 0.0  # prefill time since the last decode
+        # By adapter: the prefill time since its last decode, and the number of that decode.
+        self._decode_delays_s: dict[Adapter | None, float] = {}
+        self._last_turns: dict[Adapter | None, int] = {}
+        self._num_decodes = 0
 
     def choose_forward(self, running: list[Request], chunk_seconds: float) -> Forward | None:
-        """Return the next chunk if decodes can wait for it, else a decode of all that are ready."""
+        """Return the next chunk if decodes can wait for it, else a decode of all that are ready.
+
+        The decode is of one adapter: the one that was decoded least recently.
+        """
         active = [r for r in running if r.is_active and not r.store_deadline_ms]
         prefilling = [request for request in active if not request.is_decoding]
-        decoding = tuple(request for request in active if request.is_decoding)
+        decoding = [request for request in active if request.is_decoding]
         if prefilling:
             request = self._choose_prefill(prefilling)
             num_computed = request.num_computed_tokens
@@ -412,20 +420,28 @@ class ChunkSizer:
             action: Prefill | Repeat = Repeat(request)
             if not request.is_computed:
                 action = Prefill(request, self.choose_chunk(num_computed, stop, max_seconds))
-            delay = self._decode_delay_s + self.predict_seconds(action.count, num_computed)
-            if not self._decode_delay_s or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
+            previous = max((self._decode_delays_s.get(r.adapter, 0.0) for r in decoding), default=0)
+            delay = previous + self.predict_seconds(action.count, num_computed)
+            if not previous or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
                 return action
-        return Decode(decoding) if decoding else None
+        if not decoding:
+            return None
+        adapter = min((r.adapter for r in decoding), key=lambda a: self._last_turns.get(a, -1))
+        return Decode(tuple(request for request in decoding if request.adapter is adapter))
 
     def record_forward(self, action: Forward, running: list[Request]) -> None:
         """Update the delay of decodes; call this before the action's requests are updated."""
         if isinstance(action, Decode):
-            self._decode_delay_s = 0.0
+            for adapter in {request.adapter for request in action.requests}:
+                self._decode_delays_s[adapter] = 0.0
+                self._last_turns[adapter] = self._num_decodes
+            self._num_decodes += 1
             return
         self._last_was_oldest = not self._last_was_oldest
-        if any(other.is_decoding and other.is_active for other in running):
-            num_computed = action.request.num_computed_tokens
-            self._decode_delay_s += self.predict_seconds(action.count, num_computed)
+        seconds = self.predict_seconds(action.count, action.request.num_computed_tokens)
+        decoding = [other for other in running if other.is_decoding and other.is_active]
+        for adapter in {other.adapter for other in decoding}:
+            self._decode_delays_s[adapter] = self._decode_delays_s.get(adapter, 0.0) + seconds
 
     def _choose_prefill(self, prefilling: list[Request]) -> Request:
         """Return, by turns, the oldest prompt and the one with the fewest tokens left."""

@@ -1,6 +1,7 @@
 """Compute page keys: hashes of everything that the stored KV rows of a page depend on.
 
     root key = hash(version, fingerprint of the model, device and autocast, spec)
+    with an adapter, its root key = hash(version, root key, hash of the adapter)
     page key = hash(key of the previous page, 64 token ids)
 
 The hash is BLAKE2b-256. Every part is preceded by its length, so different lists of parts never
@@ -45,14 +46,15 @@ KEY_VERSION = b"kvant prefix 2"
 # Part of the root key if a layer reads only selected pages. The first version of page selection did
 # not always read the first page, so the rows that it stored differ under the same spec.
 SELECTION_VERSION = b"kvant selection 2"
+ADAPTER_VERSION = b"kvant adapter 1"
 NUM_PROBED_VALUES = 16  # values of a weight that are compared to notice a write
 
 
 class NamespaceKeys(NamedTuple):
     """Keys of a model, a spec and salts."""
 
-    tree_key: bytes = b""  # the root key with salts
-    pools_key: bytes = b""  # the root key without salts: all salts share pools
+    tree_key: bytes = b""  # the root key with adapter and salts
+    pools_key: bytes = b""  # the root key without them: all salts and adapters share pools
     metadata: Mapping[str, str] = {}  # for humans: model, spec
 
 
@@ -82,15 +84,22 @@ class ModelKeys:
         self.model = ref(model)  # weak: a call returns None once the model is freed
         self._backend = str(cache.backend)
         self._salts = salts
+        self._adapter_key = ""  # of no adapter
         self._exact = exact
         self._check_interval = check_interval
         self._checked: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
-    def fork(self, salt: str | None = None) -> ModelKeys:
-        """Return a copy. The first salt stays; `salt` replaces the second (empty: removes it)."""
+    def fork(self, salt: str | None = None, adapter_key: str | None = None) -> ModelKeys:
+        """Return a copy. The first salt stays; `salt` replaces the second (empty: removes it).
+
+        `adapter_key` replaces the adapter.
+        """
         fork = copy.copy(self)
         if salt is not None:
             fork._salts = self._salts[:1] + ((salt,) if salt else ())
+            fork.invalidate()
+        if adapter_key is not None:
+            fork._adapter_key = adapter_key
             fork.invalidate()
         return fork
 
@@ -117,7 +126,10 @@ class ModelKeys:
         rounding = ""
         if self._exact:
             rounding = f"{self._backend} {model.config._attn_implementation} {is_packed(model)}"
-        tree_key = salt_key(root_key, self._salts[0], rounding, *self._salts[1:])
+        adapter_root = root_key
+        if self._adapter_key:
+            adapter_root = digest(ADAPTER_VERSION, root_key, self._adapter_key.encode())
+        tree_key = salt_key(adapter_root, self._salts[0], rounding, *self._salts[1:])
         metadata = {"model": type(model).__name__, "spec": describe_spec(self.spec)}
         return NamespaceKeys(tree_key, root_key, metadata)
 

@@ -97,7 +97,7 @@ class StoreLookup:
 
 
 class PrefixNamespace:
-    """Prefixes of one model, spec and salt, for one reader."""
+    """Prefixes of one model, adapter, spec and salt, for one reader."""
 
     def __init__(
         self,
@@ -127,14 +127,14 @@ class PrefixNamespace:
 
     @property
     def pools(self) -> PrefixPools:
-        """The pools of this model and spec, which all salts share."""
+        """The pools of this model and spec, which all salts and adapters share."""
         return self.memory.get_pools(self._keys.pools_key)
 
-    def fork(self, salt: str | None = None) -> PrefixNamespace:
-        """Return a copy for another reader, with another `salt` unless it is None."""
+    def fork(self, salt: str | None = None, adapter_key: str | None = None) -> PrefixNamespace:
+        """Return a copy for another reader, with another salt or adapter unless it is None."""
         fork = copy.copy(self)
-        fork._model_keys = self._model_keys.fork(salt)
-        if salt is not None:
+        fork._model_keys = self._model_keys.fork(salt, adapter_key)
+        if (salt, adapter_key) != (None, None):
             fork._matched_keys = None
         return fork
 

@@ -147,6 +147,8 @@ OTHERS = [
     ("serve", "--api-keys", "nowhere"),
     ("serve", "--kv-cache", "afine4"),
     ("serve", "--max-bytes", "lots"),
+    ("serve", "--adapter", "poet"),
+    ("serve", "--adapter", "poet=nowhere"),
     ("plan", "--config", "nowhere.json"),
     ("plan", "--config", "text.txt"),
     ("plan", "--model", "empty"),

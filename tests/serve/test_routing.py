@@ -235,6 +235,21 @@ def test_embeddings_have_no_keys() -> None:
     assert keys.pop("/v1/responses") and not any(keys.values())
 
 
+def test_adapters_share_no_keys() -> None:
+    """Only names of adapters count: the model's own name may be left out."""
+    keys = {
+        (model, salt): RoutedRequest.from_scope(
+            {},
+            json.dumps({"prompt": "a" * 5000, "model": model, "cache_salt": salt}).encode(),
+            "",
+            ("poet", "lawyer"),
+        ).page_keys
+        for model in (None, "inside", "poet", "lawyer")
+        for salt in (None, "s")
+    }
+    assert keys[None, None] == keys["inside", None] and len({*keys.values()}) == 6
+
+
 def test_replicas_get_the_traceparent() -> None:
     headers = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
     scope = {"type": "http", "path": "/v1/completions", "headers": headers, "app": object()}

@@ -13,10 +13,10 @@ import pytest
 from kvant import ContextError
 from kvant.generation import Messages
 from kvant.generation.conversation import encode_text
-from kvant.server.service import (
+from kvant.server.errors import ServerBusy
+from kvant.server.tokenizing import (
     MAX_SHORT_CHARACTERS,
     MAX_WAITING_CHARACTERS,
-    ServerBusy,
     TokenizerPool,
     count_characters,
 )

@@ -6,6 +6,7 @@ dtypes are checked against the model before a tensor is read. PEFT is not import
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,8 +31,6 @@ TENSOR_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<side>[AB])
 TENSOR_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 # A name is sent by clients and is no path.
 ADAPTER_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-
-
 MAX_SHOWN = 120  # characters of a name in an error
 
 
@@ -90,19 +89,17 @@ def load_adapter(path: str | PathLike[str], model: nn.Module) -> Adapter:
         layers = _list_layers(file)
         _check_layers(layers, config, modules)
         names = sorted(layers)
-        ranks, scales = config.find_ranks(names), config.find_scales(names)
+        ranks = config.find_ranks(names)
+        scales = config.find_scales(ranks)
         for name in names:
             _check_shapes(name, layers[name], modules[name], ranks[name])
-        hasher = blake2b(digest_size=32)
-        products = {}
+        hasher, products = blake2b(digest_size=32), dict[str, LowRankProduct]()
         for name in names:
             down, up = (_read_tensor(file, name, side) for side in "AB")
-            hasher.update(f"{name}\0{scales[name]!r}\0{list(up.shape)}\0".encode())
+            hasher.update(json.dumps([name, scales[name], layers[name]], sort_keys=True).encode())
             for tensor in (down, up):
-                hasher.update(f"{tensor.dtype}\0{list(tensor.shape)}\0".encode())
                 hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)
-            weight = modules[name]._parameters["weight"]
-            assert weight is not None
+            weight = _get_weight(modules[name])
             products[name] = _make_product(name, down, up, scales[name], weight)
     return Adapter(hasher.hexdigest(), products)
 
@@ -116,8 +113,6 @@ def _open_weights(folder: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except AdapterError:
-        raise
     except SafetensorError as error:
         raise AdapterError(f"{path} is corrupt or incomplete: {error}") from error
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
@@ -174,10 +169,17 @@ def _explain_unsupported(name: str, modules: Mapping[str, nn.Module]) -> str | N
         return f"of class {type(module).__name__}"
     if name.rpartition(".")[2] in EXTERNALLY_READ_LAYERS:
         return "read by other code"
-    weight, linear = module._parameters["weight"], filter(_is_linear, modules.values())
-    if sum(other._parameters["weight"] is weight for other in linear) > 1:
+    weight, linear = _get_weight(module), filter(_is_linear, modules.values())
+    if sum(_get_weight(other) is weight for other in linear) > 1:
         return "sharing its weight with another layer"
     return None
+
+
+def _get_weight(module: nn.Module) -> Tensor:
+    """Return the weight of a linear layer."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -187,13 +189,12 @@ def _is_linear(module: nn.Module) -> bool:
 def _check_shapes(
     name: str, sides: Mapping[str, StoredTensor], module: nn.Module, rank: int
 ) -> None:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    outputs, inputs = reversed(weight.shape) if is_conv1d(module) else weight.shape
-    for side, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-        if sides[side].shape != shape:
+    shape = _get_weight(module).shape
+    outputs, inputs = reversed(shape) if is_conv1d(module) else shape
+    for side, needed in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        if sides[side].shape != needed:
             raise ValueError(
-                f"lora_{side} of {_show(name)} is {list(sides[side].shape)}: {list(shape)} is "
+                f"lora_{side} of {_show(name)} is {list(sides[side].shape)}: {list(needed)} is "
                 f"needed, for r={rank} and this model"
             )
 

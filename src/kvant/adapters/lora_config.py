@@ -56,13 +56,12 @@ class LoraConfig:
         """Return the rank of each layer."""
         return _apply_pattern(self.rank_pattern, self.rank, names)
 
-    def find_scales(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the factor of each layer's product."""
-        alphas = _apply_pattern(self.alpha_pattern, self.alpha, names)
-        ranks = self.find_ranks(names)
+    def find_scales(self, ranks: Mapping[str, int]) -> dict[str, float]:
+        """Return the factor of the product of each layer, given the ranks of layers."""
+        alphas = _apply_pattern(self.alpha_pattern, self.alpha, list(ranks))
         return {
-            name: alphas[name] / (math.sqrt(ranks[name]) if self.use_rslora else ranks[name])
-            for name in names
+            name: alphas[name] / (math.sqrt(rank) if self.use_rslora else rank)
+            for name, rank in ranks.items()
         }
 
 
@@ -84,6 +83,8 @@ def read_config(folder: Path) -> LoraConfig:
     try:
         if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
             raise ValueError(f"it has {size} bytes: at most {MAX_CONFIG_BYTES} are read")
+        if not file.is_file():
+            raise ValueError("it is no regular file")
         fields = json.loads(
             file.read_text(encoding="utf-8"),
             object_pairs_hook=reject_duplicate_keys,

@@ -13,6 +13,10 @@ from kvant.cli.options import EngineOptions, check_readable, expand_options
 from kvant.cli.session import attach_model, open_prefixes
 
 AGENT_NAMES = "claude-code, codex, opencode, cline"
+AdapterFolders = Annotated[
+    list[str] | None,
+    Option(help="LoRA adapter of PEFT that clients name as model: NAME=FOLDER; may be repeated."),
+]
 
 
 @expand_options
@@ -37,6 +41,7 @@ def serve(
         Option(help="File of API keys, one KEY or 'admin KEY' per line; or set KVANT_API_KEYS."),
     ] = None,
     name: Annotated[str | None, Option(help="Model name for clients.")] = None,
+    adapter: AdapterFolders = None,
     replicas: Annotated[
         int | None, Option(min=1, help="Number of engines on Ray Serve, each with --max-bytes.")
     ] = None,
@@ -58,6 +63,7 @@ def serve(
     settings = server.ServerSettings(
         **asdict(engine_options) | {"kv_cache": spec, "store": store},
         name=name,
+        adapters=_parse_adapters(adapter or []),
         max_new_tokens=max_new_tokens,
         max_waiting=max_waiting,
         chunk_seconds=chunk_seconds,
@@ -68,9 +74,9 @@ def serve(
 
     model_name = settings.served_model_name
     if print_config is not None:
-        url = _make_url(host, port)
-        address = server.Address(url, model_name, len(keys) > 0, engine_options.max_context)
-        print(server.make_config(print_config, address._replace(max_new_tokens=max_new_tokens)))
+        url, context = _make_url(host, port), engine_options.max_context
+        address = server.Address(url, model_name, len(keys) > 0, context, max_new_tokens)
+        print(server.make_config(print_config, address))
         return
 
     def print_address(port: int) -> None:
@@ -79,8 +85,8 @@ def serve(
     if replicas is not None:
         from kvant.serve.ray import DeploymentSettings, run
 
-        values = settings.model_dump()
-        values |= {"replicas": replicas, "api_keys": api_keys, "host": host, "grace": grace}
+        options = {"replicas": replicas, "api_keys": api_keys, "host": host, "grace": grace}
+        values = settings.model_dump() | options
         run(DeploymentSettings.model_validate(values), port, print_address)
         return
     loaded, tokenizer = settings.load()
@@ -94,6 +100,18 @@ def serve(
         http_server = server.make_server(app, host, port, grace)
         http_server.on_started, http_server.on_stopping = print_address, service.close
         http_server.run()
+
+
+def _parse_adapters(entries: list[str]) -> dict[str, str]:
+    """Return the folders of adapters by name."""
+    adapters = dict[str, str]()
+    for entry in entries:
+        name, _, folder = entry.partition("=")
+        if not folder or name in adapters:
+            reason = "this name is given twice" if folder else "NAME=FOLDER is needed"
+            raise ValueError(f"--adapter {entry}: {reason}")
+        adapters[name] = folder
+    return adapters
 
 
 def _make_url(host: str, port: int) -> str:

@@ -256,9 +256,12 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
 class HttpFront:
     """The HTTP endpoint: authenticates requests and forwards them to replicas."""
 
-    def __init__(self, replicas: Any, api_keys: ApiKeys) -> None:
+    def __init__(
+        self, replicas: Any, api_keys: ApiKeys, adapters: frozenset[str] = frozenset()
+    ) -> None:
         self._stream_answer = replicas.options(stream=True).stream_answer
         self._api_keys = api_keys
+        self._adapters = adapters  # names; each stands for one adapter in all replicas
 
     async def __call__(self, http: Request) -> Response:
         if not (len(self._api_keys) or (http.client and is_local(http.client.host))):
@@ -272,7 +275,7 @@ class HttpFront:
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 return make_refusal(http, 413, BODY_TOO_LARGE_MESSAGE)
-        request = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "")
+        request = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "", self._adapters)
         for _ in range(MAX_REPLICA_TRIES):
             stream = self._stream_answer.remote(request)
             try:
@@ -355,7 +358,8 @@ def app(options: Mapping[str, Any] | DeploymentSettings) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         **_make_shutdown_options(settings.grace),
     )(HttpFront)
-    return front.bind(replicas.bind(settings, api_keys), api_keys)
+    adapters = frozenset(settings.adapters)
+    return front.bind(replicas.bind(settings, api_keys), api_keys, adapters)
 
 
 def _make_shutdown_options(seconds: float) -> dict[str, Any]:

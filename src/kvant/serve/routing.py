@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import pairwise
@@ -215,11 +215,20 @@ class RoutedRequest:
     num_pages: int
 
     @classmethod
-    def from_scope(cls, scope: Mapping[str, Any], body: bytes, tenant: str) -> RoutedRequest:
-        """Make a routed request from an ASGI scope, a body and the tenant of its key."""
+    def from_scope(
+        cls,
+        scope: Mapping[str, Any],
+        body: bytes,
+        tenant: str,
+        adapters: Collection[str] = (),
+    ) -> RoutedRequest:
+        """Make a routed request from an ASGI scope, a body and the tenant of its key.
+
+        Requests for one of `adapters` share a prefix only among themselves.
+        """
         is_keyless = scope.get("path") in KEYLESS_PATHS
-        cache_salt, pages = (None, []) if is_keyless else parse_prefix_pages(body)
-        salt = sha256(json.dumps([tenant, cache_salt]).encode()).digest()
+        sharing, pages = (None, []) if is_keyless else parse_prefix_pages(body, adapters)
+        salt = sha256(json.dumps([tenant, sharing]).encode()).digest()
         picklable_scope = {name: scope[name] for name in SCOPE_FIELDS if name in scope}
         return cls(picklable_scope, body, tuple(make_keys(pages, salt)), len(pages))
 
@@ -235,10 +244,13 @@ def _drop_accounting(system: Any) -> Any:
     return system
 
 
-def parse_prefix_pages(body: bytes) -> tuple[str | None, list[bytes]]:
-    """Return the `cache_salt` of a request and the complete pages of its prompt.
+def parse_prefix_pages(
+    body: bytes, adapters: Collection[str] = ()
+) -> tuple[str | None, list[bytes]]:
+    """Return what else requests must share, and the complete pages of the prompt.
 
-    An invalid body has no pages: the replica rejects it.
+    That is the `cache_salt`, and the model if it is one of `adapters`. An invalid body has no
+    pages: the replica rejects it.
     """
     try:
         fields = json.loads(body)
@@ -254,5 +266,7 @@ def parse_prefix_pages(body: bytes) -> tuple[str | None, list[bytes]]:
         text[begin : begin + PAGE_BYTES]
         for begin in range(0, len(text) - PAGE_BYTES + 1, PAGE_BYTES)
     ]
-    salt = fields.get("cache_salt")
-    return salt if isinstance(salt, str) else None, pages
+    salt, model = fields.get("cache_salt"), fields.get("model")
+    salt = salt if isinstance(salt, str) else None
+    is_adapter = isinstance(model, str) and model in adapters
+    return json.dumps([salt, model]) if is_adapter else salt, pages

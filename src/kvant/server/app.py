@@ -48,12 +48,13 @@ from kvant.server.ollama_api import (
 from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams, TokenizeRequest
 from kvant.server.response_writers import ChatWriter, CompletionWriter, Reply, ResponseWriter
 from kvant.server.responses_api import ResponsesRequest, ResponsesWriter
-from kvant.server.service import Prompt, RequestStreams, Service
+from kvant.server.service import RequestStreams, Service
 from kvant.server.settings import (
     ADMIN_ONLY_MESSAGE,
     UNKNOWN_KEY_MESSAGE,
     read_authorization,
 )
+from kvant.server.tokenizing import Prompt
 from kvant.server.tracing import RequestTracer, TracingMiddleware
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -161,21 +162,21 @@ async def metrics(service: CurrentService, tenant: Tenant) -> Response:
 
 @router.get("/v1/models")
 async def models(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    ids = {"first_id": service.model, "last_id": service.model, "has_more": False}
-    return {"object": "list", "data": [_describe_model(service)]} | ids
+    names = service.model_names
+    ids = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return {"object": "list", "data": [_describe_model(service, name) for name in names]} | ids
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    _check_model(service, name)
-    return _describe_model(service)
+    return _describe_model(service, service.find_model(name))
 
 
 @router.post("/tokenize")
 async def tokenize(
     body: TokenizeRequest, service: CurrentService, tenant: Tenant
 ) -> dict[str, Any]:
-    _check_model(service, body.model)
+    service.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("either prompt or messages is needed", "prompt")
     messages = [message.template_dict for message in body.messages or ()]
@@ -209,15 +210,14 @@ async def completions(
 async def embeddings(
     body: OpenAIEmbeddingRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_model(service, body.model)
-    return await _embed(body, service, tenant, http)
+    return await _embed(body, service.find_model(body.model), service, tenant, http)
 
 
 @router.post("/v1/responses", responses=STREAM_RESPONSES)
 async def responses(
     body: ResponsesRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_model(service, body.model)
+    service.find_model(body.model)
     params = body.chat_request
     prompts = [service.make_prompt(params.template_messages)]
     make_writer = partial(ResponsesWriter, body)
@@ -228,7 +228,7 @@ async def responses(
 async def messages(
     body: MessagesRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_model(service, body.model)
+    service.find_model(body.model)
     params = body.chat_request
     prompts = [_make_messages_prompt(body, params, service)]
     make_writer = partial(MessagesWriter, body)
@@ -239,7 +239,7 @@ async def messages(
 async def count_tokens(
     body: PromptRequest, service: CurrentService, tenant: Tenant
 ) -> dict[str, Any]:
-    _check_model(service, body.model)
+    service.find_model(body.model)
     prompt = _make_messages_prompt(body, body.chat_request, service)
     return {"input_tokens": len(await service.tokenize(prompt, tenant))}
 
@@ -268,28 +268,28 @@ async def ollama_version() -> dict[str, str]:
 
 @router.get("/api/tags", responses=OLLAMA_ERRORS)
 async def tags(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    return {"models": [await anyio.to_thread.run_sync(ollama_api.describe_model, service)]}
+    return {"models": await anyio.to_thread.run_sync(ollama_api.describe_models, service)}
 
 
 @router.get("/api/ps", responses=OLLAMA_ERRORS)
 async def running_models(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    return {"models": [await anyio.to_thread.run_sync(ollama_api.describe_running, service)]}
+    return {"models": await anyio.to_thread.run_sync(ollama_api.describe_running, service)}
 
 
 @router.post("/api/show", responses=OLLAMA_ERRORS)
 async def show(body: ShowRequest, service: CurrentService, tenant: Tenant) -> dict[str, Any]:
-    _check_ollama_model(service, body.model or body.name or "")
-    return await anyio.to_thread.run_sync(ollama_api.describe_capabilities, service)
+    model = _find_ollama_model(service, body.model or body.name or "")
+    return await anyio.to_thread.run_sync(ollama_api.describe_capabilities, service, model)
 
 
 @router.post("/api/chat", responses=LINES_RESPONSES | OLLAMA_ERRORS)
 async def ollama_chat(
     body: OllamaChatRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_ollama_model(service, body.model)
+    model = _find_ollama_model(service, body.model)
     if not body.messages:  # clients ask to load the model so
-        return JSONResponse(ChatLineWriter.describe_load(service.model))
-    params = body.chat_request
+        return JSONResponse(ChatLineWriter.describe_load(model))
+    params = body.chat_request.model_copy(update={"model": model})
     prompts = [_make_prompt_with_known_options(params.template_messages, service)]
     return await _generate(ChatLineWriter, prompts, params, service, tenant, http)
 
@@ -298,10 +298,10 @@ async def ollama_chat(
 async def ollama_generate(
     body: OllamaGenerateRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_ollama_model(service, body.model)
+    model = _find_ollama_model(service, body.model)
     if not body.prompt:
-        return JSONResponse(GenerateLineWriter.describe_load(service.model))
-    params = body.params
+        return JSONResponse(GenerateLineWriter.describe_load(model))
+    params = body.params.model_copy(update={"model": model})
     prompt: Prompt = body.prompt
     if isinstance(params, ChatRequest):
         prompt = _make_prompt_with_known_options(params.template_messages, service)
@@ -314,33 +314,29 @@ async def ollama_generate(
 async def ollama_embed(
     body: OllamaEmbedRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_ollama_model(service, body.model)
-    return await _embed(body, service, tenant, http)
+    model = _find_ollama_model(service, body.model)
+    return await _embed(body, model, service, tenant, http)
 
 
-def _check_ollama_model(service: Service, name: str) -> None:
-    if name.removesuffix(ollama_api.TAG) != service.model.removesuffix(ollama_api.TAG):
-        _check_model(service, name)
+def _find_ollama_model(service: Service, name: str) -> str:
+    """Return the served name that a client gives, with or without Ollama's tag."""
+    plain_names = {model.removesuffix(ollama_api.TAG): model for model in service.model_names}
+    return plain_names.get(name.removesuffix(ollama_api.TAG)) or service.find_model(name)
 
 
-def _describe_model(service: Service) -> dict[str, Any]:
+def _describe_model(service: Service, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(service.created, UTC)
-    return {
-        "id": service.model,
+    description = {
+        "id": name,
         "object": "model",
         "created": service.created,
         "type": "model",  # this and the next two: for Anthropic's clients
-        "display_name": service.model,
+        "display_name": name,
         "created_at": created.isoformat(),
         "owned_by": "kvant",
         "max_model_len": service.engine.stop_conditions.max_context,
     }
-
-
-def _check_model(service: Service, name: str | None) -> None:
-    if name not in (None, "", service.model):
-        message = f"model {name!r}: this server has {service.model!r}"
-        raise BadRequest(message, "model", 404, "model_not_found")
+    return description if name == service.model else description | {"parent": service.model}
 
 
 async def _generate(
@@ -352,11 +348,11 @@ async def _generate(
     http: Request,
 ) -> Response:
     """Respond with a stream of events, or with one JSON object once all steps are generated."""
-    _check_model(service, params.model)
+    model = service.find_model(params.model)
     streams = await service.submit(prompts, params, tenant)
-    http.state.streams = streams.streams  # for the middleware that traces them
+    http.state.model, http.state.streams = model, streams.streams  # for the tracing middleware
     try:
-        writer = make_writer(service.engine.tokenizer, service.model, params, streams)
+        writer = make_writer(service.engine.tokenizer, model, params, streams)
     except Exception:
         streams.cancel()
         raise
@@ -389,14 +385,16 @@ class EventStreamResponse(StreamingResponse):
             self._streams.cancel()
 
 
-async def _embed(body: EmbeddingBody, service: Service, tenant: str, http: Request) -> Response:
+async def _embed(
+    body: EmbeddingBody, model: str, service: Service, tenant: str, http: Request
+) -> Response:
     """Respond with the embeddings of all inputs."""
     body.check_width(service.engine.embedding_width)
-    embed = partial(service.embed, body.inputs, tenant, truncates=body.truncates)
+    embed = partial(service.embed, body.inputs, tenant, model=model, truncates=body.truncates)
     embeddings = await _run_while_connected(http, embed)
     if embeddings is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    content = await anyio.to_thread.run_sync(body.make_response, service.model, embeddings)
+    content = await anyio.to_thread.run_sync(body.make_response, model, embeddings)
     return await anyio.to_thread.run_sync(JSONResponse, content)
 
 

@@ -12,6 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -381,13 +382,13 @@ def make_header(model: str) -> dict[str, str]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat()}
 
 
-def describe_details(service: Service) -> dict[str, Any]:
+def describe_details(service: Service, name: str) -> dict[str, Any]:
     """Return the model's family, its number of parameters and their formats."""
     model = service.engine.model
     count = sum(weight.numel() for _, weight in named_weights(model))
     family = model.config.model_type
     return {
-        "parent_model": "",
+        "parent_model": "" if name == service.model else service.model,
         "family": family,
         "families": [family],
         "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
@@ -395,38 +396,49 @@ def describe_details(service: Service) -> dict[str, Any]:
     }
 
 
-def describe_model(service: Service) -> dict[str, Any]:
-    """Return what lists say of the model."""
-    model = service.engine.model
+def describe_models(service: Service) -> list[dict[str, Any]]:
+    """Return what lists say of the model, alone and with each adapter."""
+    nbytes = sum(weight.nbytes for _, weight in named_weights(service.engine.model))
+    models = [_describe_model(service, service.model, nbytes, service.model_digest)]
+    for name, adapter in service.engine.adapters.items():
+        digest = sha256(f"{service.model_digest} {adapter.key}".encode()).hexdigest()
+        models.append(_describe_model(service, name, nbytes + adapter.nbytes, digest))
+    return models
+
+
+def _describe_model(service: Service, name: str, nbytes: int, digest: str) -> dict[str, Any]:
     return {
-        "name": service.model,
-        "model": service.model,
+        "name": name,
+        "model": name,
         "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
-        "size": sum(weight.nbytes for _, weight in named_weights(model)),
-        "digest": service.model_digest,
-        "details": describe_details(service),
+        "size": nbytes,
+        "digest": digest,
+        "details": describe_details(service, name),
     }
 
 
-def describe_running(service: Service) -> dict[str, Any]:
-    """Return what /api/ps says of the model: it is never unloaded."""
+def describe_running(service: Service) -> list[dict[str, Any]]:
+    """Return what /api/ps says of all models: they are never unloaded."""
     device = service.engine.model.device.type
-    description = describe_model(service)
-    return description | {
-        "expires_at": datetime.max.replace(tzinfo=UTC).isoformat(),
-        "size_vram": 0 if device == "cpu" else description["size"],
-        "context_length": service.engine.stop_conditions.max_context,
-    }
+    return [
+        description
+        | {
+            "expires_at": datetime.max.replace(tzinfo=UTC).isoformat(),
+            "size_vram": 0 if device == "cpu" else description["size"],
+            "context_length": service.engine.stop_conditions.max_context,
+        }
+        for description in describe_models(service)
+    ]
 
 
-def describe_capabilities(service: Service) -> dict[str, Any]:
-    """Return what /api/show says of the model."""
+def describe_capabilities(service: Service, name: str) -> dict[str, Any]:
+    """Return what /api/show says of a model."""
     template = getattr(service.engine.tokenizer, "chat_template", None)
     capabilities = ["completion"]
     capabilities += ["embedding"] if service.declared_pooling.pooling is not None else []
     capabilities += ["tools"] if service.takes_tools else []
     capabilities += ["thinking"] if service.has_template_variable(TEMPLATE_OPTION) else []
-    details = describe_details(service)
+    details = describe_details(service, name)
     family, context = details["family"], service.engine.stop_conditions.max_context
     return {
         "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),

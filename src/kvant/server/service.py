@@ -13,11 +13,10 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -32,26 +31,22 @@ from kvant.platform import c_libraries
 from kvant.pooling import BIDIRECTIONAL_MESSAGE, DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
-from kvant.server.errors import ServerBusy, ServerClosing, describe_error
+from kvant.server.errors import BadRequest, ServerBusy, ServerClosing, describe_error
 from kvant.server.metrics import ServerMetrics, TenantStats
 from kvant.server.output_parsing import OutputParser, ReplyFormat, find_template
 from kvant.server.protocol import SamplingParams
 from kvant.server.response_writers import ResponseWriter
 from kvant.server.settings import ApiKeys, ServerSettings
+from kvant.server.tokenizing import Prompt, TokenizerPool
 
 log = logging.getLogger("kvant")
 
 # The settings that are keyword arguments of Engine, under the same names.
 ENGINE_SETTINGS = {"max_bytes", "max_sequences", "max_context", "chunk_seconds", "backend", "pack"}
+ENGINE_SETTINGS |= {"adapters"}
 MAX_ENCODED_TOKENS = 1 << 17  # limit of /tokenize, unless the context is longer
 TEMPLATE_LOOKBACK_TOKENS = 512  # at the end of a prompt, searched for the start of a reply
-MAX_SHORT_CHARACTERS = 16 << 10  # of a short prompt: encoding takes a few milliseconds
-MAX_WAITING_CHARACTERS = 32 << 20  # of all waiting long prompts
-RETRY_AFTER_S = 2
 MAX_OPEN_INPUTS = 4  # of a request for embeddings: prompts are prefilled one at a time
-
-Prompt = str | list[int] | Messages
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -125,6 +120,23 @@ class Service:
             "bytes_a_token": engine.nbytes_per_token,
         }
 
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may give as their model: this one alone, or with an adapter."""
+        return [self.model, *self.engine.adapters]
+
+    def find_model(self, name: str | None) -> str:
+        """Return the served name that a request gives; raise BadRequest for an unknown one."""
+        if name and name not in self.model_names:
+            known = ", ".join(map(repr, self.model_names))
+            message = f"model {name!r}: this server has {known}"
+            raise BadRequest(message, "model", 404, "model_not_found")
+        return name or self.model
+
+    def _find_adapter(self, name: str | None) -> str | None:
+        model = self.find_model(name)
+        return None if model == self.model else model
+
     def make_prompt(self, messages: Messages) -> Prompt:
         """Return messages for the model's chat template; without one, their concatenated text."""
         has_template = getattr(self.engine.tokenizer, "chat_template", None) is not None
@@ -169,6 +181,7 @@ class Service:
         reply_format, salt = self._choose_format(prompts[0], params), params.cache_salt
         options = params.to_engine_options() | {
             "tenant": tenant,
+            "adapter": self._find_adapter(params.model),
             # The salt of a client restricts sharing within its tenant only.
             "salt": tenant if salt is None else json.dumps([tenant, salt]),
             "max_new_tokens": (
@@ -222,7 +235,12 @@ class Service:
         self._num_choices[tenant] -= count
 
     async def embed(
-        self, inputs: Sequence[Prompt], tenant: str, *, truncates: bool = False
+        self,
+        inputs: Sequence[Prompt],
+        tenant: str,
+        *,
+        model: str | None = None,
+        truncates: bool = False,
     ) -> Embeddings:
         """Embed the inputs, at most `MAX_OPEN_INPUTS` at a time, so that others are not delayed.
 
@@ -230,7 +248,7 @@ class Service:
         """
         pooling, start_time = self.declared_pooling.require(), time.monotonic()
         encode: Callable[[Prompt], list[int]] = self.engine.encode_prompt
-        context = self.engine.stop_conditions.max_context
+        context, adapter = self.engine.stop_conditions.max_context, self._find_adapter(model)
         if truncates and context is not None:
             encode = partial(encode_truncated, self.engine.tokenizer, limit=context)
         num_open = min(len(inputs), MAX_OPEN_INPUTS, self._max_tenant_choices)
@@ -242,7 +260,7 @@ class Service:
                 if len(open_futures) == num_open:
                     vectors.append(await _wait_for_first(open_futures))
                 tokens = await self._tokenizer_pool.run(prompt, tenant, partial(encode, prompt))
-                future = self.engine.embed(tokens, pooling, tenant=tenant)
+                future = self.engine.embed(tokens, pooling, tenant=tenant, adapter=adapter)
                 self._count_request(future, tenant)
                 open_futures.append(future)
                 num_tokens += len(future.prompt)
@@ -426,71 +444,3 @@ class RequestStreams:
         except Exception as error:
             log.warning("a response stream failed: %r", error)
             yield writer.write_error(describe_error(error, started=True)[1])
-
-
-class TokenizerPool:
-    """Threads that encode prompts: short ones at once, long ones one at a time.
-
-    A long prompt occupies the tokenizer for seconds. Long prompts share one thread, and tenants
-    take turns at it; short prompts have their own threads and never wait for a long one.
-    """
-
-    def __init__(self) -> None:
-        self._short_executor = ThreadPoolExecutor(2, "kvant-short-prompts")
-        self._long_executor = ThreadPoolExecutor(1, "kvant-long-prompts")
-        self._is_encoding_long = False
-        self._num_long_characters = 0  # of long prompts, waiting or being encoded
-        # By tenant, in the order of their turns.
-        self._waiting_turns: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def run(self, prompt: Prompt, tenant: str, encode: Callable[[], ResultT]) -> ResultT:
-        """Run `encode` in a thread and return its result; a long prompt waits for its turn."""
-        size, loop = count_characters(prompt), asyncio.get_running_loop()
-        if size <= MAX_SHORT_CHARACTERS:
-            return await loop.run_in_executor(self._short_executor, encode)
-        if self._num_long_characters and self._num_long_characters + size > MAX_WAITING_CHARACTERS:
-            raise ServerBusy(RETRY_AFTER_S, "long prompts")
-        self._num_long_characters += size
-        try:
-            async with self._take_turn(tenant):
-                return await loop.run_in_executor(self._long_executor, encode)
-        finally:
-            self._num_long_characters -= size
-
-    @asynccontextmanager
-    async def _take_turn(self, tenant: str) -> AsyncIterator[None]:
-        if self._is_encoding_long:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting_turns.setdefault(tenant, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if not turn.cancelled():  # the turn was passed to it: pass it on
-                    self._pass_turn()
-                raise
-        self._is_encoding_long = True
-        try:
-            yield
-        finally:
-            self._pass_turn()
-
-    def _pass_turn(self) -> None:
-        """Pass the turn to the first tenant in the queue, and move that tenant to the end."""
-        while self._waiting_turns:
-            tenant = next(iter(self._waiting_turns))
-            turns = deque(turn for turn in self._waiting_turns.pop(tenant) if not turn.done())
-            if turns:
-                turns.popleft().set_result(None)
-                self._waiting_turns |= {tenant: turns} if turns else {}
-                return
-        self._is_encoding_long = False
-
-
-def count_characters(prompt: Prompt) -> int:
-    """Count the characters of a prompt to tokenize; 0 for token ids."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, list):
-        return 0
-    parts = (*prompt.messages, *prompt.tools, prompt.options)
-    return sum(len(str(value)) for part in parts for value in part.values())

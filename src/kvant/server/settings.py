@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvant import checkpoints
+from kvant.adapters import check_adapters
 from kvant.attention import check_backend
 from kvant.errors import SpecError
 from kvant.platform.devices import parse_device, parse_dtype
@@ -64,6 +65,7 @@ class ServerSettings(BaseModel):
     pack: bool = True
     weights: str | None = None
     guard: bool = True
+    adapters: dict[str, str] = {}  # folders of PEFT, by name of the model for clients
     device: str | None = None
     dtype: str = "auto"
 
@@ -88,6 +90,9 @@ class ServerSettings(BaseModel):
             )
         if self.store:
             open_tiers(self.store)
+        if (name := self.served_model_name) in self.adapters:
+            raise ValueError(f"--adapter {name}: that is the name of the model: choose another")
+        check_adapters(self.adapters)
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer."""

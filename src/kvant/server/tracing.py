@@ -262,4 +262,5 @@ class TracingMiddleware:
             raise
         finally:
             trace.streams = state.get("streams", ())
+            trace.model = state.get("model", trace.model)
             self._tracer.end(trace)

@@ -1,0 +1,88 @@
+"""Encode prompts in threads: short ones at once, long ones one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from kvant.generation import Messages
+from kvant.server.errors import ServerBusy
+
+MAX_SHORT_CHARACTERS = 16 << 10  # of a short prompt: encoding takes a few milliseconds
+MAX_WAITING_CHARACTERS = 32 << 20  # of all waiting long prompts
+RETRY_AFTER_S = 2
+
+Prompt = str | list[int] | Messages
+ResultT = TypeVar("ResultT")
+
+
+class TokenizerPool:
+    """Threads that encode prompts: short ones at once, long ones one at a time.
+
+    A long prompt occupies the tokenizer for seconds. Long prompts share one thread, and tenants
+    take turns at it; short prompts have their own threads and never wait for a long one.
+    """
+
+    def __init__(self) -> None:
+        self._short_executor = ThreadPoolExecutor(2, "kvant-short-prompts")
+        self._long_executor = ThreadPoolExecutor(1, "kvant-long-prompts")
+        self._is_encoding_long = False
+        self._num_long_characters = 0  # of long prompts, waiting or being encoded
+        # By tenant, in the order of their turns.
+        self._waiting_turns: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, prompt: Prompt, tenant: str, encode: Callable[[], ResultT]) -> ResultT:
+        """Run `encode` in a thread and return its result; a long prompt waits for its turn."""
+        size, loop = count_characters(prompt), asyncio.get_running_loop()
+        if size <= MAX_SHORT_CHARACTERS:
+            return await loop.run_in_executor(self._short_executor, encode)
+        if self._num_long_characters and self._num_long_characters + size > MAX_WAITING_CHARACTERS:
+            raise ServerBusy(RETRY_AFTER_S, "long prompts")
+        self._num_long_characters += size
+        try:
+            async with self._take_turn(tenant):
+                return await loop.run_in_executor(self._long_executor, encode)
+        finally:
+            self._num_long_characters -= size
+
+    @asynccontextmanager
+    async def _take_turn(self, tenant: str) -> AsyncIterator[None]:
+        if self._is_encoding_long:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting_turns.setdefault(tenant, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # the turn was passed to it: pass it on
+                    self._pass_turn()
+                raise
+        self._is_encoding_long = True
+        try:
+            yield
+        finally:
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Pass the turn to the first tenant in the queue, and move that tenant to the end."""
+        while self._waiting_turns:
+            tenant = next(iter(self._waiting_turns))
+            turns = deque(turn for turn in self._waiting_turns.pop(tenant) if not turn.done())
+            if turns:
+                turns.popleft().set_result(None)
+                self._waiting_turns |= {tenant: turns} if turns else {}
+                return
+        self._is_encoding_long = False
+
+
+def count_characters(prompt: Prompt) -> int:
+    """Count the characters of a prompt to tokenize; 0 for token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return 0
+    parts = (*prompt.messages, *prompt.tools, prompt.options)
+    return sum(len(str(value)) for part in parts for value in part.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf.graphs import trace_forward
 from hf.zoo import build
 from kvant.engine.batch import max_idle, pad_batch_size
 from kvant.generation import TransformersDecoder
+from peft_files import save_adapter
 
 pytestmark = [
     needed,
@@ -56,6 +58,23 @@ def test_graphs_survive_sequences_joining_and_leaving(captured_sizes: list[int],
     assert len(captured_sizes) <= 6, "each new batch captures another graph"
     for prompt, n, tokens in zip(inputs, counts, actual, strict=True):
         assert tokens == generate_alone(model, prompt, spec, max_new_tokens=n)
+
+
+def test_each_adapter_has_graphs_and_padding(captured_sizes: list[int], tmp_path: Path) -> None:
+    model, inputs = build("llama", **SMALL), make_prompts(6, seed=5, longest=9)
+    merged = save_adapter(model, tmp_path, r=2, lora_alpha=9, target_modules=["q_proj", "up_proj"])
+    models = {None: model, "a": merged}
+    names = [None, "a"] * 3
+    with make_engine(model, "raw", adapters={"a": tmp_path}) as engine:
+        streams = [
+            engine.submit(prompt, max_new_tokens=6, ignore_end=True, adapter=name)
+            for prompt, name in zip(inputs, names, strict=True)
+        ]
+        actual = [list(stream.result().tokens) for stream in streams]
+        wait_until_idle(engine)
+    assert captured_sizes.count(4) == 2  # three sequences, padded
+    for prompt, name, tokens in zip(inputs, names, actual, strict=True):
+        assert tokens == generate_alone(models[name], prompt, max_new_tokens=6)
 
 
 def test_failed_batch_leaves_no_idle_sequence(captured_sizes: list[int]) -> None:

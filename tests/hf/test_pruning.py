@@ -192,7 +192,7 @@ def test_engine_tokens_equal_those_of_each_alone(spec: str) -> None:
     single = [
         list(generate(model, Numbers(), prompt, kv_cache=spec, **options)) for prompt in prompts
     ]
-    with Engine(model, Numbers(), spec) as engine:
+    with Engine(model, Numbers(), spec, chunk_seconds=60) as engine:  # chunks as `generate` has
         streams = [engine.submit(prompt, **options) for prompt in prompts]
         for stream, steps in zip(streams, single, strict=True):
             for step_, step in zip(stream, steps, strict=True):

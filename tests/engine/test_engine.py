@@ -15,9 +15,11 @@ import torch
 
 import kvant
 from generation.speakers import Numbers
+from hf.reading import text
 from hf.zoo import FAMILIES, build
 from kvant import Engine
 from kvant.engine import Stream
+from kvant.engine.scheduler import Action, Scheduler, SwapOut
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache, get_attachments
 from kvant.native import get_library
@@ -449,6 +451,30 @@ def test_overcommitted_requests_are_swapped_out(name: str) -> None:
         wait_until_idle(engine)
     assert max(peak) <= 2 * max_bytes
     assert actual == [generate_alone(model, prompt, max_new_tokens=80) for prompt in inputs]
+
+
+@pytest.mark.parametrize("score", ["snapkv", "expected", "keydiff"])
+def test_swap_between_prefill_and_decode_loses_no_prune(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, score: str
+) -> None:
+    """A file records no prune that is due, nor the queries for its score."""
+    choose_action, num_swaps = Scheduler.choose_action, 0
+
+    def swap_first(self: Scheduler, now_ms: int) -> Action | None:
+        nonlocal num_swaps
+        if not num_swaps and self.queue.running and self.queue.running[0].num_output_tokens == 1:
+            num_swaps += 1
+            return SwapOut(self.queue.running[0])
+        return choose_action(self, now_ms)
+
+    spec, prompt = f"raw,prune={score}:25%", text(300)
+    expected = generate_alone(llama, prompt, spec, max_new_tokens=20)
+    assert expected != generate_alone(llama, prompt, max_new_tokens=20)
+    monkeypatch.setattr(Scheduler, "choose_action", swap_first)
+    with make_engine(llama, spec) as engine:
+        stream = engine.submit(prompt, max_new_tokens=20, ignore_end=True)
+        assert list(stream.result().tokens) == expected and num_swaps == 1
+        wait_until_idle(engine)
 
 
 def test_model_is_packed_and_attached_only_while_it_is_served() -> None:

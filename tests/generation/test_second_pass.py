@@ -278,7 +278,7 @@ def test_sequence_swapped_out_during_the_pass_continues(tmp_path: Path) -> None:
         while repetition.inputs:
             batch.repeat(sequence, repetition)
             if swaps and repetition.inputs:
-                batch.caches.swap_out(sequence, tmp_path / "swapped")
+                batch.caches.swap_out(sequence, tmp_path / "swapped", is_decoding=False)
                 batch.caches.swap_in(sequence, model)
         replies.append([])
         for _ in range(10):

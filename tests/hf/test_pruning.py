@@ -179,7 +179,7 @@ def test_swapped_out_sequence_continues(place: str, tmp_path: Path) -> None:
             assert not failed
             logits = rows[0]
             if aside and position in (3, 20):
-                batch.caches.swap_out(seat, tmp_path / f"{position}")
+                batch.caches.swap_out(seat, tmp_path / f"{position}", is_decoding=True)
                 batch.caches.swap_in(seat, model)
         batch.caches.release([seat])
     assert replies[True] == replies[False]

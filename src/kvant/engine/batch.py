@@ -138,10 +138,15 @@ class SequenceCaches:
                 sequence.swap_file.unlink(missing_ok=True)
                 sequence.swap_file = None
 
-    def swap_out(self, sequence: Sequence, path: Path) -> None:
-        """Write the pages of a sequence to a file, if it has any, and free them."""
+    def swap_out(self, sequence: Sequence, path: Path, *, is_decoding: bool) -> None:
+        """Write the pages of a sequence to a file, if it has any, and free them.
+
+        A prompt is pruned before if a decode is next: files record no prune that is due.
+        """
         self.extract([sequence])
         if sequence.cache is not None:
+            if is_decoding:
+                sequence.cache.prune()
             sequence.swap_file = path
             save(sequence.cache, path)
             sequence.cache = None

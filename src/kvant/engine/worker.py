@@ -360,7 +360,7 @@ class EngineWorker:
             for index, sequence in enumerate(request.sequences):
                 if isinstance(action, SwapOut):
                     path = self.swap_folder / f"{request.number}-{index}.kv"
-                    self.batch.caches.swap_out(sequence, path)
+                    self.batch.caches.swap_out(sequence, path, is_decoding=request.is_decoding)
                 else:
                     self.batch.caches.swap_in(sequence, self.batch.decoder.model)
         except Exception as error:

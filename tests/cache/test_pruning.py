@@ -19,6 +19,8 @@ from kvant.cache import pruning
 from kvant.cache.files import read_header
 from kvant.cache.pruning import MAX_DECODE_EXCESS, NUM_PROTECTED_ROWS
 from kvant.cache.reports import measure_pools
+from kvant.codecs import Affine
+from kvant.codecs.frames import Diagonal
 from kvant.contracts import Mask, Snapshot
 from kvant.recipes import LayerSpec
 from kvant.retention import SCORES, KVzip, ScoreInput
@@ -47,10 +49,10 @@ def make_noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def prefill_layer(
-    text: str, *, batch: int = 1, count: int = 300, chunk: int = 300, **options: Any
+    spec: str | LayerSpec, *, batch: int = 1, count: int = 300, chunk: int = 300, **options: Any
 ) -> LayerCache:
     """Prefill a layer with a prompt and record the queries of each token."""
-    state = LayerCache(make_spec(text))
+    state = LayerCache(make_spec(spec) if isinstance(spec, str) else spec)
     keys, values, queries = (
         make_noise(batch, heads, count, DIM, seed=seed)
         for seed, heads in enumerate((HEADS, HEADS, HEADS * GROUP))
@@ -86,6 +88,24 @@ KINDS = (*OWN_SCORES, "snapkv:adaptive", "keydiff:adaptive")
 def format_prune(method: str, keep: str = "30%") -> str:
     name, _, adaptive = method.partition(":")
     return f"prune={name}:{keep}" + (f":{adaptive}" if adaptive else "")
+
+
+@pytest.mark.parametrize("method", ["keydiff", "expected"])
+def test_channel_scales_of_each_head_change_no_choice(method: str) -> None:
+    """The scales are powers of two, the same for each group of channels: they round nothing."""
+    scales = Diagonal(tuple((low,) * 16 + (high,) * 16 for low, high in ((1, 4), (2, 1), (8, 0.5))))
+    plain = make_spec(f"affine8,group=16,{format_prune(method)}")
+    smooth = replace(plain, keys=Affine(8, 16, frame=scales), values=Affine(8, 16, frame=scales))
+    rows = []
+    for spec in (plain, smooth):
+        state = prefill_layer(spec, batch=3, start=START)
+        state.prune()
+        rows.append([surviving_rows(state, b) for b in range(3)])
+    for (keys, values), (smooth_keys, smooth_values) in zip(
+        *([head for heads in found for head in heads] for found in rows), strict=True
+    ):
+        assert torch.allclose(keys, smooth_keys, atol=1e-5)
+        assert torch.allclose(values, smooth_values, atol=1e-5)
 
 
 @pytest.mark.parametrize(

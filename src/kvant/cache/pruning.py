@@ -328,7 +328,7 @@ def _select_queries(
 def _make_score_input(spec: LayerSpec, rows: Fields, valid: Tensor, heads: int) -> ScoreInput:
     """Return the rows to score, without their frames."""
     unframed = {
-        n: spec.sides[n].frame.restore_outputs(tensor.unsqueeze(1)).squeeze(1)
+        n: spec.sides[n].frame.restore_outputs(tensor.unflatten(0, (-1, heads))).flatten(0, 1)
         for n, tensor in rows.items()
     }
     keys, values = unframed["keys"].float(), unframed["values"].float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as TokenSequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvant.engine.request import Request, Sequence
 from kvant.engine.scheduler import ChunkSizer, Decode, Prefill, Repeat
 from kvant.generation import TransformersDecoder, second_pass
 from kvant.generation.decoder import Prefiller
+from kvant.generation.sampling import DraftTarget, DraftToken
 from kvant.generation.second_pass import Repetition, SecondPass
 
 SPEC, KEEP = "raw,prune=kvzip:25%", 64
@@ -298,6 +300,45 @@ def test_scheduler_repeats_a_prompt_before_its_first_token() -> None:
         else:
             request.num_repeats_left -= 1
     assert actions == [Prefill, Repeat, Repeat, Repeat] and request.is_decoding
+
+
+class WrongDrafts:
+    """Propose tokens of which at most the first few are right."""
+
+    def propose_drafts(
+        self, tokens: TokenSequence[int], max_drafts: int, target: DraftTarget
+    ) -> list[DraftToken]:
+        return [DraftToken(3 + (7 * len(tokens) + i) % 120) for i in range(min(max_drafts, 4))]
+
+    def fork(self) -> WrongDrafts:
+        return self
+
+
+@pytest.mark.parametrize("score", ["kvzip", "snapkv"])
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
+def test_rejected_drafts_are_not_a_prompt(
+    name: str, score: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent models compute accepted drafts again, from their last checkpoint."""
+    model, prompt, starts = build(name), text(200), list[int]()
+    start = SecondPass.start
+
+    def count_start(self: SecondPass, tokens: TokenSequence[int]) -> Repetition:
+        starts.append(len(tokens))
+        return start(self, tokens)
+
+    monkeypatch.setattr(SecondPass, "start", count_start)
+    plain, drafted = (
+        [
+            s.token
+            for s in kvant.generate(
+                model, Letters(), prompt, kv_cache=f"raw,prune={score}:25%", draft=draft, **OPTIONS
+            )
+        ]
+        for draft in (None, WrongDrafts())
+    )
+    assert drafted == plain
+    assert starts == [200] * 2 * (score == "kvzip")
 
 
 def test_conversation_repeats_all_its_tokens(tmp_path: Path) -> None:

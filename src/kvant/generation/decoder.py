@@ -399,14 +399,14 @@ class Prefiller:
             # Next: a replay (replay/replayer.py), or a forward of the model (hf/model.py).
             cache = cast(TransformersCache, self.cache)
             return self.decoder.compute_batch_logits([tokens[-1]], [length], cache)
-        previous_tokens = tokens[: len(tokens) - num_logits]
-        if length == 0 and previous_tokens:
-            self._prefill_unread(previous_tokens)  # the sequence passed the threshold
-        if self.cache.length > len(previous_tokens):
+        num_previous = len(tokens) - num_logits
+        if self.cache.length > num_previous:
             self.align_cache(tokens, num_logits)
+        if self.cache.length == 0 and num_previous:
+            self._prefill_unread(tokens[:num_previous])  # the sequence passed the threshold
         with self.cache.speculation_mode():
-            if self.cache.length < len(previous_tokens):
-                self._prefill_unread(previous_tokens)
+            if (begin := self.cache.length) < num_previous:  # accepted drafts after a checkpoint
+                self._run_forward(tokens, begin, num_previous, num_logits=1)
             if num_logits > 1:
                 self.cache.checkpoint()
             return self._run_forward(tokens, self.cache.length, len(tokens), num_logits)

@@ -64,8 +64,7 @@ def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
     return {
         "plain": [_format_plain(row, plain) for name, row in plain.items() if "," not in name],
         "outliers": [
-            _format_outliers(name, {"30x": hard, "100x": harder})
-            for name in OUTLIER_FORMATS
+            _format_outliers(name, {"30x": hard, "100x": harder}) for name in OUTLIER_FORMATS
         ],
         "recipes": [
             _format_recipe(row, ladder)

@@ -31,7 +31,7 @@ def find_part(text: list[int], part: list[int]) -> int:
 
 def test_exam_has_its_length_and_its_lines_once(model_and_tokenizer: tuple[Any, Any]) -> None:
     _, tokenizer = model_and_tokenizer
-    exam = make_exam(tokenizer, [torch.arange(1000)[None]], 3)
+    exam = make_exam(tokenizer, torch.arange(1000)[None], 3)
     assert len(exam.prompt) + max(len(item.tokens) for item in exam.items) == 1000
     assert Counter(item.kind for item in exam.items) == dict.fromkeys(KINDS, ITEMS_OF_KIND)
     for item in exam.items:
@@ -39,12 +39,12 @@ def test_exam_has_its_length_and_its_lines_once(model_and_tokenizer: tuple[Any, 
         assert len(item.tokens) == len(item.is_answer)
     hops = next(item for item in exam.items if item.kind == "multihop")
     assert tokenizer.decode(hops.turns[0].answer) in tokenizer.decode(hops.turns[1].question)
-    assert make_exam(tokenizer, [torch.arange(1000)[None]], 3) == exam
+    assert make_exam(tokenizer, torch.arange(1000)[None], 3) == exam
 
 
 def test_short_exam_is_refused(model_and_tokenizer: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match="an exam of 100 tokens has no room for 20 lines"):
-        make_exam(model_and_tokenizer[1], [torch.arange(100)[None]], 0)
+        make_exam(model_and_tokenizer[1], torch.arange(100)[None], 0)
 
 
 def test_answers_by_format(model_and_tokenizer: tuple[Any, Any]) -> None:
@@ -63,6 +63,17 @@ def test_answers_by_format(model_and_tokenizer: tuple[Any, Any]) -> None:
             assert selected[way][kind]["logprob"] == pytest.approx(
                 raw["decoded"][kind]["logprob"], abs=0.01
             )
+
+
+def test_exams_have_pieces_of_their_own(
+    model_and_tokenizer: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader = ExamReader(*model_and_tokenizer, TEXT, [200])
+    num_pieces = reader.count_exams(200, 1000)
+    assert f"exams of 200 tokens: {num_pieces}, not 1000" in capsys.readouterr().out
+    assert reader.count_exams(200, 2) == 2 < num_pieces
+    with pytest.raises(ValueError, match=r"a context of 2048 tokens: the text has \d+, give fewer"):
+        ExamReader(*model_and_tokenizer, TEXT[:400], [2048])
 
 
 def test_context_beyond_the_model_is_refused(model_and_tokenizer: tuple[Any, Any]) -> None:

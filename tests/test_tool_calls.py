@@ -45,9 +45,36 @@ def test_exam_has_no_request_among_its_examples(model_and_tokenizer: tuple[Any, 
     assert make_call_exam(tokenizer, 2000, 20, seed=1) == exam
 
 
+def test_requests_of_an_exam_differ(model_and_tokenizer: tuple[Any, Any]) -> None:
+    count = sum(function.num_requests for function in FUNCTIONS)
+    exam = make_call_exam(model_and_tokenizer[1], 1400, 200, seed=0)
+    assert len({request.text for request in exam.requests}) == 200
+    with pytest.raises(ValueError, match=f"{count} requests: at most {count - 1} differ"):
+        make_call_exam(model_and_tokenizer[1], 1400, count, seed=0)
+
+
 def test_short_prompt_is_refused(model_and_tokenizer: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match="a prompt of 100 tokens: the functions alone are"):
         make_call_exam(model_and_tokenizer[1], 100, 1, seed=0)
+
+
+def test_end_token_ends_an_answer_and_is_no_part_of_it(
+    model_and_tokenizer: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = model_and_tokenizer
+    end_token = tokenizer.encode("(", add_special_tokens=False)[0]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", end_token)
+    test = CallTest(model, tokenizer, 1600, 2)
+    tokens = tokenizer.encode("call(", add_special_tokens=False)
+    assert test._is_complete(tokens) and not test._is_complete(tokens[:-1])
+    assert test._decode(tokens) == test._decode(tokens[:-1]) == "call"
+
+
+def test_answers_do_not_depend_on_the_batch(model_and_tokenizer: tuple[Any, Any]) -> None:
+    test = CallTest(*model_and_tokenizer, 1600, 6)
+    exam, cache = test._read_prompt(0)
+    single = [test._answer(cache, [request])[0] for request in exam.requests]
+    assert test._answer(cache, exam.requests) == single
 
 
 def test_requests_are_answered_by_every_format(model_and_tokenizer: tuple[Any, Any]) -> None:

@@ -10,6 +10,7 @@ anew; none of them is an example.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class Function:
         return json.dumps(
             {"name": self.name, "description": self.description, "parameters": parameters}
         )
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests differ."""
+        return len(self.requests) * math.prod(map(len, self.values.values()))
 
 
 FUNCTIONS = (
@@ -158,20 +164,32 @@ class CallExam:
 def make_call_exam(tokenizer: Any, length: int, num_requests: int, seed: int) -> CallExam:
     """Make a prompt of at most `length` tokens, and the requests that follow it."""
     drawn = _draw_requests(random.Random(seed))
-    requests = tuple(next(drawn) for _ in range(num_requests))
+    requests = _draw_distinct(drawn, num_requests)
     schemas = "\n".join(function.schema for function in FUNCTIONS)
     prompt: list[int] = tokenizer.encode(f"{INSTRUCTION}{schemas}\n")
     num_functions = len(prompt)
     while True:
         example = next(drawn)
+        if example in requests:
+            continue
         ids = tokenizer.encode(example.question + example.answer, add_special_tokens=False)
         if len(prompt) + len(ids) > length:
             break
-        if example not in requests:
-            prompt += ids
+        prompt += ids
     if len(prompt) == num_functions:
         raise ValueError(f"a prompt of {length} tokens: the functions alone are {num_functions}")
     return CallExam(prompt, requests)
+
+
+def _draw_distinct(drawn: Iterator[CallRequest], count: int) -> tuple[CallRequest, ...]:
+    limit = sum(function.num_requests for function in FUNCTIONS) - 1  # one or more are examples
+    if count > limit:
+        raise ValueError(f"{count} requests: at most {limit} differ from each other and an example")
+    requests: dict[str, CallRequest] = {}
+    while len(requests) < count:
+        request = next(drawn)
+        requests[request.text] = request
+    return tuple(requests.values())
 
 
 def _draw_requests(rng: random.Random) -> Iterator[CallRequest]:

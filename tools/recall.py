@@ -3,14 +3,17 @@
 `python tools/recall.py --minutes 60` measures for an hour; the same command goes on. Each exam (see
 tools/recall_exams.py) is asked in two ways:
 
-* `prompt`: the question ends the prompt, as one chunk, which reads all pages; a prune knows it;
+* `prompt`: the question ends the prompt, as one chunk, which reads all pages; a prune knows it
+  (of `multihop`, the first question alone);
 * `decoded`: the prompt is read and pruned first, then the question is decoded token by token,
   reading the pages that a `select` chooses. This is what a later turn of a conversation sees.
 
 Answers are decoded token by token in both. Formats that neither prune nor select are asked in the
 second way only: their answers differ by rounding. A row has, for each kind, the number of answers
-whose tokens are all the most likely ones, and the sum of the answers' log-probabilities. The raw
-cache of a prompt is recoded to most formats; a format that prunes reads the prompt again.
+whose tokens are all the most likely ones, and the sum of the answers' log-probabilities.
+
+For most formats, the raw cache reads the prompt and is then quantized once, so that rows do not add
+up the errors of earlier rows. A format that prunes, or has a window, reads the prompt itself.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache
-from kvant.probing.divergence import read_prompt
+from kvant.probing.divergence import needs_prefill, read_prompt
 from kvant.recipes import iterate_attention
 from pages import DOCS
 from recall_exams import ITEMS_OF_KIND, KINDS, LongExam, RecallItem, make_exam
@@ -115,6 +118,16 @@ class ExamReader:
         self._decoder, self._tokenizer, self._text = TransformersDecoder(model), tokenizer, text
         check_context(self._decoder, max(contexts))
         self._read_raw = lru_cache(maxsize=1)(self._read_exam)
+        self._pieces = {context: self._split_text(context) for context in contexts}
+
+    def count_exams(self, context: int, limit: int) -> int:
+        """Return the number of exams, at most `limit`: each has a piece of the text of its own."""
+        count = len(self._pieces[context])
+        if count < limit:
+            print(
+                f"exams of {context} tokens: {count}, not {limit}, as the text has no more pieces"
+            )
+        return min(count, limit)
 
     def measure(self, key: Mapping[str, Any]) -> Row:
         """Return the answers of an exam under a format, by way."""
@@ -122,8 +135,8 @@ class ExamReader:
         exam, raw_cache = self._read_raw(key["context"], key["exam"])
         cache = kvant.cache_for(model, key["format"])
         ways = list_ways(cache.spec)
-        if cache.spec.prunes:
-            read_prompt(model, torch.tensor([exam.prompt]), cache)  # scores need its queries
+        if needs_prefill(cache.spec, raw_cache):
+            read_prompt(model, torch.tensor([exam.prompt]), cache)
         else:
             spec, cache = cache.spec, raw_cache.fork()
             cache.recode(spec)
@@ -136,12 +149,18 @@ class ExamReader:
         return row
 
     def _read_exam(self, context: int, number: int) -> tuple[LongExam, TransformersCache]:
-        tokens = (number + 1) * context
-        pieces = split_text(self._tokenizer, self._text, context, tokens).full_pieces
-        exam = make_exam(self._tokenizer, pieces, number)
+        exam = make_exam(self._tokenizer, self._pieces[context][number], number)
         cache = kvant.cache_for(self._decoder.model, "raw")
         read_prompt(self._decoder.model, torch.tensor([exam.prompt]), cache)
         return exam, cache
+
+    def _split_text(self, context: int) -> list[Tensor]:
+        pieces = split_text(self._tokenizer, self._text, context, len(self._text)).full_pieces
+        if pieces[0].shape[1] < context:
+            raise ValueError(
+                f"a context of {context} tokens: the text has {pieces[0].shape[1]}, give fewer"
+            )
+        return pieces
 
 
 def list_ways(spec: kvant.CacheSpec) -> tuple[str, ...]:
@@ -183,7 +202,8 @@ def main(
     names = parse_formats(loaded, formats)
     keys = [
         {"context": context, "exam": number, "format": name}
-        for context, number, name in product(lengths, range(exams), names)
+        for context in lengths
+        for number, name in product(range(reader.count_exams(context, exams)), names)
     ]
     log.measure(keys, reader.measure, minutes)
     if lines := summarize(log.rows):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +70,9 @@ class LongExam:
     items: tuple[RecallItem, ...]
 
 
-def make_exam(tokenizer: Any, pieces: Sequence[Tensor], number: int) -> LongExam:
+def make_exam(tokenizer: Any, piece: Tensor, number: int) -> LongExam:
     """Make an exam of the length of a piece [1, T], questions included; `number` seeds it."""
-    text = pieces[number % len(pieces)][0].tolist()
+    text = piece[0].tolist()
     writer = _ItemWriter(
         lambda part: tokenizer.encode(part, add_special_tokens=False), random.Random(number)
     )

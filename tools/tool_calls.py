@@ -3,8 +3,9 @@
 `python tools/tool_calls.py --minutes 60` measures for an hour; the same command goes on. Four
 prompts have functions with JSON schemas and examples (see tools/call_exams.py), 50 requests each.
 The model answers each request greedily, without a grammar, on a fork of the prompt's cache: the raw
-cache, recoded to the format; a format that prunes reads the prompt again. Requests are read as
-decoding reads them (`prefill=stored`).
+cache, quantized once, so that rows of the prompt do not add up the errors of earlier rows. A format
+that prunes, or has a window, reads the prompt itself. Requests are read as decoding reads them
+(`prefill=stored`).
 
 A row has a digit for each request: 0 if the call is no valid JSON, 1 if it is, 2 if the function is
 right, 3 if all arguments are right, too. The table counts the requests that raw answers right.
@@ -80,12 +81,16 @@ class CallTest:
             ]
         )
         answers = continue_greedily(
-            self._decoder, forks, logits, MAX_CALL_TOKENS, lambda ids: "\n" in self._decode(ids)
+            self._decoder, forks, logits, MAX_CALL_TOKENS, self._is_complete
         )
         return [self._decode(answer) for answer in answers]
 
+    def _is_complete(self, tokens: list[int]) -> bool:
+        return tokens[-1] in self._decoder.end_tokens or "\n" in self._decode(tokens)
+
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
+        end_tokens = self._decoder.end_tokens
+        text: str = self._tokenizer.decode([token for token in tokens if token not in end_tokens])
         return text
 
     def _read_prompt(self, number: int) -> tuple[CallExam, TransformersCache]:

@@ -15,7 +15,15 @@ from hf import zoo
 from kvant.attention import dispatch
 from kvant.attention.reference import ReferenceBackend
 from kvant.codecs.affine import Affine
-from kvant.probing.divergence import Divergence, compare_logits, measure_divergence
+from kvant.probing.divergence import (
+    Divergence,
+    compare_logits,
+    compute_logits,
+    make_empty_cache,
+    make_filled_cache,
+    measure_divergence,
+    read_prompt,
+)
 
 SPECS = ("affine4", "turbo4v2", "affine3,sinks=4,tail=0", "affine8,window=96")
 
@@ -150,3 +158,20 @@ def test_incomparable_models_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         measure_divergence(zoo.build(name), text, spec)
+
+
+def test_filled_cache_has_the_rows_of_a_windowed_prompt() -> None:
+    """A raw cache knows tokens that a row read through a narrower window does not depend on."""
+    model, (prompt, question) = zoo.build("llama"), make_pieces(150, 8)
+    raw, windowed = (make_empty_cache(model, spec) for spec in ("raw", "raw,window=40"))
+    for cache in (raw, windowed):
+        read_prompt(model, prompt, cache)
+    expected = compute_logits(model, question, windowed)
+    filled = make_filled_cache(model, prompt, "raw,window=40", raw)
+    assert torch.equal(compute_logits(model, question, filled), expected)
+    recoded = raw.fork()
+    recoded.recode(filled.spec)
+    assert not torch.allclose(compute_logits(model, question, recoded), expected, atol=1e-3)
+    wide = make_filled_cache(model, prompt, "raw,window=150", raw)  # shares the pages of raw
+    expected = compute_logits(model, question[:, :1], raw.fork())
+    assert torch.equal(compute_logits(model, question[:, :1], wide)[0], expected[0])

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from kvant.hf import TransformersCache, cache_for, get_cache_argument, supports_chunked_prefill
 from kvant.hf.model import get_model_layers, make_cache_spec
-from kvant.recipes import AnySpec, CacheSpec
+from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 from kvant.retention import KeepAll
 
 Predict = Callable[[Tensor], Tensor]  # reads tokens [1, T], and returns logits [T, vocabulary]
@@ -149,16 +149,30 @@ def make_filled_cache(
 ) -> TransformersCache:
     """Return a cache of a prompt under a spec: a recoded fork of `raw_cache`, which holds it.
 
-    A spec that prunes reads the prompt again: scores need its queries, which raw does not store.
+    The prompt is read again where `needs_prefill` says so.
     """
     cache = make_empty_cache(model, spec)
-    if cache.spec.prunes:
+    if needs_prefill(cache.spec, raw_cache):
         read_prompt(model, prompt, cache)
         cache.prune()
         return cache
     full, cache = cache.spec, raw_cache.fork()
     cache.recode(full)  # with fitted channel scales
     return cache
+
+
+def needs_prefill(spec: CacheSpec, raw_cache: TransformersCache) -> bool:
+    """Whether a cache under a spec has to read the prompt itself, which `raw_cache` holds.
+
+    Scores of a prune need queries, which raw does not store. Rows that were read through a window
+    depend on fewer tokens than those of a raw cache without it.
+    """
+    pairs = zip(
+        iterate_attention(*spec.layers), iterate_attention(*raw_cache.spec.layers), strict=True
+    )
+    return spec.prunes or any(
+        layer.effective_window < min(raw_cache.length, raw.effective_window) for layer, raw in pairs
+    )
 
 
 def _measure_piece(

@@ -162,15 +162,15 @@ def test_sampled_tokens_do_not_depend_on_the_batch(llama: Any) -> None:
         {"temperature": 1.0, "seed": 5, "min_p": 0.05, "repetition_penalty": 1.3},
         {"temperature": 0.8, "seed": -6},
     ]
-    texts = make_prompts(len(option_sets))
+    prompts = make_prompts(len(option_sets))
     with make_engine(llama) as engine:
         streams = [
-            engine.submit(text, max_new_tokens=15, ignore_end=True, **options)
-            for text, options in zip(texts, option_sets, strict=True)
+            engine.submit(prompt, max_new_tokens=15, ignore_end=True, **options)
+            for prompt, options in zip(prompts, option_sets, strict=True)
         ]
         actual = [list(stream.result().tokens) for stream in streams]
-    for text, options, tokens in zip(texts, option_sets, actual, strict=True):
-        assert tokens == generate_alone(llama, text, max_new_tokens=15, **options)
+    for prompt, options, tokens in zip(prompts, option_sets, actual, strict=True):
+        assert tokens == generate_alone(llama, prompt, max_new_tokens=15, **options)
 
 
 def test_steps_carry_text_and_finish_reason(llama: Any) -> None:

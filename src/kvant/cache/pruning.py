@@ -328,8 +328,10 @@ def _select_queries(
 def _make_score_input(spec: LayerSpec, rows: Fields, valid: Tensor, heads: int) -> ScoreInput:
     """Return the rows to score, without their frames."""
     unframed = {
-        n: spec.sides[n].frame.restore_outputs(tensor.unflatten(0, (-1, heads))).flatten(0, 1)
-        for n, tensor in rows.items()
+        name: spec.sides[name]
+        .frame.restore_outputs(tensor.reshape(-1, heads, *tensor.shape[1:]))
+        .flatten(0, 1)
+        for name, tensor in rows.items()
     }
     keys, values = unframed["keys"].float(), unframed["values"].float()
     return ScoreInput(keys, values, valid.to(keys.device), None, None, 1.0, heads)

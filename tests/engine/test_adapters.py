@@ -97,14 +97,14 @@ def test_replies_equal_those_of_the_merged_models(family: str, spec: str, tmp_pa
 @pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
 def test_requests_over_rounded_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvant.weights.packing.MIN_PACKED_VALUES", 1)
-    prompts = [make_tokens(20, seed) for seed in range(6)]
+    prompts = [make_tokens(20, seed) for seed in (0, 0, 0, 1, 1, 1)]
     options: dict[str, Any] = {"adapters": served.paths, "weights": "affine8"}
     with make_engine(served.model, **options) as engine:
         streams = [submit(engine, p, n) for p, n in zip(prompts, [*NAMES] * 2, strict=True)]
         replies = [stream.result().tokens for stream in streams]
         for prompt, name, reply in zip(prompts, [*NAMES] * 2, replies, strict=True):
             assert submit(engine, prompt, name).result().tokens == reply
-    assert len({*replies}) == 6
+    assert len({*replies}) == 6  # no name gets the reply of another
 
 
 def test_prefixes_do_not_cross_in_memory(served: Served) -> None:

@@ -101,7 +101,9 @@ def test_unknown_model_is_refused_with_the_known_ones(served: Served) -> None:
 def test_settings_check_adapters_before_the_model_is_loaded(tmp_path: Path) -> None:
     for adapters, message in (
         ({"a": str(tmp_path)}, r"adapter_config\.json cannot be read"),
-        ({"kvant-inside": str(tmp_path)}, "that is the name of the model"),
+        ({"kvant-inside": str(tmp_path)}, "two models are called kvant-inside"),
+        ({"kvant-inside:latest": str(tmp_path)}, "two models are called kvant-inside"),
+        ({"poet": str(tmp_path), "poet:latest": str(tmp_path)}, "two models are called poet"),
         ({"../a": str(tmp_path)}, "adapter name"),
     ):
         with pytest.raises(ValueError, match=message):

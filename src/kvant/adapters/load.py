@@ -53,9 +53,19 @@ def load_adapters(paths: Mapping[str, str | PathLike[str]], model: nn.Module) ->
     by_key = dict[str, Adapter]()
     adapters = dict[str, Adapter]()
     for name, path in paths.items():
-        adapter = load_adapter(path, model)
+        with _naming(name):
+            adapter = load_adapter(path, model)
         adapters[name] = by_key.setdefault(adapter.key, adapter)
     return adapters
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the adapter in an error."""
+    try:
+        yield
+    except AdapterError as error:
+        raise AdapterError(f"adapter {name!r}: {error}") from error
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -75,15 +85,25 @@ def _show(name: str) -> str:
 def check_adapters(paths: Mapping[str, str | PathLike[str]]) -> None:
     """Check names, configurations and headers of adapters, before their model is loaded."""
     _check_names(paths)
-    for folder in (Path(path).expanduser() for path in paths.values()):
-        read_config(folder)
-        with _open_weights(folder) as file:
-            _list_layers(file)
+    for name, path in paths.items():
+        with _naming(name):
+            folder = _find_folder(path)
+            read_config(folder)
+            with _open_weights(folder) as file:
+                _list_layers(file)
+
+
+def _find_folder(path: str | PathLike[str]) -> Path:
+    """Return a folder, with the home of a user in place of `~`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise AdapterError(f"{path}: {error}") from error
 
 
 def load_adapter(path: str | PathLike[str], model: nn.Module) -> Adapter:
     """Load the adapter in a folder for a model; raise AdapterError if it does not fit."""
-    folder, modules = Path(path).expanduser(), dict(model.named_modules())
+    folder, modules = _find_folder(path), dict(model.named_modules())
     config = read_config(folder)
     with _open_weights(folder) as file, no_inference_mode(), torch.no_grad():
         layers = _list_layers(file)
@@ -114,7 +134,7 @@ def _open_weights(folder: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise AdapterError(f"{path} is corrupt or incomplete: {error}") from error
+        raise AdapterError(f"{path} is corrupt or incomplete: {_show(str(error))}") from error
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
         raise AdapterError(f"{folder}: {error}") from error
 
@@ -147,6 +167,8 @@ def _check_layers(
     layers: StoredLayers, config: LoraConfig, modules: Mapping[str, nn.Module]
 ) -> None:
     """Raise ValueError unless these are the model's layers that the configuration names."""
+    if any(module._compiled_call_impl is not None for module in modules.values()):
+        raise ValueError("the model is compiled: adapters need a model that is not")
     for name in layers:
         if name not in modules:
             raise ValueError(f"layer {_show(name)}: {type(modules['']).__name__} has none")

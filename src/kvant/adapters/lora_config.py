@@ -19,6 +19,7 @@ from kvant.spec.headers import refuse_constant, reject_duplicate_keys
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_RANK = 1 << 16
 SUPPORTED = (
     "LoRA of linear layers, with r, lora_alpha, use_rslora, rank_pattern, alpha_pattern and "
     "target_modules"
@@ -28,7 +29,7 @@ USED_FIELDS |= {"target_modules", "init_lora_weights"}
 # Metadata, training options, and `fan_in_fan_out`: as in PEFT, the class of a layer decides it.
 IGNORED_FIELDS = {"auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode"}
 IGNORED_FIELDS |= {"lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision"}
-IGNORED_FIELDS |= {"runtime_config", "task_type"}
+IGNORED_FIELDS |= {"eva_config", "runtime_config", "task_type"}
 EMPTY_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
 # Other ways to initialize (pissa, olora, loftq) also change the weights of the model.
 PLAIN_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
@@ -126,8 +127,8 @@ def _parse_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _check_rank(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={short(value)}: a whole number of 1 or more is needed")
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise ValueError(f"{name}={short(value)}: a whole number from 1 to {MAX_RANK} is needed")
     return value
 
 

@@ -10,8 +10,8 @@ recognized by their weight: dense, packed or rounded, it is the operand of one f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kvant.adapters.adapter import Adapter, LowRankProduct
+from kvant.errors import AdapterError
 
 
 class Operand(NamedTuple):
@@ -44,14 +45,30 @@ class AdapterSwitch:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
+        self._used: set[Adapter] = set()  # whose products were added
 
-    def use(self, adapter: Adapter | None) -> AbstractContextManager[Any]:
-        """Compute the forwards of this thread with an adapter until the context ends."""
+    @contextmanager
+    def use(self, adapter: Adapter | None) -> Iterator[None]:
+        """Compute the forwards of this thread with an adapter until the context ends.
+
+        Raise AdapterError if the first one adds none of its products. A replay adds them unseen.
+        """
         if adapter is None:
-            return nullcontext()
+            yield
+            return
         # Now: `pack` and `unpack` replace the weights of a model.
         weights = {name: self._modules[name]._parameters["weight"] for name in adapter.products}
-        return _ProductMode({id(weights[name]): x for name, x in adapter.products.items()})
+        mode = _ProductMode({id(weights[name]): x for name, x in adapter.products.items()})
+        with mode:
+            yield
+        if mode.is_used:
+            self._used.add(adapter)
+        if adapter not in self._used:
+            raise AdapterError(
+                f"{type(self._modules['']).__name__} does not compute {next(iter(weights))} by "
+                "functional.linear or torch.addmm: the adapter has no effect; serve its merged "
+                "weights as a model"
+            )
 
 
 class _ProductMode(TorchFunctionMode):
@@ -60,6 +77,7 @@ class _ProductMode(TorchFunctionMode):
     def __init__(self, products: Mapping[int, LowRankProduct]) -> None:
         super().__init__()
         self._products = products
+        self.is_used = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -70,4 +88,7 @@ class _ProductMode(TorchFunctionMode):
             return outputs
         rows, weight = (operand.get(args, options) for operand in LAYER_OPERANDS[func])
         product = self._products.get(id(weight))
-        return outputs if product is None else product.add_to(outputs, rows)
+        if product is None:
+            return outputs
+        self.is_used = True
+        return product.add_to(outputs, rows)

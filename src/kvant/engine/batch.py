@@ -319,6 +319,8 @@ class Batch:
     def _disable_batching(self, error: Exception) -> None:
         """Decode one sequence at a time from now on."""
         self.ragged = False
+        for adapter in [*self._idle_sequences]:
+            self._resize_idle(adapter, 0)
         self.caches.extract_all()
         log.info(
             "%s: decoding one sequence at a time: %s", type(self.decoder.model).__name__, str(error)

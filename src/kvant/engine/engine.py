@@ -131,7 +131,7 @@ class Engine:
         self.stop_conditions = StopConditions(max_context=context, vocab_size=decoder.vocab_size)
         chunk_sizer = _make_chunk_sizer(decoder, limits, prefixes)
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
-        num_batches = (1 + len(self.adapters)) * decoder.captures_graphs
+        num_batches = (1 + len({*self.adapters.values()})) * decoder.captures_graphs
         scheduler = Scheduler(
             MemoryModel.from_plan(
                 memory_plan,

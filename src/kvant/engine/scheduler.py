@@ -439,9 +439,8 @@ class ChunkSizer:
             return
         self._last_was_oldest = not self._last_was_oldest
         seconds = self.predict_seconds(action.count, action.request.num_computed_tokens)
-        decoding = [other for other in running if other.is_decoding and other.is_active]
-        for adapter in {other.adapter for other in decoding}:
-            self._decode_delays_s[adapter] = self._decode_delays_s.get(adapter, 0.0) + seconds
+        decoding = {other.adapter for other in running if other.is_decoding and other.is_active}
+        self._decode_delays_s = {a: self._decode_delays_s.get(a, 0.0) + seconds for a in decoding}
 
     def _choose_prefill(self, prefilling: list[Request]) -> Request:
         """Return, by turns, the oldest prompt and the one with the fewest tokens left."""

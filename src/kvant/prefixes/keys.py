@@ -131,6 +131,8 @@ class ModelKeys:
             adapter_root = digest(ADAPTER_VERSION, root_key, self._adapter_key.encode())
         tree_key = salt_key(adapter_root, self._salts[0], rounding, *self._salts[1:])
         metadata = {"model": type(model).__name__, "spec": describe_spec(self.spec)}
+        if self._adapter_key:
+            metadata["adapter"] = self._adapter_key[:16]
         return NamespaceKeys(tree_key, root_key, metadata)
 
 

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvant.server.protocol import ACCOUNTING_LINE
+from kvant.server.protocol import ACCOUNTING_LINE, OLLAMA_TAG
 
 MAX_KEY_DEPTH = 4096  # pages
 DEPTH_GROWTH = 2**0.25
@@ -268,5 +268,8 @@ def parse_prefix_pages(
     ]
     salt, model = fields.get("cache_salt"), fields.get("model")
     salt = salt if isinstance(salt, str) else None
-    is_adapter = isinstance(model, str) and model in adapters
-    return json.dumps([salt, model]) if is_adapter else salt, pages
+    if not isinstance(model, str):
+        return salt, pages
+    names = (name for name in (model, model.removesuffix(OLLAMA_TAG)) if name in adapters)
+    name = next(names, None)
+    return salt if name is None else json.dumps([salt, name]), pages

@@ -45,7 +45,13 @@ from kvant.server.ollama_api import (
     OllamaGenerateRequest,
     ShowRequest,
 )
-from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams, TokenizeRequest
+from kvant.server.protocol import (
+    OLLAMA_TAG,
+    ChatRequest,
+    CompletionRequest,
+    SamplingParams,
+    TokenizeRequest,
+)
 from kvant.server.response_writers import ChatWriter, CompletionWriter, Reply, ResponseWriter
 from kvant.server.responses_api import ResponsesRequest, ResponsesWriter
 from kvant.server.service import RequestStreams, Service
@@ -320,8 +326,10 @@ async def ollama_embed(
 
 def _find_ollama_model(service: Service, name: str) -> str:
     """Return the served name that a client gives, with or without Ollama's tag."""
-    plain_names = {model.removesuffix(ollama_api.TAG): model for model in service.model_names}
-    return plain_names.get(name.removesuffix(ollama_api.TAG)) or service.find_model(name)
+    if name in service.model_names:
+        return name
+    plain_names = {model.removesuffix(OLLAMA_TAG): model for model in service.model_names}
+    return plain_names.get(name.removesuffix(OLLAMA_TAG)) or service.find_model(name)
 
 
 def _describe_model(service: Service, name: str) -> dict[str, Any]:

@@ -44,7 +44,6 @@ from kvant.server.service import Service
 from kvant.weights.packing import named_weights
 
 API_VERSION = "0.12.0"  # of Ollama, whose API this is: clients require versions
-TAG = ":latest"  # may follow the name of a model
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 # The options that are fields of a chat or completion request, under the same names.
 SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "min_p", "seed", "stop"}

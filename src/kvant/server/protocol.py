@@ -28,6 +28,7 @@ ENGINE_FIELDS |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 TEMPLATE_OPTION = "enable_thinking"  # a variable of chat templates
 # Claude Code begins system prompts with this text; a prefix that has it is never shared.
+OLLAMA_TAG = ":latest"  # may follow the name of a model
 ACCOUNTING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 # fail_fast: one error per list, so that a huge invalid list makes no huge response.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]

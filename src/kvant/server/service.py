@@ -36,7 +36,7 @@ from kvant.server.metrics import ServerMetrics, TenantStats
 from kvant.server.output_parsing import OutputParser, ReplyFormat, find_template
 from kvant.server.protocol import SamplingParams
 from kvant.server.response_writers import ResponseWriter
-from kvant.server.settings import ApiKeys, ServerSettings
+from kvant.server.settings import ApiKeys, ServerSettings, check_model_names
 from kvant.server.tokenizing import Prompt, TokenizerPool
 
 log = logging.getLogger("kvant")
@@ -76,6 +76,7 @@ class Service:
         self.declared_pooling = declared_pooling or DeclaredPooling()
         if engine.is_bidirectional:
             self.declared_pooling = DeclaredPooling(refusal=BIDIRECTIONAL_MESSAGE)
+        check_model_names([model, *engine.adapters])
         self.model = model
         self.keys = keys
         self.max_new_tokens = max_new_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from kvant.errors import SpecError
 from kvant.platform.devices import parse_device, parse_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
+from kvant.server.protocol import OLLAMA_TAG
 from kvant.spec import parse_words
 from kvant.spec.language import check_spec_or_auto, is_auto
 from kvant.stores import open_tiers
@@ -43,6 +44,14 @@ KEYS_VARIABLE, SECRET_VARIABLE = "KVANT_API_KEYS", "KVANT_SECRET"  # environment
 def _as_list(value: Any) -> Any:
     """Wrap a single store's name in a list."""
     return [value] if isinstance(value, str) else value
+
+
+def check_model_names(names: Sequence[str]) -> None:
+    """Raise ValueError if two models have one name, with or without Ollama's tag."""
+    plain_names = [name.removesuffix(OLLAMA_TAG) for name in names]
+    for name, plain_name in zip(names, plain_names, strict=True):
+        if plain_names.count(plain_name) > 1:
+            raise ValueError(f"two models are called {name}: give each adapter a name of its own")
 
 
 class ServerSettings(BaseModel):
@@ -90,8 +99,7 @@ class ServerSettings(BaseModel):
             )
         if self.store:
             open_tiers(self.store)
-        if (name := self.served_model_name) in self.adapters:
-            raise ValueError(f"--adapter {name}: that is the name of the model: choose another")
+        check_model_names([self.served_model_name, *self.adapters])
         check_adapters(self.adapters)
 
     def load(self) -> tuple[Any, Any]:

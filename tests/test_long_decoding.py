@@ -20,12 +20,19 @@ def test_formats_are_compared_by_block(tmp_path: Path, monkeypatch: pytest.Monke
     model, tokenizer = load(None, device="cpu", dtype="float32")
     test = DecodingTest(model, tokenizer, {"code": load_text("code")}, log, 64)
     formats = ("raw", "raw,tail=0", "affine2,tail=0", "affine4,prune=keydiff:48")
-    keys = [{"text": "code", "format": name} for name in formats]
-    assert log.measure(keys, test.measure, minutes=5)
+    groups = [*test.list_groups(formats)]
+    assert [[key["format"] for key in group] for group in groups] == [
+        ["raw"],
+        ["raw,tail=0", "affine2,tail=0"],
+        ["affine4,prune=keydiff:48"],
+    ]
+    assert log.measure_groups(groups, test.measure, minutes=5)
     generated, same, lossy, pruned = log.rows
     assert len(generated["tokens"]) == 64 + 64
-    assert generated["tokens"] == test.measure(keys[0])["tokens"]
+    assert test.measure(groups[0]) == [{"tokens": generated["tokens"]}]
     assert same["kl"] == [0, 0] and same["identical"] == [4, 4]
     for row in (lossy, pruned):
         assert len(row["kl"]) == 2 and min(row["kl"]) > 0
+    (alone,) = test.measure([{"text": "code", "format": lossy["format"]}])
+    assert alone.items() <= lossy.items()
     assert [line["format"] for line in summarize(log.rows)] == [*formats[1:]]

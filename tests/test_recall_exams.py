@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvant
+import result_log
 from kvant.checkpoints import load
 from kvant.recipes import CacheSpec
 from recall import WAYS, ExamReader, list_ways, summarize
@@ -95,6 +96,25 @@ def test_summary_averages_answers() -> None:
     (line,) = summarize(rows)
     assert (line["question"], line["exams"], line["copy"]) == ("decoded", 2, 0.5)
     assert line["copy, nats"] == -1.0
+
+
+def test_log_records_another_machine_and_replaces_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, machine = tmp_path / "folder" / "log.json", {"processor": "one", "cores": 2}
+    monkeypatch.setattr(result_log, "describe_machine", lambda: machine)
+    log = ResultLog.open(file, {})
+    for number in range(2):
+        log.record({"exam": number}, {"value": 1})
+    machine = {"processor": "two", "cores": 2}
+    log = ResultLog.open(file, {})
+    log.record({"exam": 0}, {"value": 2})
+    log = ResultLog.open(file, {})
+    assert log.machine == {"processor": "one", "cores": 2}
+    assert log.rows == [
+        {"exam": 0, "value": 2, "machine": {"processor": "two"}},
+        {"exam": 1, "value": 1},
+    ]
 
 
 def test_log_continues_and_refuses_other_settings(tmp_path: Path) -> None:

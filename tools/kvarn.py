@@ -12,10 +12,8 @@ have the mean KL of the first to the last quarter of positions. KL is in thousan
 
 from __future__ import annotations
 
-import json
-import pydoc_data.topics
+import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,8 +24,8 @@ import torch
 from torch import Tensor
 
 import kvant
-from kvant.bench.harness import describe_machine, print_report, show_progress
-from kvant.checkpoints import load
+from exam_model import load_float32
+from kvant.bench.harness import print_report
 from kvant.codecs.codebook import compute_levels
 from kvant.codecs.frames import Identity
 from kvant.codecs.packing import FLOAT16_MAX, pack_codes, saturate, unpack_codes
@@ -44,6 +42,8 @@ from kvant.probing.divergence import (
 from kvant.recipes import CacheSpec, LayerSpec
 from pages import DOCS, ROOT
 from quality_page import interpolate_kl
+from result_log import ResultLog
+from texts import load_text
 
 sys.path.insert(0, str(ROOT / "tests"))  # tests/ is no package
 
@@ -53,7 +53,6 @@ RESULTS_FILE = DOCS / "kvarn.json"
 CONTEXTS = {"built-in": 2048, "30x": 2048, "smollm2": 1024}  # tokens of a piece
 OUTLIER_SCALE = 30.0  # of a few key channels of the model 30x
 NUM_PIECES, SEED, NUM_QUARTERS = 2, 0, 4
-PROSE = "\n".join(pydoc_data.topics.topics.values())
 NUM_BALANCINGS = 8
 NUM_FITS = 2
 MIN_SCALE = 1e-6  # of a channel without values
@@ -337,17 +336,16 @@ def load_reading(name: str) -> RawReading:
     """Load a model and read its texts: code, and for SmolLM2 one piece of code and one of prose."""
     context = CONTEXTS[name]
     if name == "smollm2":
-        model, tokenizer = load(name, device="cpu", dtype="float32")
-        with warnings.catch_warnings(action="ignore"):  # its weights keep their rounded values
-            kvant.unpack(model)
-        texts = (split_text(tokenizer, text, context, context) for text in (None, PROSE))
+        model, tokenizer = load_float32(name)
+        texts = (
+            split_text(tokenizer, text, context, context) for text in (None, load_text("prose"))
+        )
         pieces = tuple(text.pieces[0] for text in texts)
     else:
-        model, tokenizer = load(None, device="cpu", dtype="float32")
+        model, tokenizer = load_float32(None)
         if name == "30x":
             model = scale_key_channels(model, OUTLIER_SCALE)
         pieces = split_text(tokenizer, None, context, NUM_PIECES * context).pieces
-    show_progress(f"{name}: raw")
     return RawReading.read(model, pieces)
 
 
@@ -372,25 +370,26 @@ def format_lines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def measure(key: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a format with a model and options of a cache."""
+    reading = load_reading(key["model"])
+    spec = make_spec(key["format"], key["options"], reading.model.config.num_hidden_layers)
+    return reading.measure_format(spec)
+
+
 def main() -> None:
-    content = json.loads(RESULTS_FILE.read_text()) if RESULTS_FILE.exists() else {}
-    rows: list[dict[str, Any]] = content.get("rows", [])
-    facts = {"machine": describe_machine(), "pieces": NUM_PIECES, "tokens": CONTEXTS}
-    for table in TABLES:
-        for form in table.formats:
-            names = {"model": table.model, "options": table.options, "format": form}
-            if any(names.items() <= row.items() for row in rows):
-                continue
-            reading = load_reading(table.model)
-            show_progress(f"{table.model}, {table.options}: {form}")
-            spec = make_spec(form, table.options, reading.model.config.num_hidden_layers)
-            rows.append(names | reading.measure_format(spec))
-            text = json.dumps({"facts": facts, "rows": rows}, indent=1)
-            RESULTS_FILE.write_text(text + "\n", encoding="utf-8")
-    show_progress("")
+    settings = {"pieces": NUM_PIECES, "tokens": CONTEXTS}
+    log = ResultLog.open(RESULTS_FILE, settings)
+    keys = [
+        {"model": table.model, "options": table.options, "format": form}
+        for table in TABLES
+        for form in table.formats
+    ]
+    log.measure(keys, measure, minutes=math.inf)
+    facts = {"machine": log.machine, **settings}
     for table in TABLES:
         names = {"model": table.model, "options": table.options}
-        lines = format_lines([row for row in rows if names.items() <= row.items()])
+        lines = format_lines([row for row in log.rows if names.items() <= row.items()])
         print_report(f"{table.model}, {table.options}", lines, facts, quiet=False)
 
 

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,18 +28,71 @@ def import_llama_cpp() -> Any:
     return lib
 
 
-def open_context(
-    lib: Any, model: Any, cache_type: str, context: int, threads: int, *, batch: int, streams: int
+@dataclass(frozen=True)
+class LlamaModel:
+    """A GGUF file in llama.cpp's memory."""
+
+    lib: Any
+    file: Path
+    pointer: Any
+
+    @staticmethod
+    @contextmanager
+    def open(file: Path) -> Iterator[LlamaModel]:
+        """Load a file, and free its weights at the end."""
+        lib = import_llama_cpp()
+        lib.llama_backend_init()
+        options = lib.llama_model_default_params()
+        pointer = lib.llama_model_load_from_file(str(file).encode(), options)
+        if not pointer:
+            raise RuntimeError(f"llama.cpp could not load {file}")
+        try:
+            yield LlamaModel(lib, file, pointer)
+        finally:
+            lib.llama_model_free(pointer)
+
+    @contextmanager
+    def open_context(
+        self, cache_type: str, context: int, threads: int, *, batch: int, streams: int
+    ) -> Iterator[Any]:
+        """Make a context of `context` tokens in all streams, and free it at the end."""
+        options = make_context_options(self.lib, cache_type, context, threads, batch, streams)
+        pointer = self.lib.llama_init_from_model(self.pointer, options)
+        if not pointer:
+            raise RuntimeError(
+                f"llama.cpp has no context of {context} tokens with a {cache_type} cache for "
+                f"{self.file}: is there enough memory?"
+            )
+        try:
+            yield pointer
+        finally:
+            self.lib.llama_free(pointer)
+
+    @contextmanager
+    def open_reader(self, cache_type: str, context: int, batch: int) -> Iterator[LlamaReader]:
+        """Make a reader of one text of `context` tokens, in chunks of up to `batch`."""
+        threads = torch.get_num_threads()
+        with self.open_context(cache_type, context, threads, batch=batch, streams=1) as pointer:
+            width = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.pointer))
+            yield LlamaReader(self.lib, pointer, width)
+
+
+def make_context_options(
+    lib: Any, cache_type: str, context: int, threads: int, batch: int, streams: int
 ) -> Any:
-    """Open a context of `context` tokens in all streams, with a cache of one type."""
     options = lib.llama_context_default_params()
+    if "flash_attn_type" not in (name for name, *_ in options._fields_):  # set, it had no effect
+        raise RuntimeError(
+            "this llama-cpp-python is too old, its contexts have no flash_attn_type: "
+            "pip install -U llama-cpp-python"
+        )
     options.n_ctx = context
     options.n_batch = options.n_ubatch = batch
     options.n_threads = options.n_threads_batch = threads
     options.n_seq_max = streams
     options.type_k = options.type_v = CACHE_TYPES[cache_type]
     options.flash_attn_type = 1  # enabled; a quantized cache needs it
-    return lib.llama_init_from_model(model, options)
+    return options
 
 
 def decode(
@@ -56,22 +111,19 @@ def decode(
         batch.token[i], batch.pos[i] = number, position
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, stream
         batch.logits[i] = ctypes.c_int8(every or i == len(ids) - 1).value
-    if lib.llama_decode(context, batch):
-        raise RuntimeError("llama.cpp could not compute a batch")
-    lib.llama_synchronize(context)
-    lib.llama_batch_free(batch)
+    try:
+        if lib.llama_decode(context, batch):
+            raise RuntimeError("llama.cpp could not compute a batch")
+        lib.llama_synchronize(context)
+    finally:
+        lib.llama_batch_free(batch)
 
 
 class LlamaReader:
     """A text that llama.cpp reads chunk by chunk, with the logits of every token."""
 
-    def __init__(self, lib: Any, model: Any, cache_type: str, context: int, batch: int) -> None:
-        threads = torch.get_num_threads()
-        self._lib = lib
-        self._context = open_context(
-            lib, model, cache_type, context, threads, batch=batch, streams=1
-        )
-        self._width: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    def __init__(self, lib: Any, context: Any, width: int) -> None:
+        self._lib, self._context, self._width = lib, context, width
         self._length = 0
 
     def predict(self, ids: Tensor) -> Tensor:
@@ -84,11 +136,6 @@ class LlamaReader:
         size = len(tokens) * self._width
         floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float * size)).contents
         return torch.frombuffer(bytearray(floats), dtype=torch.float32).view(-1, self._width)
-
-    def clear(self) -> None:
-        """Begin a new text."""
-        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
-        self._length = 0
 
 
 def expand_gguf(source: Path, target: Path) -> None:

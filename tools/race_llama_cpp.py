@@ -32,7 +32,7 @@ from kvant.checkpoints import find_gguf, load_model
 from kvant.generation import TransformersDecoder
 from kvant.spec import split_specs
 from kvant.weights.packing import unpack
-from llama_cpp_model import decode, import_llama_cpp, open_context
+from llama_cpp_model import LlamaModel, decode
 
 LLAMA_CACHES = ("f16", "q8_0")
 PROMPT_BATCH = 512
@@ -94,13 +94,17 @@ def measure_decoding(model: Any, cache_name: str, row_name: str, task: Task) -> 
 
 
 def measure_llama_cpp(cache_type: str, task: Task) -> Figures:
-    lib = import_llama_cpp()
-    lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(task.file.encode(), lib.llama_model_default_params())
-    length, streams = (task.context + task.tokens + 8) * task.streams, task.streams
-    context = open_context(
-        lib, model, cache_type, length, task.threads, batch=PROMPT_BATCH, streams=streams
-    )
+    length = (task.context + task.tokens + 8) * task.streams
+    with (
+        LlamaModel.open(Path(task.file)) as model,
+        model.open_context(
+            cache_type, length, task.threads, batch=PROMPT_BATCH, streams=task.streams
+        ) as context,
+    ):
+        return measure_llama_context(model.lib, context, task)
+
+
+def measure_llama_context(lib: Any, context: Any, task: Task) -> Figures:
     ids, begin = draw_tokens(task.context), perf_counter()
     for first in range(0, task.context, PROMPT_BATCH):
         part = ids[first : first + PROMPT_BATCH]

@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import kvant
+from exam_model import load_float32
 from exam_options import check_context, parse_formats
 from forked_batch import ForkedBatch
 from kvant.bench import harness
-from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache
@@ -43,7 +43,7 @@ from kvant.recipes import iterate_attention
 from pages import DOCS
 from recall_exams import ITEMS_OF_KIND, KINDS, LongExam, RecallItem, make_exam
 from result_log import ResultLog, Row
-from texts import load_text
+from texts import compute_digests, load_text
 
 FORMATS = (
     "raw,affine8,fp8,affine6,affine4,affine3,affine2,turbo4v4,turbo3v3,turbo2v2,"
@@ -196,9 +196,11 @@ def main(
 ) -> None:
     """Measure recall from long prompts by format."""
     lengths = harness.parse_numbers("contexts", contexts)
-    log = ResultLog.open(output, {"model": model, "text": text})
-    loaded, tokenizer = load(model, device="cpu", dtype="float32")
-    reader = ExamReader(loaded, tokenizer, load_text(text), lengths)
+    content = load_text(text)
+    settings = {"model": model, "text": text, "digest": compute_digests()[text]}
+    log = ResultLog.open(output, settings)
+    loaded, tokenizer = load_float32(model)
+    reader = ExamReader(loaded, tokenizer, content, lengths)
     names = parse_formats(loaded, formats)
     keys = [
         {"context": context, "exam": number, "format": name}

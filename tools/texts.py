@@ -3,7 +3,7 @@
 Packages of every environment of `make env` bring them, each more than 40,000 tokens of SmolLM2. The
 prose is the language reference of this Python, the code is rich's, and the instructions are
 multiple-choice questions with reasoned answers. They change with these packages, so results should
-record `kvant.eval.evaluation.EvaluationText.digest`.
+record `compute_digests()`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 from collections.abc import Callable
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def load_text(name: str) -> str:
     if name not in TEXTS:
         raise ValueError(f"text {name}: known are {', '.join(TEXTS)}")
     return TEXTS[name]()
+
+
+def compute_digests() -> dict[str, str]:
+    """Hash the texts, by name."""
+    return {name: sha256(load_text(name).encode()).hexdigest()[:16] for name in TEXTS}
 
 
 def _read_prose() -> str:

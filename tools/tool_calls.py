@@ -23,10 +23,10 @@ import torch
 import typer
 
 from call_exams import CallExam, CallRequest, make_call_exam, score_call
+from exam_model import load_float32
 from exam_options import check_context, parse_formats
 from forked_batch import continue_greedily
 from kvant.bench import harness
-from kvant.checkpoints import load
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache
 from kvant.probing.divergence import make_empty_cache, make_filled_cache, read_prompt
@@ -131,8 +131,9 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON file to continue")] = DOCS / "tool-calls.json",
 ) -> None:
     """Measure function calls by format."""
-    log = ResultLog.open(output, {"model": model, "length": length, "requests": requests})
-    loaded, tokenizer = load(model, device="cpu", dtype="float32")
+    settings = {"model": model, "length": length, "requests": requests}
+    log = ResultLog.open(output, settings | {"call_tokens": MAX_CALL_TOKENS})
+    loaded, tokenizer = load_float32(model)
     test = CallTest(loaded, tokenizer, length, requests)
     names = parse_formats(loaded, formats)
     keys = [{"prompt": number, "format": name} for number, name in product(range(prompts), names)]

@@ -86,7 +86,7 @@ class RecallTest:
 
     Most specs are applied by recoding the raw caches, as in `QuickScreen`; for the built-in model
     the probability of an answer is then within 0.02 of a cache that was filled under the spec. A
-    spec that prunes is applied while reading.
+    spec that prunes, or has a window, is applied while reading.
     """
 
     model: PreTrainedModel
@@ -109,7 +109,7 @@ class RecallTest:
         return _compute_shares(self.model, self._iterate_under_spec(spec))
 
     def _iterate_under_spec(self, spec: AnySpec) -> Iterator[ExamCache]:
-        """Yield the exams with their caches under a spec; one that prunes reads them again."""
+        """Yield the exams with their caches under a spec, recoded or read again."""
         for exam, cache in self.exam_caches:
             prompt = torch.tensor([exam.prompt])
             yield exam, make_filled_cache(self.model, prompt, spec, cache)

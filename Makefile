@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 
-.PHONY: sanitize fuzz arm demo gpu site env check test test-avx2 laws format clean
+.PHONY: sanitize fuzz arm demo gpu quality site env check test test-avx2 laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -37,6 +37,13 @@ demo: $(RUNS)
 MINUTES ?= 10
 gpu: $(RUNS)
 	$(BIN)/python -m kvant.bench.gpu --minutes $(MINUTES) --output docs/benchmarks/gpu.json
+
+# Formats on two models, for so many minutes each; again, until all say that nothing is left.
+quality: env
+	$(BIN)/python tools/quality_texts.py --minutes $(MINUTES)
+	$(BIN)/python tools/recall.py --minutes $(MINUTES)
+	$(BIN)/python tools/long_decoding.py --minutes $(MINUTES)
+	$(BIN)/python tools/tool_calls.py --minutes $(MINUTES)
 
 # The documentation as a site.
 site: env

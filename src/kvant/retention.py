@@ -81,7 +81,8 @@ RETENTIONS: dict[str, type[Retention]] = {"all": KeepAll, "window": Window}
 class ScoreInput(NamedTuple):
     """The rows that a prune scores, of N key heads; the heads of a sequence are adjacent.
 
-    Rows are aligned at the newest token, without a frame, in float32.
+    Rows are aligned at the newest token, without a frame, in float32; as they are stored if the
+    score needs a second pass.
     """
 
     keys: Tensor  # [N, n, D]
@@ -91,7 +92,7 @@ class ScoreInput(NamedTuple):
     query_rows: Tensor | None  # [N, m]: the row of each query; below zero: padding
     scale: float  # of attention scores
     heads_per_sequence: int
-    largest_weights: Tensor | None = None  # [N, n]: in a second pass, if the score needs one
+    max_attention: Tensor | None = None  # [N, n]: in a second pass, if the score needs one
 
 
 class Score(Protocol):
@@ -258,8 +259,8 @@ class KVzip(Score):
     repeats_prompt: ClassVar[bool] = True
 
     def score_rows(self, rows: ScoreInput) -> Tensor:
-        assert rows.largest_weights is not None
-        return rows.largest_weights
+        assert rows.max_attention is not None
+        return rows.max_attention
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as TokenSequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from hf.reading import text
 from hf.zoo import build
 from kvant.cache.pruning import NUM_PROTECTED_ROWS, needs_second_pass
 from kvant.cache.reports import measure_pools
-from kvant.cache.row_weights import RowWeights
+from kvant.cache.row_attention import RowAttention
 from kvant.engine import Engine
+from kvant.engine import engine as engine_module
 from kvant.engine.batch import Batch
 from kvant.engine.request import Request, Sequence
 from kvant.engine.scheduler import ChunkSizer, Decode, Prefill, Repeat
@@ -44,7 +47,7 @@ class Letters(Numbers):
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat short prompts in several chunks, and a chunk in several forwards."""
-    monkeypatch.setattr(second_pass, "MAX_CHUNK", 100)
+    monkeypatch.setattr(second_pass, "MAX_REPEATED_TOKENS", 100)
     monkeypatch.setattr(second_pass, "MAX_FORWARD", 48)
 
 
@@ -67,11 +70,10 @@ def prefill(decoder: TransformersDecoder, spec: str, prompt: list[int]) -> Any:
     return cache
 
 
-def run_pass(decoder: TransformersDecoder, cache: Any, prompt: list[int]) -> RowWeights:
+def run_pass(decoder: TransformersDecoder, cache: Any, prompt: list[int]) -> RowAttention:
     repetition = make_second_pass(cache.spec).start(prompt)
-    while repetition.inputs:
-        repetition.run_chunk(decoder.compute_logits, cache)
-    return repetition.weights
+    repetition.run(decoder.compute_logits, cache)
+    return repetition.attention
 
 
 @torch.no_grad()
@@ -91,11 +93,11 @@ def expect_weights(name: str, prompt: list[int], inputs: list[list[int]]) -> lis
 
 @pytest.mark.parametrize("adaptive", ["", ":adaptive"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_rows_with_the_largest_weights_survive(name: str, adaptive: str) -> None:
+def test_rows_with_the_max_attention_survive(name: str, adaptive: str) -> None:
     """Softcaps (gemma2) and sink logits (gpt_oss) are part of the weights."""
     decoder, prompt = make_decoder(build(name)), text(220)
     cache = prefill(decoder, f"raw,prune=kvzip:{KEEP}{adaptive}", prompt)
-    inputs = [*make_second_pass(cache.spec).start(prompt).inputs]
+    inputs = [*make_second_pass(cache.spec).start(prompt).chunks]
     assert [len(tokens) > 100 for tokens in inputs] == [True, True, False]
     expected = expect_weights(name, prompt, inputs)
     before = {i: layer.read() for i, layer in cache.states.layers.items()}
@@ -131,7 +133,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     decoder, prompt = make_decoder(build("llama")), text(120)
     results = []
     for limit in (1 << 22, 1000):
-        monkeypatch.setattr("kvant.cache.row_weights.MAX_LOGITS", limit)
+        monkeypatch.setattr("kvant.cache.row_attention.MAX_LOGITS", limit)
         results.append(run_pass(decoder, prefill(decoder, SPEC, prompt), prompt).by_leaf)
     for index, weights in results[0].items():
         assert torch.allclose(weights, results[1][index], atol=1e-6)
@@ -149,17 +151,18 @@ def test_pass_leaves_nothing_but_the_prune(name: str) -> None:
     cache.state.pools.check()
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, chunk: int, act: Callable[[], None]) -> None:
-    """Call `act` instead of this chunk's last forward."""
-    run, count = Repetition._run_on_fork, iter(range(1000))
+def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
+    """Call `act` after this forward on a fork, which has its rows then."""
+    compute_logits, count = TransformersDecoder.compute_logits, iter(range(1000))
 
-    def run_on_fork(self: Repetition, run_forward: Any, cache: Any, tokens: list[int]) -> None:
-        if next(count) == chunk:
-            run(self, run_forward, cache, tokens[:60])  # its rows are on a fork
+    def compute(self: TransformersDecoder, ids: list[int], cache: Any, num_logits: int = 1) -> Any:
+        logits = compute_logits(self, ids, cache, num_logits)
+        if cache.states.holder.row_attention is not None and next(count) == number:
+            assert cache.length > cache.states.holder.row_attention.num_columns
             act()
-        run(self, run_forward, cache, tokens)
+        return logits
 
-    monkeypatch.setattr(Repetition, "_run_on_fork", run_on_fork)
+    monkeypatch.setattr(TransformersDecoder, "compute_logits", compute)
 
 
 def interrupt() -> None:
@@ -171,7 +174,7 @@ def test_interrupted_pass_leaves_the_prompt_as_it_was(monkeypatch: pytest.Monkey
     cache = decoder.make_cache(SPEC)
     prefiller = Prefiller(decoder, cache, second_pass=make_second_pass(cache.spec))
     with monkeypatch.context() as patch:
-        fail_at(patch, 1, interrupt)
+        fail_at(patch, 4, interrupt)  # of three a chunk
         with pytest.raises(KeyboardInterrupt):
             prefiller.prefill(prompt)
     cache.state.pools.check()
@@ -234,7 +237,7 @@ def test_engine_stays_within_the_bytes_that_it_accepts(monkeypatch: pytest.Monke
     for spec in ("raw,prune=kvzip:25%", "affine8,prune=kvzip:25%"):
         with Engine(model, Letters(), spec, max_bytes="1MiB") as engine:
             budget = engine._worker.scheduler.memory_budget
-            request = Request(0, len(prompt), OPTIONS["max_new_tokens"])
+            request = make_request(0, len(prompt), OPTIONS["max_new_tokens"])
             need = budget.count_peak(request) + budget.count_transient([request])
             limit = budget.compute_fresh_nbytes(need)
         refused = pytest.raises(kvant.ContextError)
@@ -242,15 +245,22 @@ def test_engine_stays_within_the_bytes_that_it_accepts(monkeypatch: pytest.Monke
             engine.submit(prompt, **OPTIONS)
         with Engine(model, Letters(), spec, max_bytes=limit) as engine:
             assert len(engine.submit(prompt, **OPTIONS).result().tokens) == 20
-        assert 0 < max(held) <= limit and len(held) == 3
+        assert 0 < max(held) <= limit and len(held) == 3  # forwards, each of a whole chunk
         held.clear()
 
 
 def test_cancel_during_the_pass_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams: list[Any] = []
+    submitted, streams = Event(), list[Any]()
+
+    def cancel() -> None:
+        assert submitted.wait(60)
+        streams[0].cancel()
+
+    monkeypatch.setattr(engine_module, "MAX_PREFILL_CHUNK", 64)  # several forwards a fork
     with Engine(build("llama"), Letters(), SPEC) as engine:
-        fail_at(monkeypatch, 1, lambda: streams[0].cancel())
+        fail_at(monkeypatch, 4, cancel)
         streams.append(engine.submit(text(300), **OPTIONS))
+        submitted.set()
         result = streams[0].result()
         assert not result.tokens and engine.stats()["nbytes_held"] == 0
         other = engine.submit(text(250), **OPTIONS).result()  # also after a failed one
@@ -262,8 +272,9 @@ def test_failed_pass_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) ->
     def fail() -> None:
         raise RuntimeError("no memory")
 
+    monkeypatch.setattr(engine_module, "MAX_PREFILL_CHUNK", 64)  # several forwards a fork
     with Engine(build("llama"), Letters(), SPEC) as engine:
-        fail_at(monkeypatch, 1, fail)
+        fail_at(monkeypatch, 4, fail)
         with pytest.raises(RuntimeError, match="no memory"):
             engine.submit(text(300), **OPTIONS).result()
         assert len(engine.submit(text(250), **OPTIONS).result().tokens) == 20
@@ -272,14 +283,16 @@ def test_failed_pass_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sequence_swapped_out_during_the_pass_continues(tmp_path: Path) -> None:
     model, prompt = build("llama"), text(300)
-    decoder, replies = make_decoder(model), []
+    decoder, replies, swapped = make_decoder(model), list[list[int]](), list[int]()
     for swaps in (False, True):
         batch, sequence = Batch(decoder, decoder.make_cache(SPEC)), Sequence(list(prompt))
         logits = batch.prefill(sequence, 300)
         repetition = make_second_pass(batch.caches.empty_cache.spec).start(prompt)
-        while repetition.inputs:
-            batch.repeat(sequence, repetition)
-            if swaps and repetition.inputs:
+        while repetition.chunks:
+            batch.repeat(sequence, repetition, 64)
+            if swaps and repetition.chunks and repetition.fork is not None and len(swapped) < 2:
+                swapped.append(repetition.position)
+                repetition.drop_fork()
                 batch.caches.swap_out(sequence, tmp_path / "swapped", is_decoding=False)
                 batch.caches.swap_in(sequence, model)
         replies.append([])
@@ -287,19 +300,112 @@ def test_sequence_swapped_out_during_the_pass_continues(tmp_path: Path) -> None:
             replies[-1].append(int(logits.argmax()))
             sequence.tokens.append(replies[-1][-1])
             logits = batch.decode([sequence])[0][0]
-    assert replies[0] == replies[1]
+    assert replies[0] == replies[1] and swapped == [364, 364]
 
 
-def test_scheduler_repeats_a_prompt_before_its_first_token() -> None:
-    request = Request(0, 300, 5, num_repeats_left=3, is_active=True)
-    sizer, actions = ChunkSizer(512), []
+def make_request(number: int, num_tokens: int, max_new_tokens: int) -> Request:
+    """Return a request whose prompt is repeated."""
+    repetition = make_second_pass(kvant.parse(SPEC, 1)).start(text(num_tokens))
+    request = Request(number, num_tokens, max_new_tokens, repetition=repetition)
+    request.is_active = True
+    return request
+
+
+def perform(action: Prefill | Repeat) -> None:
+    """Change the counts of a request like a forward and its prune."""
+    if isinstance(action, Prefill):
+        action.request.num_computed_tokens += action.count
+        return
+    repetition: Any = action.request.repetition
+    num_columns = repetition.attention.num_columns
+    assert num_columns <= action.position == repetition.position
+    repetition.fork = Fork(action.position + action.count)
+    assert repetition.fork.length <= repetition.chunk_end
+    if repetition.fork.length == repetition.chunk_end:
+        repetition.drop_fork()
+        repetition.chunks.popleft()
+
+
+@dataclass
+class Fork:
+    length: int
+
+
+def test_scheduler_repeats_a_prompt_in_chunks_before_its_first_token() -> None:
+    request, sizer, actions = make_request(0, 300, 5), ChunkSizer(64), list[Any]()
+    num_tokens = request.num_tokens_left
+    assert num_tokens > 600
     while not isinstance(action := sizer.choose_forward([request], 0.1), Decode):
-        actions.append(type(action))
-        if isinstance(action, Prefill):
-            request.num_computed_tokens += action.count
-        else:
-            request.num_repeats_left -= 1
-    assert actions == [Prefill, Repeat, Repeat, Repeat] and request.is_decoding
+        assert isinstance(action, Prefill | Repeat) and 0 < action.count <= 64
+        actions.append(action)
+        perform(action)
+    kinds = [type(action) for action in actions]
+    assert kinds == [Prefill] * 5 + [Repeat] * (len(kinds) - 5) and request.is_decoding
+    assert sum(action.count for action in actions) == num_tokens
+
+
+def test_repeating_prompts_do_not_keep_shorter_ones_waiting() -> None:
+    """Every second chunk is of the prompt with the fewest tokens left, its repetition included."""
+    oldest, repeating, short = (make_request(i, n, 5) for i, n in enumerate((400, 300, 20)))
+    short.repetition = None
+    short.num_prompt_tokens = 200
+    sizer, requests = ChunkSizer(64), [oldest, repeating, short]
+    repeating.num_computed_tokens = 300
+    for _ in range(10):
+        action = sizer.choose_forward(requests, 0.1)
+        assert isinstance(action, Prefill | Repeat)
+        sizer.record_forward(action, requests)
+        perform(action)
+        if short.is_decoding:
+            break
+    assert short.is_decoding
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_single_token_needs_no_second_pass(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: SecondPass, tokens: TokenSequence[int]) -> Repetition:
+        raise AssertionError(len(tokens))
+
+    monkeypatch.setattr(SecondPass, "start", refuse)
+    model, prompt = build("llama"), text(480)  # without room to repeat it
+    [step] = kvant.generate(model, Letters(), prompt, kv_cache=SPEC, max_new_tokens=1)
+    with Engine(model, Letters(), SPEC) as engine:
+        stream = engine.submit(prompt, n=n, temperature=0.0, max_new_tokens=1)
+        assert [result.tokens for result in stream.results()] == [(step.token,)] * n or n == 1
+        embedding = engine.embed(prompt, kvant.pooling.Pooling("mean")).result()
+        assert len(embedding)
+
+
+def test_session_prunes_after_a_single_token() -> None:
+    session = kvant.Session(build("llama"), Letters(), SPEC)
+    list(session.send(text(200), max_new_tokens=1, ignore_end=True))
+    assert int((session.cache.states[0].positions() >= 0).sum(-1).max()) == 50
+
+
+def test_attention_of_other_tokens_is_refused() -> None:
+    decoder, prompt = make_decoder(build("llama")), text(120)
+    cache = prefill(decoder, SPEC, prompt)
+    with pytest.raises(kvant.CacheError, match="of 90 rows for a cache of 120 tokens"):
+        cache.prune(RowAttention(90))
+
+
+def test_mask_tensor_during_a_pass_is_refused() -> None:
+    cache = kvant.Cache.from_spec(kvant.CacheSpec(kvant.parse(SPEC, 1).layers))
+    rows = torch.randn(1, 2, 100, 32)
+    cache[0].append(rows, rows)
+    with cache.record_attention(RowAttention(100)), cache.prompt_mode():
+        view = cache[0].append(rows[:, :, :4], rows[:, :, :4])
+        with pytest.raises(kvant.CacheError, match=r"a mask tensor \[1, 1, 4, 104\] during a sec"):
+            kvant.attend(rows[:, :, :4], view, mask=torch.ones(1, 1, 4, 104, dtype=torch.bool))
+
+
+def test_threshold_without_a_cache_needs_no_room() -> None:
+    """The strategies that store nothing of a prompt do not repeat it."""
+    options: dict[str, Any] = {"kv_cache": SPEC, "max_new_tokens": 2, "ignore_end": True}
+    for strategy in ({"strategy": "disabled"}, {"strategy": "long", "threshold": 500}):
+        assert (
+            len([*kvant.generate(build("llama"), Letters(), text(480), **options, **strategy)]) == 2
+        )
 
 
 class WrongDrafts:
@@ -386,7 +492,21 @@ def test_prompt_without_room_to_repeat_it_is_refused() -> None:
     assert len(steps) == 20  # in smaller chunks
 
 
-def test_model_that_reads_dense_rows_itself_is_refused() -> None:
+def test_model_that_reads_dense_rows_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward on a fork tells."""
     model = build("llama", attn_implementation="eager")
+    run_next, counts = Repetition.run_next, list[int]()
+
+    def count_run(self: Repetition, run_forward: Any, cache: Any, count: int) -> None:
+        counts.append(count)
+        run_next(self, run_forward, cache, count)
+
+    monkeypatch.setattr(Repetition, "run_next", count_run)
     with pytest.raises(kvant.CacheError, match=r"not recorded: .*\(kvant\.attach\)"):
         next(kvant.generate(model, Letters(), text(200), kv_cache=SPEC))
+    assert len(counts) == 1
+
+
+def test_plain_callable_is_told_to_bring_a_model() -> None:
+    with pytest.raises(kvant.SpecError, match="which a transformers model can run"):
+        kvant.generate(lambda ids, cache: ids, Letters(), [3], kv_cache=kvant.parse(SPEC, 2))

@@ -65,7 +65,8 @@ def attend(
     _check_queries(q, view, mask, sink_logits)
     if view.query_listener is not None:
         factor = q.shape[3] ** -0.5 if scale is None else scale
-        view.query_listener(AttentionRequest(q, factor, view.mask, softcap, sink_logits))
+        effective_mask = view.mask if mask is None else mask
+        view.query_listener(AttentionRequest(q, factor, effective_mask, softcap, sink_logits))
     if view.page_table.tables_per_sequence > 1:
         options = {"scale": scale, "softcap": softcap, "backend": backend}
         outputs = _attend_by_head(q, view, mask, sink_logits, **options)

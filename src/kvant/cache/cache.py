@@ -25,7 +25,7 @@ from kvant.cache.layers import make_layers
 from kvant.cache.layout import CacheLayout, iterate_leaves, make_layer_group
 from kvant.cache.recode import recode_state, replace_formats, resolve_spec
 from kvant.cache.recurrent import StateHistory, concat_histories
-from kvant.cache.row_weights import RowWeights
+from kvant.cache.row_attention import RowAttention
 from kvant.cache.snapshot import parse_snapshot, restore_state, snapshot_layer, take_snapshot
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import Transition
@@ -34,7 +34,7 @@ from kvant.errors import RenamedAttribute, UsageHints
 from kvant.page_table import Ints, PageTable
 from kvant.platform.sizes import format_size
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
-from kvant.spec import as_spec, check_fitted, check_single_pass, describe_spec
+from kvant.spec import as_spec, check_fitted, describe_spec, refuse_second_pass
 
 ALL_SEQUENCES = slice(None)
 
@@ -67,14 +67,14 @@ class Cache(UsageHints):
         `backend` names the attention backend of all layers; None: the first that supports the view.
         `external_states` are recurrent states that the model updates in place, by layer name.
         """
-        full = check_single_pass(check_fitted(as_spec(spec, num_layers)))
+        full = refuse_second_pass(check_fitted(as_spec(spec, num_layers)))
         self._initialize(full, external_states or {}, backend)
 
     @classmethod
-    def for_second_pass(
+    def from_spec(
         cls, spec: CacheSpec, external_states: Mapping[str, ExternalState] | None = None
     ) -> Cache:
-        """Create a cache whose user runs the second pass that the score of a prune may need."""
+        """Create an empty cache; the caller runs the second pass that a prune may need."""
         cache = cls.__new__(cls)
         cache._initialize(check_fitted(spec), external_states or {}, None)
         return cache
@@ -261,17 +261,28 @@ class Cache(UsageHints):
         finally:
             self.holder.in_speculation = False
 
-    def prune(self, row_weights: RowWeights | None = None) -> int:
+    @contextmanager
+    def record_attention(self, row_attention: RowAttention) -> Iterator[None]:
+        """Record the attention weights that rows get from appended tokens, of one sequence."""
+        if self.batch != 1:
+            raise ValueError(f"record_attention() of {self.batch} sequences: extract one before")
+        self.holder.row_attention = row_attention
+        try:
+            yield
+        finally:
+            self.holder.row_attention = None
+
+    def prune(self, row_attention: RowAttention | None = None) -> int:
         """Drop the rows that the spec does not retain after a prompt.
 
-        Return the number of rows dropped per head, on average. Some scores need the `row_weights`
+        Return the number of rows dropped per head, on average. Some scores need the `row_attention`
         of a second pass over all tokens. Appending the first token after a prompt prunes
         automatically. So do later tokens, if the score allows it, once rows exceed
         the budget far enough.
         """
         self.rollback()
         with self.holder.lock:
-            return self.holder.prune(row_weights) if self.state.layout.prunes else 0
+            return self.holder.prune(row_attention) if self.state.layout.prunes else 0
 
     # ---- lengths
 
@@ -383,7 +394,7 @@ class Cache(UsageHints):
         """
         full = replace_formats(self.spec, check_fitted(resolve_spec(self.spec, spec)))
         if not self.spec.repeats_prompt:
-            check_single_pass(full)
+            refuse_second_pass(full)
         self.rollback()
         event = {
             "length": self.length,

@@ -139,7 +139,7 @@ def load(
     """Return a new cache with the contents of a file, in pools of its own."""
     saved = read(path, device=device)
     with convert_errors(path):
-        cache = Cache.for_second_pass(saved.spec)
+        cache = Cache.from_spec(saved.spec)
         cache.restore(saved.snapshot)
     return cache
 

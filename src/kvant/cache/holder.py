@@ -22,7 +22,7 @@ from kvant.cache.forward import Forward, collect_queries
 from kvant.cache.layout import AttentionLeaf, RecurrentLeaf
 from kvant.cache.pruning import prune_state
 from kvant.cache.recurrent import StateHistory
-from kvant.cache.row_weights import RowWeights
+from kvant.cache.row_attention import RowAttention
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import shrink_pools
 from kvant.contracts import ExternalState, LayerStats
@@ -58,7 +58,7 @@ class StateHolder:
         self.in_speculation = False
         self.external_speculation = False
         self.in_prompt = False  # set by `prompt_mode`: all tokens are part of a prompt
-        self.row_weights: RowWeights | None = None  # set on the fork that runs a second pass
+        self.row_attention: RowAttention | None = None  # set by `record_attention`
         state.pools.add_holder(self)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -304,10 +304,10 @@ class StateHolder:
             self.state = replace(self.state, retired_slots=())
             self.state.pools.drop_references(retired)
 
-    def prune(self, row_weights: RowWeights | None = None) -> int:
+    def prune(self, row_attention: RowAttention | None = None) -> int:
         """Drop the rows that recipes do not retain; return how many per head, on average."""
         with self.state.pools.guard_counts():
-            pruned, allocated, num_removed = prune_state(self.state, self.stats, row_weights)
+            pruned, allocated, num_removed = prune_state(self.state, self.stats, row_attention)
             if pruned is self.state:
                 return 0
             if not allocated:

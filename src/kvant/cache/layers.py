@@ -364,8 +364,8 @@ def _make_query_listener(
     """Return what records the queries of a forward for a prune; None: no prune needs them."""
     assert leaf.spec.prune is not None
     score = leaf.spec.prune.score
-    if holder.row_weights is not None and score.repeats_prompt:
-        return partial(holder.row_weights.record, leaf.index, view)
+    if holder.row_attention is not None and score.repeats_prompt:
+        return partial(holder.row_attention.record, leaf.index, view)
     if score.num_queries and (forward.is_prompt or score.prunes_during_decode):
         return partial(forward.record_queries, leaf, view.heads)
     return None

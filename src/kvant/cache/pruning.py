@@ -11,7 +11,7 @@ apply unchanged:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from kvant.attention.store_rows import seal_pages
 from kvant.attention.write_rows import MAX_PAGES_PER_SEAL
+from kvant.cache.layout import AttentionLeaf
 from kvant.cache.readable_rows import mask_present_rows, read_columns
-from kvant.cache.row_weights import RowWeights
+from kvant.cache.row_attention import RowAttention
 from kvant.cache.state import CacheState, PruningQueries
 from kvant.contracts import Fields, LayerStats, View
 from kvant.errors import CacheError
@@ -73,20 +74,25 @@ def count_allowed_rows(pruning: Pruning, length: int) -> int:
 
 
 def prune_state(
-    state: CacheState, stats: Mapping[str, LayerStats], row_weights: RowWeights | None = None
+    state: CacheState, stats: Mapping[str, LayerStats], row_attention: RowAttention | None = None
 ) -> tuple[CacheState, list[GroupSlots], int]:
     """Return the state after a prune, the slots allocated for it, and the rows dropped per head.
 
-    `row_weights` are those of a second pass over these tokens, which are then a prompt. The number
-    of dropped rows is the average over all heads. Retained rows are copied to new slots
-    before any old slot is freed, so an error loses no row. Call this within `guard_counts`, which
-    after an error frees the new slots.
+    `row_attention` is that of a second pass over these tokens, which are then a prompt. The number
+    of dropped rows is the average over all heads. Retained rows are copied to new slots before any
+    old slot is freed, so an error loses no row. Call this within `guard_counts`, which after an
+    error frees the new slots.
     """
-    if row_weights is not None:
-        assert row_weights.num_columns == state.length
+    if row_attention is not None:
+        if row_attention.num_columns != state.length:
+            raise CacheError(
+                f"attention weights of {row_attention.num_columns} rows for a cache of "
+                f"{state.length} tokens: record those of a second pass over all of them"
+            )
         state = replace(state, has_unpruned_prompt=True)
     sequence_masks = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
     leaves = [leaf for leaf in state.layout.attention if sequence_masks.get(leaf.group) is not None]
+    check_recorded(leaves, row_attention)
     page_tables, allocated = list(state.page_tables), list[GroupSlots]()
     num_removed = num_heads = 0
     for leaf in leaves:
@@ -97,7 +103,7 @@ def prune_state(
             leaf.spec,
             leaf.make_view(state.pools, storage, old_table, stats[leaf.name]),
             state.pruning_queries.get(leaf.index),
-            None if row_weights is None else row_weights.by_leaf.get(leaf.index),
+            None if row_attention is None else row_attention.by_leaf.get(leaf.index),
             sequence_mask,
         )
         if page_tables[leaf.group] is old_table:
@@ -143,6 +149,19 @@ def _find_sequences_to_prune(state: CacheState, group: int) -> Bools | None:
     return mask if mask.any() and (state.has_unpruned_prompt or has_queries) else None
 
 
+def check_recorded(leaves: Iterable[AttentionLeaf], row_attention: RowAttention | None) -> None:
+    """Raise unless the attention weights that the scores of these layers need were recorded."""
+    recorded = set() if row_attention is None else row_attention.by_leaf.keys()
+    for leaf in leaves:
+        rule = leaf.spec.prune
+        if rule is not None and rule.score.repeats_prompt and leaf.index not in recorded:
+            raise CacheError(
+                f"{rule.score.name} needs the attention weights of a second pass over the prompt, "
+                "which were not recorded: use kvant.generate, kvant.Session or kvant.Engine, on a "
+                "model that reads kvant's rows (kvant.attach), or keydiff, which needs keys only"
+            )
+
+
 def needs_second_pass(state: CacheState) -> bool:
     """Return whether the score of a due prune needs a second pass over the prompt."""
     return state.has_unpruned_prompt and any(
@@ -182,12 +201,12 @@ def select_retained_rows(
     spec: LayerSpec,
     view: View,
     pruning_queries: PruningQueries | None,
-    largest_weights: Tensor | None,
+    max_attention: Tensor | None,
     sequence_mask: Bools,
 ) -> RetainedRows:
     """Select the rows of a layer to retain in the sequences of `sequence_mask`.
 
-    `largest_weights` [heads, columns] are those of a second pass over the only sequence.
+    `max_attention` [heads, columns] is that of a second pass over the only sequence.
     """
     assert spec.prune is not None
     page_table, heads, sequences = view.page_table, view.heads, np.flatnonzero(sequence_mask)
@@ -206,14 +225,8 @@ def select_retained_rows(
     if score.num_queries:
         queries = _select_queries(pruning_queries, sequences, first_column, stop_column)
         score_input = _add_queries(score, score_input, queries)
-    if score.repeats_prompt:
-        if largest_weights is None:
-            raise CacheError(
-                f"{score.name} needs the attention weights of a second pass over the prompt, "
-                "which were not recorded: use kvant.generate, kvant.Session or kvant.Engine, on a "
-                "model that reads kvant's rows (kvant.attach), or keydiff, which needs keys only"
-            )
-        score_input = score_input._replace(largest_weights=largest_weights[:, first_column:])
+    if max_attention is not None:
+        score_input = score_input._replace(max_attention=max_attention[:, first_column:])
     scores = score.score_rows(score_input).cpu()
     rank = valid.long().flip(1).cumsum(1).flip(1)  # 1: the newest row
     scores = scores.masked_fill(rank <= NUM_PROTECTED_ROWS, float("inf")).masked_fill(
@@ -326,15 +339,18 @@ def _select_queries(
 
 
 def _make_score_input(spec: LayerSpec, rows: Fields, valid: Tensor, heads: int) -> ScoreInput:
-    """Return the rows to score, without their frames."""
+    """Return the rows to score, without their frames unless their values do not matter."""
+    valid = valid.to(rows["keys"].device)
+    assert spec.prune is not None
+    if spec.prune.score.repeats_prompt:
+        return ScoreInput(rows["keys"], rows["values"], valid, None, None, 1.0, heads)
+    by_sequence = {n: tensor.reshape(-1, heads, *tensor.shape[1:]) for n, tensor in rows.items()}
     unframed = {
-        name: spec.sides[name]
-        .frame.restore_outputs(tensor.reshape(-1, heads, *tensor.shape[1:]))
-        .flatten(0, 1)
-        for name, tensor in rows.items()
+        name: spec.sides[name].frame.restore_outputs(tensor).flatten(0, 1)
+        for name, tensor in by_sequence.items()
     }
     keys, values = unframed["keys"].float(), unframed["values"].float()
-    return ScoreInput(keys, values, valid.to(keys.device), None, None, 1.0, heads)
+    return ScoreInput(keys, values, valid, None, None, 1.0, heads)
 
 
 def _add_queries(

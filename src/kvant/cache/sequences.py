@@ -30,7 +30,7 @@ from kvant.contracts import Order, View
 from kvant.errors import CacheError, CapacityError, UnknownSequence
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec, Prefill, SharedSpec
-from kvant.spec import as_spec, check_fitted, check_single_pass, describe_spec
+from kvant.spec import as_spec, check_fitted, describe_spec, refuse_second_pass
 
 EVENT_STATS = ("appends", "rewinds_exact", "rewinds_decoded", "abandoned", "recodes", "clamped")
 BACKEND_STATS = ("attended", "sealed")  # dicts by backend
@@ -298,7 +298,7 @@ class Sequences:
             )
         if not patience >= 0:
             raise ValueError(f"patience={patience}: 0 seconds or more")
-        self.spec = check_single_pass(check_fitted(as_spec(spec, num_layers)))
+        self.spec = refuse_second_pass(check_fitted(as_spec(spec, num_layers)))
         self.patience = patience
         self._table = SequenceTable(self.spec, limit)
 

@@ -112,14 +112,14 @@ def _inspect_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[La
 
     Its modules show what its configuration leaves open.
     """
-    from kvant.hf import PairedCache, cache_for
+    from kvant.hf import PairedCache, make_model_cache
     from kvant.models import layer_shapes, max_context
     from kvant.planner import plan
 
     config = load_config(name)
     model = make_meta_model(config)
     max_length = max_context(config)
-    cache = cache_for(model, spec)
+    cache = make_model_cache(model, spec)
     decoder_cache = cache.self_attention_cache if isinstance(cache, PairedCache) else cache
     cache_plan = plan(layer_shapes(model), decoder_cache.spec)
     if max_length is not None and max_length < cache_plan.context:

@@ -218,11 +218,13 @@ class Batch:
         self.caches.adopt_pools(cache)
         return output
 
-    def repeat(self, sequence: Sequence, repetition: Repetition) -> None:
-        """Run the next chunk of the second pass over a prompt; the last one prunes its cache."""
+    def repeat(self, sequence: Sequence, repetition: Repetition, count: int) -> None:
+        """Run `count` tokens of the second pass over a prompt; the last ones prune its cache."""
         assert sequence.cache is not None
         with self._adapter_switch.use(sequence.adapter):
-            repetition.run_chunk(self.decoder.compute_logits, sequence.cache)
+            repetition.run_next(self.decoder.compute_logits, sequence.cache, count)
+        if repetition.fork is not None:
+            repetition.fork.states.holder.free_retired_pages()
         sequence.cache.states.holder.free_retired_pages()
 
     def decode(self, sequences: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:

@@ -138,7 +138,6 @@ class Engine:
                 chunk_sizer.max_chunk,
                 spare_divisor=0 if model.device.type == "cpu" else 8,
                 num_idle=num_batches * max_idle(max_sequences),
-                second_pass=self._second_pass,
             ),
             chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
@@ -236,11 +235,9 @@ class Engine:
             salt=salt,
             last_token_time=now,
         )
-        if self._second_pass is not None and (
-            num_repeats := self._second_pass.count_chunks(len(tokens))
-        ):
-            request.num_repeats_left = num_repeats
-            request.repetition = self._second_pass.start(tokens)
+        second_pass = None if max_new == 1 else self._second_pass  # one token is known before it
+        if second_pass is not None and second_pass.drops_rows(len(tokens)):
+            request.repetition = second_pass.start(tokens)
         self._worker.scheduler.check_request(request)
         request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)

@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from kvant.engine.request import NO_SLOTS, Request
-from kvant.generation.second_pass import SecondPass
 from kvant.page_table import Ints, LayerGroup
 from kvant.pages.pool import Pools, bound_pages
 from kvant.planner import Plan
@@ -38,7 +37,6 @@ class MemoryModel:
     slot_nbytes: Ints  # bytes of each slot
     max_chunk: int  # tokens of a prefill chunk
     num_idle: int = 0  # sequences that pad a batch
-    second_pass: SecondPass | None = None  # over a prompt, before its prune
 
     @classmethod
     def from_plan(
@@ -48,7 +46,6 @@ class MemoryModel:
         *,
         spare_divisor: int = 0,
         num_idle: int = 0,
-        second_pass: SecondPass | None = None,
     ) -> MemoryModel:
         """Take slot sizes from `plan`.
 
@@ -59,7 +56,7 @@ class MemoryModel:
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
         sizes.append(STATE_COPIES * plan.state_nbytes)
-        return cls(tuple(plan.page_nbytes), np.array(sizes), max_chunk, num_idle, second_pass)
+        return cls(tuple(plan.page_nbytes), np.array(sizes), max_chunk, num_idle)
 
     def count_slots(self, length: int) -> Ints:
         """Return the peak slots of a sequence that grows to a length."""
@@ -103,26 +100,30 @@ class MemoryModel:
         return np.array([*counts, 0]) + self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
-        """Return the extra pages while a prompt of this length is prefilled, or then repeated.
+        """Return the extra pages while a prompt of this length is prefilled.
 
         Prompts are prefilled one at a time, so this is needed once. The last chunk frees the open
-        pages that it seals only after its forward. Pages of a window are in `pool_overhead`. The
-        fork of a second pass copies a page, opens others and seals those that fall due.
+        pages that it seals only after its forward. Pages of a window are in `pool_overhead`.
         """
-        counts, num_repeated = [], 0
-        if self.second_pass is not None:
-            num_repeated = self.second_pass.count_fork_tokens(num_prompt_tokens)
+        counts = []
         for group in self.groups:
             num_sealed = 0
             if group.seals and group.window is None:
                 num_sealed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
-            num_open, num_due = min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0
-            if num_repeated:
-                num_open = max(num_open, num_repeated // group.page + 2)
-                num_due = group.paging.count_due_pages(num_prompt_tokens + num_repeated)
-                num_due -= group.paging.count_due_pages(num_prompt_tokens)
-            counts += [num_open, num_due]
+            counts += [min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0]
         return np.array([*counts, 0])
+
+    def count_fork_slots(self, num_prompt_tokens: int, num_fork_tokens: int) -> Ints:
+        """Return the slots of a fork that repeats a prompt, besides those of the prompt.
+
+        It copies a page and a state, opens pages, and seals those that fall due.
+        """
+        counts = []
+        for group in self.groups:
+            num_due = group.paging.count_due_pages(num_prompt_tokens + num_fork_tokens)
+            num_due -= group.paging.count_due_pages(num_prompt_tokens)
+            counts += [num_fork_tokens // group.page + 2, num_due]
+        return np.array([*counts, 1])
 
 
 # With a tight limit this is called for every sequence and token.
@@ -220,9 +221,20 @@ class MemoryBudget:
 
     def count_growth(self, request: Request, length: int, num_sequences: int = 1) -> Ints:
         """Return the slots that a request at a length needs beyond its current ones."""
-        return self.count_at(request, length, num_sequences) - self.count_current(request)
+        return self.count_at(request, length, num_sequences) - self._count_held(request)
 
     def count_current(self, request: Request) -> Ints:
+        """Return the slots of a request, with those of a fork that repeats its prompt."""
+        fork = self._count_fork(request) if request.is_computed else self.zero_slots
+        return self._count_held(request) + fork
+
+    def _count_fork(self, request: Request) -> Ints:
+        if not request.num_fork_tokens:
+            return self.zero_slots
+        num_prompt = request.num_prompt_tokens
+        return self.memory_model.count_fork_slots(num_prompt, request.num_fork_tokens)
+
+    def _count_held(self, request: Request) -> Ints:
         """Return the slots of a request, without its newest token: the next forward stores it."""
         num_prompt = request.num_prompt_tokens
         if request.is_decoding:
@@ -233,10 +245,14 @@ class MemoryBudget:
         return self.count_at(request, length, 1)
 
     def count_peak(self, request: Request, num_sequences: int | None = None) -> Ints:
-        """Return the slots of `num_sequences` at the final length; default: all unfinished."""
+        """Return the slots of `num_sequences` at the final length, and of a fork until then.
+
+        The default is all unfinished sequences.
+        """
         count = request.num_sequences if num_sequences is None else num_sequences
         num_stored = max(request.max_new_tokens - 1, 0)  # the last new token is not stored
-        return self.count_at(request, request.num_prompt_tokens + num_stored, count)
+        length = request.num_prompt_tokens + num_stored
+        return self.count_at(request, length, count) + self._count_fork(request)
 
     def count_at(self, request: Request, length: int, num_sequences: int) -> Ints:
         """Return the slots of `num_sequences` sequences of a request at a length.

@@ -71,7 +71,7 @@ class Request:
     num_output_tokens: int = 0  # of each unfinished sequence
     matched_version: int | None = None  # version of the prefixes at the last match; None: unmatched
     prefill_started: bool = False
-    num_repeats_left: int = 0  # chunks of the second pass that the score of its prune needs
+    repetition: Repetition | None = None  # the second pass that the score of its prune needs
     checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
     shared_slots: Ints = field(default_factory=lambda: NO_SLOTS)  # shared with cached prefixes
     num_finished: int = 0  # finished sequences
@@ -81,7 +81,6 @@ class Request:
 
     # ---- for the engine's thread
     run_chunk: ChunkForward = compute_last_logits
-    repetition: Repetition | None = None  # the second pass over the prompt, if there is one
     prompt_logits: Tensor | None = None  # after the prompt, until the second pass ends
     sequences: list[Sequence] = field(default_factory=list)  # unfinished; prefill uses the first
     samplers: list[Sampler] = field(default_factory=list)  # by choice
@@ -100,8 +99,19 @@ class Request:
         return self.max_new_tokens == 0
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens of the prompt, and of its second pass, until the first token is sampled."""
+        num_repeated = 0 if self.repetition is None else self.repetition.num_tokens_left
+        return self.num_prompt_tokens - self.num_computed_tokens + num_repeated
+
+    @property
+    def num_fork_tokens(self) -> int:
+        """The most tokens of a fork that repeats the prompt; 0: none is left."""
+        return 0 if self.repetition is None else self.repetition.max_fork_tokens
+
+    @property
     def is_decoding(self) -> bool:
-        return self.is_computed and not self.num_repeats_left
+        return not self.num_tokens_left
 
     @property
     def is_computed(self) -> bool:

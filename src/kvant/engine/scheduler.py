@@ -35,7 +35,6 @@ from kvant.adapters import Adapter
 from kvant.engine.memory import MemoryBudget, MemoryModel
 from kvant.engine.request import NO_SLOTS, Request
 from kvant.errors import CapacityError, ContextError
-from kvant.generation.second_pass import MAX_CHUNK
 from kvant.page_table import Ints
 from kvant.platform.sizes import format_size
 
@@ -74,13 +73,12 @@ class Prefill(RequestAction):
     count: int
 
 
+@dataclass(frozen=True)
 class Repeat(RequestAction):
-    """Run the next chunk of the second pass over the prompt of a request."""
+    """Run the next `count` tokens of the second pass over the prompt of a request."""
 
-    @property
-    def count(self) -> int:
-        """The tokens of the chunk, without its request to repeat them."""
-        return min(self.request.num_prompt_tokens, MAX_CHUNK)
+    count: int
+    position: int  # tokens before these: the prompt, and those that its fork has
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ class FreePools:
     """Free all pools: neither a sequence nor a prefix is left in them."""
 
 
-Forward = Prefill | Repeat | Decode
-Action = MatchPrefix | Evict | LookUpStore | Forward | SwapOut | SwapIn | FreePools
+ForwardAction = Prefill | Repeat | Decode
+Action = MatchPrefix | Evict | LookUpStore | ForwardAction | SwapOut | SwapIn | FreePools
 
 
 @dataclass
@@ -238,7 +236,6 @@ class Scheduler:
             request.num_output_tokens += request.is_decoding  # last prompt logits give a token
         elif isinstance(action, Repeat):
             self.chunk_sizer.record_forward(action, self.queue.running)
-            action.request.num_repeats_left -= 1
             action.request.num_output_tokens += action.request.is_decoding
         elif isinstance(action, Decode):
             self.chunk_sizer.record_forward(action, self.queue.running)
@@ -358,7 +355,7 @@ class Scheduler:
         budget = self.memory_budget
         return bool(budget.peak_slots.any()) and not budget.prefix_slots.any()
 
-    def _count_slots_after(self, action: Forward) -> Ints:
+    def _count_slots_after(self, action: ForwardAction) -> Ints:
         """Return the slots of running requests after `action`, plus those used while it runs."""
         slots = self.memory_budget.count_allocated(self.queue.running)
         if isinstance(action, Prefill | Repeat):
@@ -402,7 +399,7 @@ class ChunkSizer:
         self._last_turns: dict[Adapter | None, int] = {}
         self._num_decodes = 0
 
-    def choose_forward(self, running: list[Request], chunk_seconds: float) -> Forward | None:
+    def choose_forward(self, running: list[Request], chunk_seconds: float) -> ForwardAction | None:
         """Return the next chunk if decodes can wait for it, else a decode of all that are ready.
 
         The decode is of one adapter: the one that was decoded least recently.
@@ -411,17 +408,11 @@ class ChunkSizer:
         prefilling = [request for request in active if not request.is_decoding]
         decoding = [request for request in active if request.is_decoding]
         if prefilling:
-            request = self._choose_prefill(prefilling)
-            num_computed = request.num_computed_tokens
-            stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
-            stop = min([request.num_prompt_tokens, *stops])
             num_prompts = min(len(prefilling), MAX_TIMED_PROMPTS)
             max_seconds = chunk_seconds * num_prompts if decoding else math.inf
-            action: Prefill | Repeat = Repeat(request)
-            if not request.is_computed:
-                action = Prefill(request, self.choose_chunk(num_computed, stop, max_seconds))
+            action = self._make_chunk(self._choose_prefill(prefilling), max_seconds)
             previous = max((self._decode_delays_s.get(r.adapter, 0.0) for r in decoding), default=0)
-            delay = previous + self.predict_seconds(action.count, num_computed)
+            delay = previous + self._predict_chunk(action)
             if not previous or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
                 return action
         if not decoding:
@@ -429,7 +420,7 @@ class ChunkSizer:
         adapter = min((r.adapter for r in decoding), key=lambda a: self._last_turns.get(a, -1))
         return Decode(tuple(request for request in decoding if request.adapter is adapter))
 
-    def record_forward(self, action: Forward, running: list[Request]) -> None:
+    def record_forward(self, action: ForwardAction, running: list[Request]) -> None:
         """Update the delay of decodes; call this before the action's requests are updated."""
         if isinstance(action, Decode):
             for adapter in {request.adapter for request in action.requests}:
@@ -438,7 +429,7 @@ class ChunkSizer:
             self._num_decodes += 1
             return
         self._last_was_oldest = not self._last_was_oldest
-        seconds = self.predict_seconds(action.count, action.request.num_computed_tokens)
+        seconds = self._predict_chunk(action)
         decoding = {other.adapter for other in running if other.is_decoding and other.is_active}
         self._decode_delays_s = {a: self._decode_delays_s.get(a, 0.0) + seconds for a in decoding}
 
@@ -447,7 +438,23 @@ class ChunkSizer:
         prefilling = sorted(prefilling, key=lambda request: request.number)
         if not self._last_was_oldest:
             return prefilling[0]
-        return min(prefilling, key=lambda r: r.num_prompt_tokens - r.num_computed_tokens)
+        return min(prefilling, key=lambda request: request.num_tokens_left)
+
+    def _make_chunk(self, request: Request, max_seconds: float) -> Prefill | Repeat:
+        """Return the next forward of a prompt, or of the second pass over it."""
+        num_computed, repetition = request.num_computed_tokens, request.repetition
+        if request.is_computed:
+            assert repetition is not None
+            position, end = repetition.position, repetition.chunk_end
+            return Repeat(request, self.choose_chunk(position, end, max_seconds), position)
+        stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
+        stop = min([request.num_prompt_tokens, *stops])
+        return Prefill(request, self.choose_chunk(num_computed, stop, max_seconds))
+
+    def _predict_chunk(self, action: Prefill | Repeat) -> float:
+        num_computed = action.request.num_computed_tokens
+        position = action.position if isinstance(action, Repeat) else num_computed
+        return self.predict_seconds(action.count, position)
 
     def choose_chunk(self, num_computed: int, end: int, max_seconds: float) -> int:
         """Return the size of the next chunk, up to `end` and within `max_seconds` if possible."""

@@ -196,6 +196,7 @@ class EngineWorker:
         for request, future in self.requests.items():
             future.finish(failure, request.flush_outputs())
             request.sequences.clear()  # a logged error may keep its requests alive
+            request.repetition = None
         self.requests.clear()
         self.batch.clear()
 
@@ -239,7 +240,7 @@ class EngineWorker:
         is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
         try:
             output = self.batch.prefill(prompt, action.count, request.run_chunk)
-            if is_last and not request.num_repeats_left:
+            if is_last and request.repetition is None:
                 self._fork_choices(request)
         except Exception as error:
             self.prefix_reuse.reject_restored_prefix(request)
@@ -253,28 +254,33 @@ class EngineWorker:
             self.prefix_reuse.insert_prefix(request, prompt)
         if is_last and request.is_embedding:
             self._finish_embedding(request, output)
-        elif is_last and request.num_repeats_left:
+        elif is_last and request.repetition is not None:
             request.prompt_logits = output
         elif is_last:
             self._start_decoding(request, output)
 
     def _repeat(self, action: Repeat) -> None:
-        """Run a chunk of a second pass; after the last one, sample first tokens."""
+        """Run a forward of a second pass; after the last one, sample first tokens."""
         request = action.request
+        begin = time.perf_counter()
         assert request.repetition is not None and request.prompt_logits is not None
         try:
-            self.batch.repeat(request.sequences[0], request.repetition)
-            if not request.repetition.inputs:
+            self.batch.repeat(request.sequences[0], request.repetition, action.count)
+            if request.is_decoding:
                 self._fork_choices(request)
         except Exception as error:
             self._finish(request, error)
             return
+        seconds = time.perf_counter() - begin
+        self.scheduler.chunk_sizer.record_time(action.count, action.position, seconds)
         self.scheduler.complete(action)
         if request.is_decoding:
             self._start_decoding(request, request.prompt_logits)
 
     def _fork_choices(self, request: Request) -> None:
-        """Give the other continuations of a prompt its rows."""
+        """Give the other continuations of a prompt its rows, if more than one token may come."""
+        if request.max_new_tokens == 1:
+            return
         for sequence in request.sequences[1:]:
             self.batch.caches.fork(request.sequences[0], sequence)
 
@@ -357,6 +363,8 @@ class EngineWorker:
             if self.swap_folder is None:
                 folder = self._cleanup.enter_context(TemporaryDirectory(prefix="kvant-"))
                 self.swap_folder = Path(folder)
+            if request.repetition is not None:
+                request.repetition.drop_fork()
             for index, sequence in enumerate(request.sequences):
                 if isinstance(action, SwapOut):
                     path = self.swap_folder / f"{request.number}-{index}.kv"
@@ -382,6 +390,7 @@ class EngineWorker:
             if error is None and self.is_open:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
+        request.repetition = None  # and its fork
         request.namespace = None  # so that it can end: the last action may keep the request alive
         future.finish(error, request.flush_outputs())
         del self.requests[request]

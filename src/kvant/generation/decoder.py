@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvant.cache import Cache
 from kvant.cache.pruning import needs_second_pass
+from kvant.errors import SpecError
 from kvant.generation.second_pass import SecondPass
 from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
 from kvant.hf import (
@@ -57,6 +58,7 @@ from kvant.replay import (
     capture_graph,
     make_capture_function,
 )
+from kvant.spec import describe_spec
 from kvant.spec.language import is_auto
 
 LogitsFunction = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
@@ -240,10 +242,14 @@ class CallableDecoder:
         self.function = function
 
     def make_cache(self, kv_cache: AnySpec | SequenceCache, tokenizer: Any = None) -> SequenceCache:
-        if isinstance(kv_cache, CacheSpec):
-            return Cache(spec=kv_cache)
-        if isinstance(kv_cache, SequenceCache):
-            return kv_cache
+        if isinstance(kv_cache, CacheSpec | SequenceCache):
+            cache = Cache.from_spec(kv_cache) if isinstance(kv_cache, CacheSpec) else kv_cache
+            if cache.spec.repeats_prompt:
+                raise SpecError(
+                    f"{describe_spec(cache.spec)} for a plain callable: the score needs a second "
+                    "pass, which a transformers model can run; or use prune=keydiff:25%"
+                )
+            return cache
         raise TypeError(
             f"kv_cache={short(kv_cache)} for a plain callable, whose number of layers is unknown: "
             "give kv_cache=kvant.Cache(num_layers, spec)"
@@ -473,10 +479,8 @@ class Prefiller:
                 progress(stop, len(tokens))
         assert logits is not None
         if self.second_pass is not None and needs_second_pass(self.cache.state):
-            repetition = self.second_pass.start(tokens)
-            while repetition.inputs:
-                cache = cast(TransformersCache, self.cache)
-                repetition.run_chunk(self.decoder.compute_logits, cache)
+            cache = cast(TransformersCache, self.cache)
+            self.second_pass.start(tokens).run(self.decoder.compute_logits, cache)
         return logits
 
     def _run_forward(self, tokens: Sequence[int], begin: int, stop: int, num_logits: int) -> Tensor:

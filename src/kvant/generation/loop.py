@@ -320,8 +320,8 @@ class GenerationLoop:
         sampling.check_tokens(conditions.vocab_size)
         matcher = make_matcher(sampling.grammar, self.tokenizer, conditions.end_tokens)
         conditions.check_prompt(prompt)
-        if self.prefiller.second_pass is not None:
-            self.prefiller.second_pass.count_chunks(len(prompt))  # raises without room
+        if self.prefiller.second_pass is not None and len(prompt) > self.prefiller.threshold:
+            self.prefiller.second_pass.check_room(len(prompt))
         output = Output(self.tokenizer, conditions, list(prompt))
         sampler = Sampler(sampling, len(prompt), matcher)
         return self._generate_steps(output, sampler, progress, branch_points, commit)
@@ -446,6 +446,8 @@ def generate(
     (4, 'length')
     """
     loop = GenerationLoop(model, tokenizer, kv_cache, **options)
+    if max_new_tokens == 1:  # the token is known before a second pass
+        loop.prefiller.second_pass = None
     tokens, shares = encode_prompt(tokenizer, prompt), loop.prefiller.prefixes is not None
     return loop.start(
         tokens,

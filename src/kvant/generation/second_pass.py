@@ -6,7 +6,8 @@
                                                                       | R' t  chunk 3 |
 
 R and R' request to repeat the text, t are the last tokens of the chunk before. Each fork is dropped
-at the end of its chunk. What remains is the largest attention weight of each row of the prompt.
+at the end of its chunk, after several forwards. What remains is the largest attention weight of
+each row of the prompt.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kvant.cache.pruning import count_allowed_rows
-from kvant.cache.row_weights import RowWeights
+from kvant.cache.pruning import check_recorded, count_allowed_rows
+from kvant.cache.row_attention import RowAttention
 from kvant.errors import ContextError
 from kvant.generation.conversation import encode_text
 from kvant.hf import TransformersCache
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.retention import Pruning
 
-MAX_CHUNK = 2048  # tokens of the prompt that a fork repeats: larger chunks find more
-MIN_CHUNK = 64  # with fewer, the requests would cost more than the prompt
+MAX_REPEATED_TOKENS = 2048  # tokens of the prompt that a fork repeats: larger chunks find more
+MIN_REPEATED_TOKENS = 64  # with fewer, the requests would cost more than the prompt
 MAX_FORWARD = 512  # tokens of a forward: bounds its memory
 NUM_LEADING_TOKENS = 8  # of the chunk before: they tell the model where to start
 FIRST_REQUEST = "\n\nRepeat the text above:\n\n"
@@ -66,29 +67,23 @@ class SecondPass:
             min((limit for limit in limits if limit is not None), default=None),
         )
 
-    def count_chunks(self, num_tokens: int) -> int:
-        """Return the chunks of a prompt of this length; 0: no row of it would be dropped."""
-        if not self._drops_rows(num_tokens):
-            return 0
-        return -(-num_tokens // self._compute_chunk_size(num_tokens))
+    def drops_rows(self, num_tokens: int) -> bool:
+        """Return whether the prune of a prompt of this length drops rows."""
+        return any(count_allowed_rows(rule, num_tokens) < num_tokens for rule in self.rules)
 
-    def count_fork_tokens(self, num_tokens: int) -> int:
-        """Return the most tokens that a fork appends to a prompt of this length."""
-        if not self._drops_rows(num_tokens):
-            return 0
-        return self._max_request + min(num_tokens, MAX_CHUNK)
+    def check_room(self, num_tokens: int) -> None:
+        """Raise if a prompt of this length is to be repeated, without positions for that."""
+        if self.drops_rows(num_tokens):
+            self._compute_chunk_size(num_tokens)
 
     def start(self, tokens: Sequence[int]) -> Repetition:
         """Return the repetition of a prompt, before its first forward."""
-        size, inputs = self._compute_chunk_size(len(tokens)), deque[list[int]]()
+        size, chunks = self._compute_chunk_size(len(tokens)), deque[list[int]]()
         for begin in range(0, len(tokens), size):
             leading = tokens[max(0, begin - NUM_LEADING_TOKENS) : begin]
             request = self.next_request if begin else self.first_request
-            inputs.append([*request, *leading, *tokens[begin : begin + size]])
-        return Repetition(inputs, RowWeights(len(tokens)))
-
-    def _drops_rows(self, num_tokens: int) -> bool:
-        return any(count_allowed_rows(rule, num_tokens) < num_tokens for rule in self.rules)
+            chunks.append([*request, *leading, *tokens[begin : begin + size]])
+        return Repetition(chunks, RowAttention(len(tokens)))
 
     @property
     def _max_request(self) -> int:
@@ -97,10 +92,10 @@ class SecondPass:
 
     def _compute_chunk_size(self, num_tokens: int) -> int:
         if self.max_length is None:
-            return MAX_CHUNK
-        largest = min(MAX_CHUNK, self.max_length - num_tokens - self._max_request)
-        if largest < min(MIN_CHUNK, num_tokens):
-            fits = self.max_length - self._max_request - MIN_CHUNK
+            return MAX_REPEATED_TOKENS
+        largest = min(MAX_REPEATED_TOKENS, self.max_length - num_tokens - self._max_request)
+        if largest < min(MIN_REPEATED_TOKENS, num_tokens):
+            fits = self.max_length - self._max_request - MIN_REPEATED_TOKENS
             raise ContextError(
                 f"a prompt of {num_tokens} tokens with prune={self.rules[0].score.name}, which "
                 f"repeats it within {self.max_length} positions: shorten it to {max(fits, 0)}, or "
@@ -111,23 +106,60 @@ class SecondPass:
 
 @dataclass
 class Repetition:
-    """The second pass over one prompt, chunk by chunk."""
+    """The second pass over one prompt, forward by forward."""
 
-    inputs: deque[list[int]]  # tokens of the chunks that are left, with their requests
-    weights: RowWeights
+    chunks: deque[list[int]]  # tokens of the forks that are left, with their requests
+    attention: RowAttention
+    fork: TransformersCache | None = None  # has the first tokens of the first chunk
 
-    def run_chunk(self, run_forward: RunForward, cache: TransformersCache) -> None:
-        """Run the next chunk on a fork of the prompt's cache; after the last one, prune it."""
-        self._run_on_fork(run_forward, cache, self.inputs[0])
-        self.inputs.popleft()
-        if not self.inputs:
-            cache.prune(self.weights)
+    @property
+    def position(self) -> int:
+        """Tokens before the next forward: the prompt, and those that the fork has."""
+        return self.attention.num_columns if self.fork is None else self.fork.length
 
-    def _run_on_fork(
-        self, run_forward: RunForward, cache: TransformersCache, tokens: list[int]
-    ) -> None:
-        fork = cache.fork()
-        fork.states.holder.row_weights = self.weights
-        with fork.prompt_mode():
-            for begin in range(0, len(tokens), MAX_FORWARD):
-                run_forward(tokens[begin : begin + MAX_FORWARD], fork)
+    @property
+    def chunk_end(self) -> int:
+        """Tokens of the prompt and of the first chunk."""
+        return self.attention.num_columns + len(self.chunks[0])
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens of all forwards that are left."""
+        return sum(map(len, self.chunks)) + self.attention.num_columns - self.position
+
+    @property
+    def max_fork_tokens(self) -> int:
+        """The most tokens that a fork appends to the prompt; 0: none is left."""
+        return max(map(len, self.chunks), default=0)
+
+    def run(self, run_forward: RunForward, cache: TransformersCache) -> None:
+        """Run all forwards that are left, and prune the cache of the prompt."""
+        while self.chunks:
+            self.run_next(run_forward, cache, MAX_FORWARD)
+
+    def run_next(self, run_forward: RunForward, cache: TransformersCache, count: int) -> None:
+        """Run the next `count` tokens of a chunk on a fork of the prompt's cache.
+
+        The cache is pruned after the last chunk. After an error, the chunk begins again.
+        """
+        try:
+            self._run_on_fork(run_forward, cache, count)
+        except BaseException:
+            self.drop_fork()
+            raise
+        if self.position == self.chunk_end:
+            self.drop_fork()
+            self.chunks.popleft()
+        if not self.chunks:
+            cache.prune(self.attention)
+
+    def drop_fork(self) -> None:
+        """Free the pages of the fork; its chunk begins again."""
+        self.fork = None
+
+    def _run_on_fork(self, run_forward: RunForward, cache: TransformersCache, count: int) -> None:
+        self.fork = fork = cache.fork() if self.fork is None else self.fork
+        begin = self.position - self.attention.num_columns
+        with fork.states.record_attention(self.attention), fork.prompt_mode():
+            run_forward(self.chunks[0][begin : begin + count], fork)
+        check_recorded(fork.state.layout.attention, self.attention)

@@ -40,7 +40,7 @@ from kvant.hf.model import (
 )
 from kvant.hf.smoothing import fit_smooth_frames
 from kvant.recipes import AnySpec
-from kvant.spec import check_single_pass
+from kvant.spec import refuse_second_pass
 
 log = logging.getLogger("kvant")
 
@@ -128,7 +128,7 @@ def cache_for(
     """
     cache = make_model_cache(model, spec, attention_mask=attention_mask, backend=backend)
     own = cache.self_attention_cache if isinstance(cache, PairedCache) else cache
-    check_single_pass(own.spec)
+    refuse_second_pass(own.spec)
     return cache
 
 

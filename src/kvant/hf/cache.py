@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvant.cache import Cache, constrain_spec
 from kvant.cache.cache import list_other_sequences
-from kvant.cache.row_weights import RowWeights
+from kvant.cache.row_attention import RowAttention
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import drop_pending_padding
 from kvant.contracts import Snapshot
@@ -75,7 +75,7 @@ class TransformersCache(HFCache):
         is_cross: bool = False,
         attachable: bool = False,
     ) -> None:
-        states = Cache.for_second_pass(spec, make_recurrences(layer_info, spec))
+        states = Cache.from_spec(spec, make_recurrences(layer_info, spec))
         context = CacheContext(
             states, None if padding is None else tuple(padding), columns, is_cross, attachable
         )
@@ -352,12 +352,12 @@ class TransformersCache(HFCache):
         elif self.states.layers:  # roll back an incomplete forward
             self.states.rewind(self.states.length)
 
-    def prune(self, row_weights: RowWeights | None = None) -> int:
+    def prune(self, row_attention: RowAttention | None = None) -> int:
         """Prune the rows of a prompt now, and return the mean number of dropped rows per head.
 
-        The first token after a prompt prunes automatically. `row_weights` are as in `Cache.prune`.
+        The first token after a prompt prunes automatically. `row_attention` is as in `Cache.prune`.
         """
-        num_dropped = self.states.prune(row_weights)
+        num_dropped = self.states.prune(row_attention)
         if num_dropped:
             self._invalidate_pending()
         return num_dropped

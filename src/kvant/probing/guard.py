@@ -21,7 +21,7 @@ from kvant.probing.recommendation import choose_format, format_spec
 from kvant.probing.trials import FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
-from kvant.spec import check_single_pass
+from kvant.spec import refuse_second_pass
 from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto, parse_auto_bits
 
@@ -58,7 +58,9 @@ def attach(
     4
     """
     if not is_auto(spec):  # `auto` never chooses a spec that prunes
-        check_single_pass(make_cache_spec(get_model_layers(hf.get_transformers_model(model)), spec))
+        refuse_second_pass(
+            make_cache_spec(get_model_layers(hf.get_transformers_model(model)), spec)
+        )
     previous = hf.get_attachments(model)
     guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
     if guarded.warning is not None:

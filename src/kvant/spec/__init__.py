@@ -4,11 +4,11 @@ from kvant.spec.formats import format_codecs
 from kvant.spec.language import (
     as_spec,
     check_fitted,
-    check_single_pass,
     describe_spec,
     from_json,
     parse,
     parse_words,
+    refuse_second_pass,
     split_specs,
     to_json,
 )
@@ -16,12 +16,12 @@ from kvant.spec.language import (
 __all__ = [
     "as_spec",
     "check_fitted",
-    "check_single_pass",
     "describe_spec",
     "format_codecs",
     "from_json",
     "parse",
     "parse_words",
+    "refuse_second_pass",
     "split_specs",
     "to_json",
 ]

@@ -233,7 +233,7 @@ def check_fitted(spec: CacheSpec) -> CacheSpec:
     return spec
 
 
-def check_single_pass(spec: CacheSpec) -> CacheSpec:
+def refuse_second_pass(spec: CacheSpec) -> CacheSpec:
     """Return `spec` unless the score of a prune needs a second pass of the model."""
     if spec.repeats_prompt:
         raise SpecError(

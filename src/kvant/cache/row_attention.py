@@ -12,18 +12,19 @@ from torch import Tensor
 
 from kvant.cache.readable_rows import mask_present_rows, read_columns
 from kvant.contracts import AttentionRequest, View
+from kvant.errors import CacheError
 
 MAX_LOGITS = 1 << 22  # attention scores computed at once: 16 MiB in float32
 
 
-class RowWeights:
+class RowAttention:
     """The largest attention weight that each row of one prompt got so far.
 
-    It takes 4 bytes for each row of a key head.
+    It takes 4 bytes for each row of a key head, which no engine counts: a few percent of the rows.
     """
 
     def __init__(self, num_columns: int) -> None:
-        """Begin with no weights for the rows of `num_columns` columns."""
+        """Start without weights of the rows of `num_columns` columns."""
         self.num_columns = num_columns
         self.by_leaf: dict[int, Tensor] = {}  # [key heads, columns], float32
 
@@ -33,6 +34,11 @@ class RowWeights:
 
         Layers that share these rows add their own queries.
         """
+        if isinstance(request.mask, Tensor):
+            raise CacheError(
+                f"a mask tensor {list(request.mask.shape)} during a second pass, whose attention "
+                "weights follow the causal mask: prune=keydiff:KEEP takes such models"
+            )
         page_table, frame = view.page_table, view.keys.codec.frame
         keys = read_columns(view, "keys", 0, page_table.num_columns)[0]
         queries = frame.transform_queries(request.q)[0]
@@ -43,7 +49,7 @@ class RowWeights:
             sinks = [*request.sink_logits.float().view(view.heads, -1, 1, 1)]
         weights = torch.stack(
             [
-                _find_largest_weights(*head, request)[: self.num_columns]
+                _compute_max_attention(*head, request)[: self.num_columns]
                 for head in zip(queries, keys, present.to(keys.device), sinks, strict=True)
             ]
         )
@@ -51,7 +57,7 @@ class RowWeights:
         self.by_leaf[leaf] = weights if old is None else torch.maximum(old, weights)
 
 
-def _find_largest_weights(
+def _compute_max_attention(
     queries: Tensor, keys: Tensor, present: Tensor, sinks: Tensor | None, request: AttentionRequest
 ) -> Tensor:
     """Return the largest weight of each row [n] under queries [group, T, D] of the newest rows."""

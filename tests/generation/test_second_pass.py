@@ -213,7 +213,7 @@ def test_engine_gives_the_tokens_of_the_loop(spec: str) -> None:
         [s.token for s in kvant.generate(model, Letters(), prompt, **OPTIONS)] for prompt in pruned
     ]
     assert plain != single[1:]
-    with Engine(model, Letters(), spec) as engine:
+    with Engine(model, Letters(), spec, chunk_seconds=60) as engine:  # chunks of the loop
         streams = [engine.submit(prompt, n=2, temperature=0.0, **OPTIONS) for prompt in prompts]
         for stream, tokens in zip(streams, single, strict=True):
             replies: dict[int, list[int]] = {0: [], 1: []}

@@ -228,7 +228,7 @@ def make_requests(adapters: list[Adapter | None]) -> list[Request]:
 
 
 def test_adapters_take_turns() -> None:
-    """However many requests each has, and whoever joins: no one waits for more than a round."""
+    """Each adapter decodes once a round, with few requests or many, also when one joins."""
     first, second = Adapter("a", {}), Adapter("b", {})
     running, sizer = make_requests([None] * 5 + [first]), ChunkSizer(512)
     waits, most = Counter[Adapter | None](), 0

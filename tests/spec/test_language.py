@@ -164,17 +164,6 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize(("text", "widths"), EDGES.items())
-def test_edge_layers_are_the_first_and_the_last(text: str, widths: str) -> None:
-    assert "".join(str(layer.keys.bits) for layer in parse(text, 4).layers) == widths
-
-
-def test_edge_layers_keep_the_other_options() -> None:
-    edge, main = parse("turbo4v2,window=64,page=128,group=16,edge=1:affine8/raw", 3).layers[:2]
-    assert (edge.keys, edge.values) == (Affine(8, 16), Raw())
-    assert (edge.retention, edge.page) == (main.retention, main.page) == (Window(64, 4), 128)
-
-
 LAYERS = {
     "affine4,layers=0:affine8": "8444",
     "affine4,layers=1-2:affine6+3:affine8": "4668",
@@ -183,14 +172,16 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "widths"), LAYERS.items())
+@pytest.mark.parametrize(("text", "widths"), [*EDGES.items(), *LAYERS.items()])
 def test_layers_have_formats_of_their_own(text: str, widths: str) -> None:
     assert "".join(str(layer.keys.bits) for layer in parse(text, 4).layers) == widths
 
 
-def test_layers_keep_the_other_options() -> None:
-    text = "turbo4v2,window=64,page=128,group=16,layers=1:affine8/raw"
-    main, other = parse(text, 3).layers[:2]
+@pytest.mark.parametrize(("option", "index"), [("edge=1", 0), ("layers=1", 1)])
+def test_layers_keep_the_other_options(option: str, index: int) -> None:
+    text = f"turbo4v2,window=64,page=128,group=16,{option}:affine8/raw"
+    layers = parse(text, 3).layers
+    other, main = layers[index], layers[1 - index]
     assert (other.keys, other.values) == (Affine(8, 16), Raw())
     assert (other.retention, other.page) == (main.retention, main.page) == (Window(64, 4), 128)
 

@@ -32,7 +32,7 @@ from kvant.eval.result import (
 from kvant.hf import compute_model_fingerprint
 from kvant.models import max_context
 from kvant.prefixes.tree import count_shared_prefix
-from kvant.probing.divergence import make_empty_cache, measure_divergence, read_prompt
+from kvant.probing.divergence import continue_greedily, make_empty_cache, measure_divergence
 from kvant.probing.recall import RecallExam, RecallShares, make_exams, measure_recall
 from kvant.probing.verdicts import ProbeProgress, ignore_progress
 from kvant.recipes import AnySpec
@@ -91,12 +91,11 @@ def _continue_greedily(
     model: PreTrainedModel, spec: AnySpec, prompt: Tensor
 ) -> Iterator[tuple[int, float]]:
     """Yield the tokens of a greedy continuation, each with the seconds of its forward."""
-    cache, ids = make_empty_cache(model, spec), prompt
+    tokens = continue_greedily(model, prompt, make_empty_cache(model, spec))
     while True:
         start = time.perf_counter()
-        token = int(read_prompt(model, ids, cache).argmax())
+        token = next(tokens)
         yield token, time.perf_counter() - start
-        ids = torch.tensor([[token]])
 
 
 @dataclass(frozen=True)

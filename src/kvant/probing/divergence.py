@@ -224,6 +224,16 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, cache: TransformersCache) -
     return logits[-1]
 
 
+def continue_greedily(
+    model: PreTrainedModel, ids: Tensor, cache: TransformersCache
+) -> Iterator[int]:
+    """Read tokens [1, T], and yield the most likely next tokens without end."""
+    while True:
+        token = int(read_prompt(model, ids, cache).argmax())
+        yield token
+        ids = torch.tensor([[token]])
+
+
 def compare_logits(raw_logits: Tensor, logits: Tensor, targets: Tensor) -> Divergence:
     """Compare logits [N, vocabulary] at the true next tokens [N]; the result is on the CPU."""
     parts = (torch.split(x, MAX_COMPARED_POSITIONS) for x in (raw_logits, logits, targets))

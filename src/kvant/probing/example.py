@@ -6,16 +6,13 @@ position of the largest divergence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from kvant.hf import TransformersCache
-from kvant.probing.divergence import compute_logits
+from kvant.probing.divergence import continue_greedily
 from kvant.probing.screen import QuickScreen
 from kvant.recipes import AnySpec
 
@@ -45,15 +42,7 @@ def find_example(screen: QuickScreen, tokenizer: Any, spec: AnySpec) -> Example 
     read = screen.ids[:, : position + 1]
     before = torch.cat([screen.prompt, read], 1)[0, -NUM_SHOWN_TOKENS:]
     continuations = (
-        islice(_continue_greedily(screen.model, cache, read), NUM_SHOWN_TOKENS)
+        islice(continue_greedily(screen.model, read, cache), NUM_SHOWN_TOKENS)
         for cache in (screen.cache.fork(), screen.make_cache(spec))
     )
     return Example(*(tokenizer.decode(list(ids)) for ids in (before.tolist(), *continuations)))
-
-
-def _continue_greedily(
-    model: PreTrainedModel, cache: TransformersCache, ids: torch.Tensor
-) -> Iterator[int]:
-    while True:
-        ids = compute_logits(model, ids, cache)[-1:].argmax(-1, keepdim=True)
-        yield int(ids)

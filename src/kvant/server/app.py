@@ -326,8 +326,6 @@ async def ollama_embed(
 
 def _find_ollama_model(service: Service, name: str) -> str:
     """Return the served name that a client gives, with or without Ollama's tag."""
-    if name in service.model_names:
-        return name
     plain_names = {model.removesuffix(OLLAMA_TAG): model for model in service.model_names}
     return plain_names.get(name.removesuffix(OLLAMA_TAG)) or service.find_model(name)
 

@@ -20,7 +20,8 @@ class ForkedBatch:
 
     def decode(self, tokens: list[int]) -> Tensor:
         """Return the logits [sequences, vocabulary] after a token of each sequence."""
-        logits = self._decoder.compute_batch_logits(tokens, self._positions, self._cache)
+        columns = [[token] for token in tokens]
+        logits = self._decoder.compute_batch_logits(columns, self._positions, self._cache)[:, 0]
         self._positions = [position + 1 for position in self._positions]
         return logits
 

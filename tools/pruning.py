@@ -25,7 +25,8 @@ from transformers import DynamicCache
 from kvant.bench.harness import print_report, show_progress
 from kvant.checkpoints import load
 from kvant.eval.evaluation import split_text
-from kvant.generation.decoder import Prefiller, TransformersDecoder
+from kvant.generation.decoder import TransformersDecoder
+from kvant.generation.prefiller import Prefiller
 from kvant.generation.second_pass import SecondPass
 from kvant.probing.recall import PLANT_KINDS, RecallExam, make_exams
 

@@ -226,6 +226,10 @@ class PageTable(SequenceNumbers):
         """Return the values of sequences from those of tables, which agree within a sequence."""
         return numbers[:: self.tables_per_sequence]
 
+    def repeat_for_tables(self, numbers: Ints) -> Ints:
+        """Return the values of tables from those of sequences."""
+        return np.repeat(numbers, self.tables_per_sequence)
+
     def expand_to_tables(self, sequences: Ints) -> Ints:
         """Return the indices of the tables of `sequences`, in their order."""
         if self.tables_per_sequence == 1:

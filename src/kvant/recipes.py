@@ -195,6 +195,12 @@ class CacheSpec:
         rules = (layer.prune for layer in iterate_attention(*self.layers))
         return any(rule is not None and rule.score.repeats_prompt for rule in rules)
 
+    @property
+    def retains_queries(self) -> bool:
+        """Whether the newest queries are retained while decoding, for later prunes."""
+        rules = [rule for rule in (x.prune for x in iterate_attention(*self.layers)) if rule]
+        return any(rule.score.num_queries and rule.score.prunes_during_decode for rule in rules)
+
     def with_checkpoints(self, max_checkpoints: int) -> CacheSpec:
         """Return the spec with at most `max_checkpoints` per recurrent layer."""
         return self._map(RecurrentSpec, lambda spec: replace(spec, max_checkpoints=max_checkpoints))

@@ -16,7 +16,7 @@ from kvant.attention.triton import TritonBackend, kernel_launch, store_pages
 from kvant.attention.triton.arguments import StaticTritonPageTable
 from kvant.attention.triton.kernel_launch import KernelView
 from kvant.attention.triton.kernels import attend, store
-from kvant.cache.token import plan_token
+from kvant.cache.tokens import plan_tokens
 from kvant.codecs.frames import hadamard
 from kvant.codecs.frames import rotation_kernel as turning
 from kvant.contracts import AttentionRequest
@@ -88,7 +88,7 @@ for text in ("raw,window=99,sinks=0", "affine4/turbo3"):
     cache = Cache(1, f"{text},tail=0,capacity=640")
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
     cache[0].append(keys[:, :, :300], values[:, :, :300])
-    (change,) = plan_token(cache)
+    (change,) = plan_tokens(cache)
     place = StaticTritonPageTable(change, torch.device("cpu"))
     step = TritonDecodeStep.from_view(cache[0].make_view(change), place)
     step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])

@@ -16,7 +16,7 @@ from kvant import Cache, UnsupportedView, attend
 from kvant.attention.triton import token_operators as operators
 from kvant.attention.triton.arguments import StaticTritonPageTable
 from kvant.cache import merge
-from kvant.cache.token import commit_token, plan_token
+from kvant.cache.tokens import commit_tokens, plan_tokens
 from kvant.replay.steps import TritonDecodeStep
 
 pytestmark = [
@@ -47,7 +47,7 @@ def make_rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
 
 def make_step(cache: Cache) -> TritonDecodeStep:
     """Return a layer that expects a token; later memory is zeroed, since NaN equals nothing."""
-    (change,) = plan_token(cache)
+    (change,) = plan_tokens(cache)
     pages = cache[0].make_view(change)
     for side in (pages.keys, pages.values):
         side.open.nan_to_num_()
@@ -63,7 +63,7 @@ def fill_memory(step: TritonDecodeStep) -> TritonDecodeStep:
 
 def advance(step: TritonDecodeStep, cache: Cache) -> TritonDecodeStep:
     """Advance to the next token."""
-    (change,) = plan_token(cache)
+    (change,) = plan_tokens(cache)
     if change.is_steady:
         step.page_table.advance()
     else:
@@ -86,7 +86,7 @@ def test_steps_equal_append_plus_attention(text: str) -> None:
         expected = attend(q, view, backend="reference")
         step = advance(step, cache) if t else step
         assert (step(q, *new) - expected).abs().max() < 1e-5
-        commit_token(cache, step.backend)
+        commit_tokens(cache, step.backend)
     assert_same(cache.snapshot(), other.snapshot())
     assert cache.stats()["attended"] == {step.backend: 6}
     cache.state.pools.check()
@@ -107,7 +107,7 @@ def test_sequences_of_different_lengths_step_together(text: str) -> None:
         expected = attend(q, view, backend="reference")
         step = advance(step, cache) if t else step
         assert (step(q, *new) - expected).abs().max() < 1e-5
-        commit_token(cache, step.backend)
+        commit_tokens(cache, step.backend)
     assert_same(cache.snapshot(), second.snapshot())
 
 
@@ -126,7 +126,7 @@ def test_rows_and_queries_may_have_any_strides(text: str) -> None:
         q, (keys, values) = make_queries(), make_rows(1)
         expected = attend(q, other[0].append(keys, values), backend="reference")
         assert (step(layout(q), layout(keys), layout(values)) - expected).abs().max() < 1e-5
-        commit_token(cache, step.backend)
+        commit_tokens(cache, step.backend)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # its cached values never change
@@ -200,23 +200,23 @@ def test_step_is_invalid_after_the_pool_reallocates() -> None:
     cache = make_filled_cache("affine8,tail=3")
     step = make_step(cache)
     other = make_filled_cache("affine8,tail=3")
-    assert not step.rebind(other[0].make_view(*plan_token(other)))
+    assert not step.rebind(other[0].make_view(*plan_tokens(other)))
     cache.clear()
     cache[0].append(*make_rows(150))
-    assert not step.rebind(cache[0].make_view(*plan_token(cache)))
+    assert not step.rebind(cache[0].make_view(*plan_tokens(cache)))
 
 
 def test_decode_step_is_invalid_without_reserved_slots() -> None:
     """More sequences, sequences of another group, or pages beyond the tables."""
     cache = Cache(1, "raw")
     cache[0].append(*make_rows(20))
-    (change,) = plan_token(cache)
+    (change,) = plan_tokens(cache)
     place = StaticTritonPageTable(change, DEVICE)
     before = place.integers.clone()
     for text, batch, count in (("raw", 3, 20), ("affine8", 2, 20), ("raw", 2, 500)):
         other = Cache(1, text)
         other[0].append(*make_rows(count, batch))
-        assert not place.update(plan_token(other)[0])
+        assert not place.update(plan_tokens(other)[0])
         assert torch.equal(place.integers, before)
     assert place.update(change)
 
@@ -240,7 +240,7 @@ def test_rows_of_wrong_shape_or_dtype_are_refused() -> None:
         r"queries \[2, 3, 1, 32\]": (q[:, :3], keys, values),
         r"queries .* of torch.float64": (q.double(), keys, values),
     }.items():
-        with pytest.raises(ValueError, match=f"^{name}.*: a step takes"):
+        with pytest.raises(ValueError, match=f"^{name}.*: this step takes"):
             step(*new_rows)
     with pytest.raises(ValueError, match=r"sink_logits of shape \[3\] for 4 heads"):
         step(q, keys, values, sink_logits=torch.zeros(3))
@@ -249,10 +249,10 @@ def test_rows_of_wrong_shape_or_dtype_are_refused() -> None:
 
 def test_step_positions_are_right_under_python_O() -> None:
     code = (
-        "import torch; from kvant import Cache; from kvant.cache.token import plan_token;"
+        "import torch; from kvant import Cache; from kvant.cache.tokens import plan_tokens;"
         "from kvant.attention.triton import arguments;"
         "cache = Cache(1, 'raw'); cache[0].append(*[torch.ones(1, 1, 70, 32)] * 2);"
-        "place = arguments.StaticTritonPageTable(*plan_token(cache), torch.device('cpu'));"
+        "place = arguments.StaticTritonPageTable(*plan_tokens(cache), torch.device('cpu'));"
         "print(place.lengths.tolist())"
     )
     ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
@@ -274,6 +274,6 @@ def test_captured_step_is_replayed(text: str) -> None:
             static_input.copy_(fresh)
         step = advance(step, cache) if t else step
         graph.replay()
-        commit_token(cache, step.backend)
+        commit_tokens(cache, step.backend)
         expected = attend(new_q, other[0].append(*new), backend="reference")
         assert (out - expected).abs().max() < 1e-5

@@ -27,7 +27,7 @@ from kvant.attention.triton import token_operators as operators
 from kvant.attention.triton.arguments import StaticTritonPageTable, TritonPageTable
 from kvant.attention.triton.kernel_launch import KernelView, LaunchPlan
 from kvant.cache import merge
-from kvant.cache.token import plan_token
+from kvant.cache.tokens import plan_tokens
 from kvant.contracts import AttentionRequest, View
 from kvant.replay.steps import TritonDecodeStep
 from thin import thin_rows
@@ -393,7 +393,7 @@ def test_kernels_launch_on_the_device_of_the_tensors(monkeypatch: pytest.MonkeyP
 
 
 def make_step(cache: Cache) -> TritonDecodeStep:
-    changes = plan_token(cache)
+    changes = plan_tokens(cache)
     return TritonDecodeStep.from_view(
         cache[0].make_view(changes[0]), StaticTritonPageTable(changes[0], DEVICE)
     )

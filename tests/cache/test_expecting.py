@@ -12,7 +12,7 @@ from torch import Tensor
 from cache.tagged import assert_same
 from kvant import Cache, CacheError, CapacityError, RecurrentSpec, UnsupportedView, attend, parse
 from kvant.cache import merge
-from kvant.cache.token import commit_token, plan_token
+from kvant.cache.tokens import commit_tokens, plan_tokens
 from kvant.contracts import View
 from kvant.recipes import CacheSpec
 
@@ -55,7 +55,7 @@ def write_rows(pages: View, keys: Tensor, values: Tensor) -> None:
 def append_by_halves(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
     """Append by expect and arrive, unless this token completes a page."""
     try:
-        changes = plan_token(cache)
+        changes = plan_tokens(cache)
     except CapacityError as error:
         assert "completes a page" in str(error)
         for layer, rows in zip(cache, new, strict=True):
@@ -63,7 +63,7 @@ def append_by_halves(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
         return
     for layer, rows in zip(cache, new, strict=True):
         write_rows(layer.make_view(changes[layer.leaf.group]), *rows)
-    commit_token(cache, "elsewhere")
+    commit_tokens(cache, "elsewhere")
 
 
 @pytest.mark.parametrize("capacity", ["", ",capacity=600"])
@@ -88,7 +88,7 @@ def test_expect_changes_no_readable_row(text: str) -> None:
     for _ in range(200):
         before = cache.snapshot()
         try:
-            plan_token(cache, seals=draw.random() < 0.5)
+            plan_tokens(cache, seals=draw.random() < 0.5)
         except CapacityError as error:
             assert "completes a page" in str(error)
         assert_same(cache.snapshot(), before)
@@ -119,12 +119,12 @@ def test_shared_pages_are_copied_before_rows_arrive() -> None:
     before = fork.snapshot()
     batch = merge([cache, cache.extract(0)])
     for kv_cache in (batch, cache):
-        changes = plan_token(kv_cache)
+        changes = plan_tokens(kv_cache)
         for layer in kv_cache:
             pages = layer.make_view(changes[layer.leaf.group])
             new = [torch.ones(kv_cache.batch, 2, 1, dim) for dim in (32, 48)]
             write_rows(pages, *new)
-        commit_token(kv_cache, "elsewhere")
+        commit_tokens(kv_cache, "elsewhere")
     assert_same(fork.snapshot(), before)
     cache.state.pools.check()
 
@@ -134,21 +134,21 @@ def test_expect_beyond_capacity_is_refused() -> None:
     append_by_halves(cache, [make_rows(1) for _ in cache])
     before = cache.snapshot()
     with pytest.raises(CapacityError, match="152 tokens for a capacity of 151"):
-        plan_token(cache)
+        plan_tokens(cache)
     assert_same(cache.snapshot(), before)
     cache.state.pools.check()
 
 
 def test_unsupported_layers_give_a_reason() -> None:
     with pytest.raises(CapacityError, match="append first"):
-        plan_token(Cache(1, "raw"))
+        plan_tokens(Cache(1, "raw"))
     cache = Cache(spec=CacheSpec((*parse("raw", 1).layers, RecurrentSpec())))
     with pytest.raises(UnsupportedView, match="a recurrent layer"):
-        plan_token(cache)
+        plan_tokens(cache)
     cache = make_filled_cache("raw")
-    with pytest.raises(CacheError, match="without plan_token"):
-        commit_token(cache, "elsewhere")
-    plan_token(cache)
+    with pytest.raises(CacheError, match="without plan_tokens"):
+        commit_tokens(cache, "elsewhere")
+    plan_tokens(cache)
     cache.rollback()
-    with pytest.raises(CacheError, match="without plan_token"):
-        commit_token(cache, "elsewhere")
+    with pytest.raises(CacheError, match="without plan_tokens"):
+        commit_tokens(cache, "elsewhere")

@@ -112,6 +112,7 @@ def test_large_budget_changes_nothing() -> None:
     assert generate_tokens(DEMO, strategy="adaptive", budget=1 << 30) == generate_tokens(DEMO)
 
 
+@pytest.mark.usefixtures("every_draft_is_verified")
 def test_drafts_work_across_downgrades(attached_model: Any) -> None:
     cache = kvant.cache_for(attached_model, "affine8")
     options = {"strategy": "adaptive", "budget": 700_000, "max_new_tokens": 300, "draft": "ngram"}

@@ -88,6 +88,7 @@ def test_lark_grammar_is_followed(bundled_model: tuple[Any, Any]) -> None:
     assert reply in ("yes", "no")
 
 
+@pytest.mark.usefixtures("every_draft_is_verified")
 @pytest.mark.parametrize("draft", ["ngram", "model"])
 def test_drafts_change_nothing(bundled_model: tuple[Any, Any], draft: Any) -> None:
     """Drafts may violate the grammar, or contain another text that it allows."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvant.generation import Sampling
 from kvant.generation import sampling as drawing
-from kvant.generation.sampling import Sampler
+from kvant.generation.sampling import Sampler, sample_batch
 
 SHARES = [0.1, 0.5, 0.05, 0.2, 0.15]  # not in order; the likeliest is token 1
 
@@ -21,11 +21,20 @@ def make_logits(shares: list[float]) -> Tensor:
     return torch.tensor(shares).log() + 3.0
 
 
+def compute_logprobs(sampler: Sampler, logits: Tensor, previous_tokens: list[int]) -> Tensor:
+    """Return the log-probabilities of all tokens."""
+    [sampled] = sample_batch(logits[None], [sampler], [previous_tokens], [len(logits)])
+    logprobs = torch.full_like(logits, -torch.inf)
+    for token, logprob in sampled.top_logprobs:
+        logprobs[token] = logprob
+    return logprobs
+
+
 def filtered_distribution(
     shares: list[float], before: list[int] | None = None, **options: Any
 ) -> Tensor:
     sampler = Sampler(Sampling(**{"temperature": 1.0} | options))
-    return sampler.compute_logprobs(make_logits(shares), before or []).exp()
+    return compute_logprobs(sampler, make_logits(shares), before or []).exp()
 
 
 def list_drawable_tokens(shares: list[float], **options: Any) -> set[int]:
@@ -130,7 +139,7 @@ def test_filters_remove_tokens(options: dict[str, Any], tokens: set[int]) -> Non
 def test_filters_that_keep_all_keep_the_least_likely_token(options: dict[str, Any]) -> None:
     """Sums of a thousand small numbers are rounded, which must not remove the last one."""
     logits = torch.linspace(0, -60, 1000)
-    left = Sampler(Sampling(temperature=1.0, **options)).compute_logprobs(logits, [])
+    left = compute_logprobs(Sampler(Sampling(temperature=1.0, **options)), logits, [])
     assert left.isfinite().all()
 
 
@@ -153,7 +162,7 @@ def test_temperature_applies_before_filters() -> None:
 def test_repeated_tokens_are_less_likely() -> None:
     sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
     logits = torch.tensor([2.0, -1.0, 1.0, 0.0])
-    left = Sampler(sampling).compute_logprobs(logits, [0, 1, 0])
+    left = compute_logprobs(Sampler(sampling), logits, [0, 1, 0])
     expected = torch.tensor([1.0, -2.0, 1.0, 0.0]).log_softmax(-1)
     torch.testing.assert_close(left, expected)
     assert logits.tolist() == [2.0, -1.0, 1.0, 0.0], "the caller's logits are changed"
@@ -181,7 +190,7 @@ def test_penalty_changes_the_choice_at_temperature_0() -> None:
 def test_logprob_is_that_of_the_sampled_distribution(options: dict[str, Any]) -> None:
     sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 3} | options))
     logits, before = make_logits(SHARES), [1, 4]
-    expected = sampler.compute_logprobs(logits, before)
+    expected = compute_logprobs(sampler, logits, before)
     assert float(expected.exp().sum()) == pytest.approx(1.0)
     for place in range(20):
         token, logprob, _ = sampler.sample(logits, before * (place + 1))

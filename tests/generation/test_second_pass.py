@@ -26,9 +26,9 @@ from kvant.engine.batch import Batch
 from kvant.engine.request import Request, Sequence
 from kvant.engine.scheduler import ChunkSizer, Decode, Prefill, Repeat
 from kvant.generation import TransformersDecoder, second_pass
-from kvant.generation.decoder import Prefiller
-from kvant.generation.sampling import DraftTarget, DraftToken
+from kvant.generation.prefiller import Prefiller
 from kvant.generation.second_pass import Repetition, SecondPass
+from kvant.generation.speculation import DraftTarget
 
 SPEC, KEEP = "raw,prune=kvzip:25%", 64
 FAMILIES = ("llama", "gemma2", "gpt_oss", "gemma3n", "falcon_h1", "qwen3_next")
@@ -414,8 +414,8 @@ class WrongDrafts:
 
     def propose_drafts(
         self, tokens: TokenSequence[int], max_drafts: int, target: DraftTarget
-    ) -> list[DraftToken]:
-        return [DraftToken(3 + (7 * len(tokens) + i) % 120) for i in range(min(max_drafts, 4))]
+    ) -> list[int]:
+        return [3 + (7 * len(tokens) + i) % 120 for i in range(min(max_drafts, 4))]
 
     def fork(self) -> WrongDrafts:
         return self

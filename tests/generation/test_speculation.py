@@ -21,14 +21,21 @@ from generation.speakers import (
     model_of,
     prompt_of,
     start_generation,
+    tokenizer_of,
 )
 from hf.zoo import build, valid_spec
 from kvant.generation import Sampling, generate
-from kvant.generation.sampling import DraftTarget, DraftToken, NGramDrafter, Sampler
+from kvant.generation.speculation import (
+    Acceptance,
+    DraftSizer,
+    DraftTarget,
+    NGramDrafter,
+    Proposal,
+)
 from thin import thin_rows
 
+pytestmark = pytest.mark.usefixtures("every_draft_is_verified")
 SPECS = ["raw", "affine8", "affine4", "turbo4v2", "affine4,window=16,sinks=2", "raw,window=12"]
-AIM = DraftTarget(Sampler(Sampling()), 128)
 SPEAKERS = [DEMO, "llama", "gemma3", "falcon_h1", "qwen3_next", "mamba2"]
 SPOKEN = [(name, spec) for spec in SPECS for name in SPEAKERS if valid_spec(name, spec) == spec]
 
@@ -168,16 +175,15 @@ def test_an_unknown_draft_is_refused_at_once() -> None:
 
 def test_n_grams_continue_the_latest_match() -> None:
     tokens = [1, 2, 3, 9, 1, 2, 3, 7, 8, 1, 2, 3]
-    drafts = NGramDrafter().propose_drafts(tokens, 2, AIM)
-    assert [draft.token for draft in drafts] == [7, 8]
+    assert NGramDrafter().propose_drafts(tokens, 2) == [7, 8]
 
 
 def test_n_grams_follow_appends_and_rewinds() -> None:
     grams = NGramDrafter()
     text = [5, 6, 1, 5]
-    assert grams.propose_drafts(text, 3, AIM) == []
-    assert [d.token for d in grams.propose_drafts([*text, 6], 3, AIM)] == [1, 5, 6]
-    assert [d.token for d in grams.propose_drafts([5, 6, 5, 6], 3, AIM)] == [5, 6]
+    assert grams.propose_drafts(text, 3) == []
+    assert grams.propose_drafts([*text, 6], 3) == [1, 5, 6]
+    assert grams.propose_drafts([5, 6, 5, 6], 3) == [5, 6]
 
 
 def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
@@ -192,24 +198,7 @@ def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
 
 
 VOCABULARY = 6
-SURE = {5: 20.5, 35: 66.6}  # a chi-square above this occurs once in a thousand runs
-
-
-@pytest.mark.parametrize("filtered", [{}, {"top_k": 4}, {"temperature": 0.6}, {"top_p": 0.7}])
-@pytest.mark.parametrize("certain", [False, True])
-def test_verified_token_follows_the_target_distribution(
-    certain: bool, filtered: dict[str, Any]
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    right, guess = torch.randn(2, VOCABULARY, generator=generator)
-    sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 2} | filtered))
-    counts: Counter[int] = Counter()
-    for place in range(3000):
-        before = [0] * place
-        draft = DraftToken(2) if certain else sampler.sample_draft(guess, before)
-        counts[sampler.verify_draft(right, before, draft).token] += 1
-    expected = dict(enumerate(sampler.compute_logprobs(right, []).exp().tolist()))
-    assert chi_square(counts, expected) < SURE[5]
+SURE = 66.6  # of 35 degrees of freedom: a chi-square above this occurs once in a thousand runs
 
 
 def make_table_model(seed: int) -> Any:
@@ -231,14 +220,11 @@ class TableDrafts:
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
 
-    def propose_drafts(
-        self, tokens: list[int], max_drafts: int, target: DraftTarget
-    ) -> list[DraftToken]:
-        text, drafts = list(tokens), list[DraftToken]()
+    def propose_drafts(self, tokens: list[int], max_drafts: int, target: DraftTarget) -> list[int]:
+        text = list(tokens)
         for _ in range(max_drafts):
-            drafts.append(target.sample_draft(self.rows[text[-1]], text))
-            text.append(drafts[-1].token)
-        return drafts
+            text.append(target.sample_draft(self.rows[text[-1]], text))
+        return text[len(tokens) :]
 
     def fork(self) -> TableDrafts:
         return self
@@ -262,4 +248,146 @@ def test_sampling_with_drafts_follows_the_model_distribution(count: int) -> None
         for b in range(VOCABULARY)
     }
     assert accepted > count // 3
-    assert chi_square(counts, expected) < SURE[35]
+    assert chi_square(counts, expected) < SURE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 4},
+        {"temperature": 0.6, "top_p": 0.7},
+        {"temperature": 1.5, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("draft", ["ngram", "table", "itself"])
+def test_a_seed_gives_the_tokens_of_plain_sampling(draft: str, options: dict[str, Any]) -> None:
+    model = make_table_model(0)
+    drafter: Any = {
+        "ngram": "ngram",
+        "table": TableDrafts(make_table_model(1).rows),
+        "itself": TableDrafts(model.rows),
+    }[draft]
+    sampling = Sampling(**{"temperature": 1.0, "seed": 5} | options)
+
+    def start(draft: Any) -> list[kvant.Step]:
+        cache = kvant.Cache(1)
+        return list(
+            generate(
+                model,
+                Numbers(),
+                [0, 1],
+                kv_cache=cache,
+                draft=draft,
+                sampling=sampling,
+                max_new_tokens=60,
+                max_drafts=3,
+            )
+        )
+
+    plain, drafted = start(None), start(drafter)
+    assert [(s.token, s.logprob) for s in drafted] == [(s.token, s.logprob) for s in plain]
+    if draft == "itself":
+        assert sum(step.drafted for step in drafted) > 40
+
+
+class Clock:
+    """A module `time` in which all forwards take equally long."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def perf_counter(self) -> int:
+        self.ticks += 1
+        return self.ticks
+
+
+@pytest.mark.parametrize("case", ["replayed", "hooked", "reference", "disabled"])
+def test_n_grams_are_verified_where_they_pay(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvant.generation.loop.time", Clock())
+    monkeypatch.setattr("kvant.generation.loop.DraftSizer", DraftSizer)
+    model, options = model_of(DEMO), dict[str, Any]()
+    if case == "reference":
+        options["backend"] = "reference"
+    if case == "disabled":
+        options["strategy"] = "disabled"
+    hook = model.lm_head.register_forward_pre_hook(lambda *args: None) if case == "hooked" else None
+    prompt = "def read(self):\n    return self.value\n\n" * 3
+    steps = list(
+        generate(
+            model,
+            tokenizer_of(DEMO),
+            prompt,
+            draft="ngram",
+            max_new_tokens=40,
+            ignore_end=True,
+            **options,
+        )
+    )
+    if hook is not None:
+        hook.remove()
+    assert sum(step.drafted for step in steps) > 5
+
+
+def test_acceptance_counts_proposals_that_were_not_verified() -> None:
+    acceptance = Acceptance()
+    assert acceptance.expect_tokens(0) == 1
+    text = [1, 2, 3]
+    acceptance.record_proposal(text, [4, 5])
+    first = acceptance.expect_tokens(2)
+    acceptance.record_proposal([*text, 4], [5, 6])  # all true so far: nothing is known
+    assert acceptance.expect_tokens(2) == first
+    acceptance.record_proposal([*text, 4, 5], [6])
+    assert acceptance.expect_tokens(2) > first
+    for length in range(5, 30):
+        acceptance.record_proposal(list(range(length)), [0])
+    assert 1 < acceptance.expect_tokens(2) < 1.05
+
+
+def make_proposals(count: int, *, accepted: bool) -> list[Proposal]:
+    share = (100.0, 0.1) if accepted else (0.1, 100.0)
+    return [Proposal([7] * 8, Acceptance(*share)) for _ in range(count)]
+
+
+def make_sizer(seconds_by_rows: dict[int, float], num_sequences: int = 1) -> DraftSizer:
+    sizer = DraftSizer(8)
+    for num_new, seconds in seconds_by_rows.items():
+        for _ in range(3):
+            sizer.record_forward(num_sequences, num_new, seconds)
+    return sizer
+
+
+def test_as_many_drafts_are_verified_as_pay() -> None:
+    sure, wrong = make_proposals(1, accepted=True), make_proposals(1, accepted=False)
+    assert DraftSizer(8).choose_size(sure, 8) == 0, "no time is known yet"
+    sizer = make_sizer({1: 1.0})
+    assert sizer.choose_size(sure, 8) == 8
+    assert sizer.choose_size(sure, 3) == 2
+    assert sizer.choose_size(wrong, 8) == 0
+    assert sizer.choose_size([Proposal([], Acceptance())], 8) == 0
+    memory_bound = make_sizer({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.1, 9: 3.0})
+    assert memory_bound.choose_size(sure, 8) == 4
+    compute_bound = make_sizer({1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 9: 9.0})
+    assert compute_bound.choose_size(sure, 8) == 0
+
+
+def test_a_size_is_tried_if_the_rows_of_others_promise_a_gain() -> None:
+    sizer = make_sizer({1: 1.0})
+    for _ in range(3):
+        sizer.record_forward(16, 1, 1.2)  # rows are cheap
+    assert sizer.choose_size(make_proposals(8, accepted=True), 8) == 8
+    for _ in range(5):
+        sizer.record_forward(16, 1, 16.0)  # rows cost as much as forwards
+    assert sizer.choose_size(make_proposals(8, accepted=True), 8) == 0
+
+
+def test_drafts_that_were_slow_are_tried_again() -> None:
+    sizer, sure = (
+        make_sizer({1: 1.0, 2: 9.0, 3: 9.0, 5: 9.0, 9: 9.0}),
+        make_proposals(1, accepted=True),
+    )
+    assert sizer.choose_size(sure, 8) == 0
+    for _ in range(600):
+        sizer.record_forward(1, 1, 1.0)
+    assert sizer.choose_size(sure, 8) == 8

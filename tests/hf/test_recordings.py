@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import kvant
 from hf.zoo import FAMILIES, build, family_names, valid_spec
+from kvant.cache import merge
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import get_support
 from kvant.native import get_library
@@ -34,6 +36,15 @@ CELLS = [
     )
     for family in family_names("decoder") + family_names("recurrent")
     for few in [family in FEW]
+]
+
+
+REPLAYED_DRAFTS = ("llama", "qwen3", "phi3", "mixtral", "gemma3", "mistral")
+DRAFT_CELLS = [
+    pytest.param(family, spec, marks=[] if family in FEW else pytest.mark.laws)
+    for spec in ("raw", "affine8", "affine4,tail=3")
+    for family in family_names("decoder")
+    if family != "mllama"  # its images live in transformers
 ]
 
 
@@ -75,6 +86,46 @@ def test_tokens_equal_those_of_ordinary_forwards(
         attached and family in ("gemma3", "mistral")
     ):
         assert replays.refusal is None
+
+
+@pytest.mark.parametrize(("family", "spec"), DRAFT_CELLS)
+def test_drafts_equal_those_of_ordinary_forwards(family: str, spec: str) -> None:
+    """In one sequence and in two of different lengths, while drafts are rejected."""
+    model, spec = build(family), valid_spec(family, spec)
+    kvant.attach(model, spec, guard=False)
+    text = FAMILIES[family].inputs(tokens=PROMPT + 9)["input_ids"][0].tolist()
+    pair, draw = make_decoder_pair(model, spec), random.Random(0)
+    for begins in ([0], [0, 7]):
+        caches = []
+        for decoder, cache in pair:
+            parts = [cache.fork() for _ in begins]
+            for part, begin in zip(parts, begins, strict=True):
+                decoder.compute_logits(text[begin:PROMPT], part)
+            caches.append(merge(parts) if len(parts) > 1 else parts[0])
+        try:
+            compare_drafts([decoder for decoder, _ in pair], caches, text, draw)
+        except kvant.UnsupportedView:  # also in ordinary forwards
+            assert family not in REPLAYED_DRAFTS
+            continue
+        replays = caches[1].context.replay_stats
+        assert (replays.num_tokens == 4 * 12) == (replays.refusal is None)
+        assert replays.refusal is None or family not in REPLAYED_DRAFTS
+
+
+def compare_drafts(
+    decoders: list[TransformersDecoder], caches: list[Any], text: list[int], draw: random.Random
+) -> None:
+    for _ in range(12):
+        lengths = caches[0].lengths
+        drafts = [[draw.choice(text) for _ in range(4)] for _ in lengths]
+        plain, replayed_logits = (
+            decoder.compute_batch_logits(drafts, lengths, cache)
+            for decoder, cache in zip(decoders, caches, strict=True)
+        )
+        assert torch.equal(plain, replayed_logits)
+        kept = [length + draw.randint(1, 4) for length in lengths]
+        for cache in caches:
+            cache.rewind_each(kept)
 
 
 class CountingHead(nn.Module):

@@ -39,6 +39,7 @@ def test_batched_sequences_select_as_alone(name: str) -> None:
     assert float((actual - expected).abs().max() / expected.std()) < 1e-3
 
 
+@pytest.mark.usefixtures("every_draft_is_verified")
 def test_drafts_change_nothing() -> None:
     model, prompt = build("llama"), text(210) * 2
     options: dict[str, Any] = {"kv_cache": SELECTS, "max_new_tokens": 40, "ignore_end": True}

@@ -281,7 +281,7 @@ def test_failed_forward_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.read(*text[:PROMPT])
     pair.read(text[PROMPT])
     monkeypatch.setattr(
-        "kvant.replay.replayer.commit_token", lambda *_: (_ for _ in ()).throw(KeyError("lost"))
+        "kvant.replay.replayer.commit_tokens", lambda *_: (_ for _ in ()).throw(KeyError("lost"))
     )
     pair.read(text[PROMPT + 1])
     assert pair.stepped.context.replay_stats.refusal == "KeyError: 'lost'"

@@ -63,9 +63,12 @@ class Life(RuleBasedStateMachine):
         self.back = max(0, self.back - count)
         self.tags = [old + new for old, new in zip(self.tags, fresh, strict=True)]
 
-    @rule(count=st.integers(1, 5), accepted=st.integers(0, 5))
-    def draft(self, count: int, accepted: int) -> None:
-        """Append a chunk of drafts and accept the first few: each sees what it would see alone."""
+    @rule(count=st.integers(1, 5), refused=st.lists(st.integers(0, 5), min_size=4, max_size=4))
+    def draft(self, count: int, refused: list[int]) -> None:
+        """Append a chunk of drafts: each sees what it would see alone.
+
+        Each sequence refuses its own number of the last ones.
+        """
         if self.cache.capacity is not None and self.cache.length + count > self.cache.capacity:
             return
         drafts = [[(self.next_tag + i) % 2000 for i in range(count)] for _ in self.tags]
@@ -78,11 +81,11 @@ class Life(RuleBasedStateMachine):
                 pytest.approx(each, rel=1e-4, abs=1e-3)
                 for each in expected_means(layer.spec.retention, self.tags, count)
             ]
-        refused = max(0, count - accepted)
-        assert self.cache.trim(refused) == refused
-        self.back = max(0, self.back - count) + refused
+        num_kept = [max(0, count - n) for n in refused[: self.batch]]
+        self.tags = [old + new[:n] for old, new, n in zip(tags, drafts, num_kept, strict=True)]
+        self.cache.rewind_each([len(kept) for kept in self.tags])
+        self.back = max(0, self.back - count) + count - min(num_kept)
         self.next_tag += count
-        self.tags = [old + new[: count - refused] for old, new in zip(tags, drafts, strict=True)]
 
     @rule(num_rewound=st.integers(0, 200))
     def rewind(self, num_rewound: int) -> None:

@@ -15,7 +15,7 @@ from generation.speakers import Numbers
 from hf.zoo import FAMILIES, build
 from kvant.cache.reports import measure_pools
 from kvant.generation import TransformersDecoder
-from kvant.generation.decoder import Prefiller
+from kvant.generation.prefiller import Prefiller
 from kvant.hf import TransformersCache
 from kvant.prefixes import Prefixes
 from kvant.prefixes.keys import make_page_key

@@ -175,8 +175,8 @@ def test_large_invalid_bodies_are_refused_at_once(
 def test_error_after_the_start_of_a_stream_is_a_server_error(
     running: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(loops: Any, logits: Any) -> list[Exception]:
-        return [ValueError("what nobody is to know")] * len(loops)
+    def fails(sequences: Any, logits: Any, drafts: Any) -> list[list[Exception]]:
+        return [[ValueError("what nobody is to know")]] * len(sequences)
 
     monkeypatch.setattr("kvant.engine.worker.sample_tokens", fails)
     response = httpx.post(f"{running[1]}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})

@@ -111,8 +111,8 @@ def test_figures_of_tenants_add_up_to_the_totals(
         assert sum_tenants(url, service) == read_counts(service.stats())
         assert service.stats()["cancelled"] and service.stats()["cached_tokens"]
 
-        def fails(loops: Any, logits: Any) -> list[Exception]:
-            return [ValueError("why")] * len(loops)
+        def fails(sequences: Any, logits: Any, drafts: Any) -> list[list[Exception]]:
+            return [[ValueError("why")]] * len(sequences)
 
         monkeypatch.setattr("kvant.engine.worker.sample_tokens", fails)
         assert ask(url, "second-key").status_code == 500

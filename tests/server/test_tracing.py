@@ -162,9 +162,9 @@ def test_cancelled_request_is_an_error(
     batch, body = service.engine._worker.batch, BODY | {"max_tokens": 400, "stream": stream}
     decode = batch.decode
 
-    def decode_slowly(sequences: Any) -> Any:
+    def decode_slowly(sequences: Any, drafts: Any) -> Any:
         time.sleep(0.01)
-        return decode(sequences)
+        return decode(sequences, drafts)
 
     monkeypatch.setattr(batch, "decode", decode_slowly)
     if stream:
@@ -237,10 +237,10 @@ def test_requests_that_end_with_the_engine_are_traced_at_the_end(
         engine, closing, decoding = service.engine, threading.Event(), threading.Event()
         decode, close = engine._worker.batch.decode, engine.close
 
-        def decode_later(sequences: Any) -> Any:
+        def decode_later(sequences: Any, drafts: Any) -> Any:
             decoding.set()
             closing.wait(30)
-            return decode(sequences)
+            return decode(sequences, drafts)
 
         def close_after_the_server() -> None:
             closing.set()

@@ -58,7 +58,7 @@ def make_merged_batch(
     replayer = decoder.make_replayer()
 
     def decode() -> None:
-        decoder.compute_batch_logits([1] * len(lengths), cache.states.lengths, cache, replayer)
+        decoder.compute_batch_logits([[1]] * len(lengths), cache.states.lengths, cache, replayer)
 
     return Contestant(name, cache, cache.states.nbytes, decode)
 

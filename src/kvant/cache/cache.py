@@ -30,7 +30,7 @@ from kvant.cache.snapshot import parse_snapshot, restore_state, snapshot_layer, 
 from kvant.cache.state import CacheState
 from kvant.cache.transitions import Transition
 from kvant.contracts import ExternalState, LayerStats, Snapshot
-from kvant.errors import RenamedAttribute, UsageHints
+from kvant.errors import RenamedAttribute, RewindError, UsageHints
 from kvant.page_table import Ints, PageTable
 from kvant.platform.sizes import format_size
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
@@ -177,6 +177,11 @@ class Cache(UsageHints):
     def capacity(self) -> int | None:
         """The maximum length of all layers; None: unbounded."""
         return self.holder.state.layout.capacity
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer is recurrent, and can be rewound to its checkpoints only."""
+        return bool(self.state.layout.recurrent or self.holder.external_states)
 
     @property
     def nbytes(self) -> int:
@@ -327,6 +332,29 @@ class Cache(UsageHints):
             holder.adopt(*transition)
             for finish_rewind in finish_rewinds:
                 finish_rewind()
+
+    def rewind_each(self, lengths: Sequence[int]) -> None:
+        """Shorten each sequence to its own length."""
+        self.rollback()
+        holder, current = self.holder, self.lengths
+        if len(lengths) != len(current):
+            raise ValueError(
+                f"{len(lengths)} lengths for {len(current)} sequences: one for each is needed"
+            )
+        for index, (old, new) in enumerate(zip(current, lengths, strict=True)):
+            if not 0 <= new <= old:
+                raise RewindError(
+                    f"lengths[{index}]={new}: sequence {index} has {old} tokens, so 0 to {old}"
+                )
+        if not current:
+            return
+        removed = {old - new for old, new in zip(current, lengths, strict=True)}
+        if len(removed) == 1:
+            self.rewind(self.length - removed.pop())
+            return
+        transitions.check_each_reachable(holder.state, holder.external_states, lengths)
+        with holder.state.pools.guard_counts():
+            holder.adopt(*transitions.rewind_each(holder.state, lengths, holder.stats))
 
     def trim(self, count: int) -> int:
         """Drop the newest `count` tokens, at most all; return the number dropped."""

@@ -135,11 +135,12 @@ def check_append_fits(
         )
 
 
-def check_no_page_due(page_table: PageTable) -> None:
-    """Refuse a token that completes a page which must be sealed at once."""
-    due = page_table.layer_group.paging.count_due_pages_each(np.maximum(page_table.lengths + 1, 0))
+def check_no_page_due(page_table: PageTable, count: int) -> None:
+    """Refuse `count` tokens that complete a page which must be sealed at once."""
+    new_rows = np.maximum(page_table.lengths + count, 0)
+    due = page_table.layer_group.paging.count_due_pages_each(new_rows)
     if (indices := np.flatnonzero(due * page_table.layer_group.page > page_table.seq_lens)).size:
         raise CapacityError(
-            f"plan_token at {int(page_table.seq_lens[indices[0]])} tokens: this token completes a "
-            "page, which must be sealed; use append()"
+            f"plan_tokens({count}) at {int(page_table.seq_lens[indices[0]])} tokens: one of them "
+            "completes a page, which must be sealed; use append()"
         )

@@ -84,11 +84,12 @@ class Forward:
             checks.check_same_forward(plan, batch, count, start)
         return plan
 
-    def plan_token(self, *, seals: bool) -> list[AppendPlan]:
-        """Return one plan per group for one more token of every sequence.
+    def plan_tokens(self, count: int, *, seals: bool) -> list[AppendPlan]:
+        """Return one plan per group for `count` more tokens of every sequence.
 
-        An external kernel writes its rows. If the kernel also `seals`, the plans keep their writes.
-        Otherwise they have none, and no page may be due with these rows.
+        An external kernel writes their rows, and reads them from their pages. If the kernel also
+        `seals`, the plans keep their writes. Otherwise they have none, and no page may be due with
+        these rows.
         """
         state = self.state
         if None in state.layout.leaf_groups:
@@ -98,9 +99,14 @@ class Forward:
         if state.is_empty:
             raise CapacityError("no tokens yet, so the size of rows is unknown: append first")
         for page_table in () if seals else state.page_tables:
-            checks.check_no_page_due(page_table)
+            checks.check_no_page_due(page_table, count)
         groups = range(len(state.layout.layer_groups))
-        plans = [self.plan_append(group, state.batch, 1) for group in groups]
+        plans = [self.plan_append(group, state.batch, count) for group in groups]
+        if any(plan.reads_new_rows for plan in plans):
+            raise CapacityError(
+                f"plan_tokens({count}): not all of their rows stay in open pages; use append(), or "
+                "give the spec a larger slack=N"
+            )
         if seals:
             return plans
         return [replace(plan, writes=plan.writes[:0], derived=Derived()) for plan in plans]

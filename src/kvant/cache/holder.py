@@ -53,6 +53,7 @@ class StateHolder:
             self.stats[name] = external_state.stats
         self.num_abandoned = 0  # forwards that were rolled back
         self.num_changes = 0  # operations that may have changed the bytes of the cache
+        self.num_appended_forwards = 0  # forwards that appended rows: not those of `plan_tokens`
         self.backend: str | None = None  # None: the first that supports the view
         # Set by `speculation_mode`, and by the model library: chunks may then be drafts.
         self.in_speculation = False
@@ -176,6 +177,7 @@ class StateHolder:
             self._collect_queries()
             if not is_prompt:
                 self.prune()
+        self.num_appended_forwards += 1
         return self.begin_forward(is_prompt=is_prompt)
 
     def begin_forward(self, *, is_prompt: bool) -> Forward:

@@ -111,11 +111,56 @@ def _find_reachable_in_layer(
     return to if is_reachable else 0
 
 
+def check_each_reachable(
+    state: CacheState, external_states: ExternalStates, lengths: Sequence[int]
+) -> None:
+    """Refuse a rewind of each sequence to its own length that a layer cannot serve."""
+    if state.layout.recurrent or external_states or state.pruning_queries:
+        raise RewindError(
+            "recurrent layers, and queries retained for a prune, can only be rewound by the same "
+            "number of tokens in all sequences: extract each sequence, and rewind it alone"
+        )
+    for page_table in state.page_tables:
+        current, rewound = page_table.reduce_to_sequences(page_table.seq_lens), np.array(lengths)
+        reachable = mask_reachable(page_table, page_table.repeat_for_tables(rewound))
+        refused = np.flatnonzero(~reachable.reshape(len(current), -1).all(1))
+        if refused.size:
+            index = int(refused[0])
+            raise RewindError(
+                f"sequence {index}: cannot rewind from {int(current[index])} to {lengths[index]}: "
+                "a window retains `slack` more rows (give the spec a larger slack=N), and pruned "
+                "rows are lost"
+            )
+
+
 def rewind(state: CacheState, to: int, stats: Mapping[str, LayerStats]) -> Transition:
     """Shorten all sequences so that the longest has `to` tokens, which all layers can reach."""
+    lengths = [compute_rewound_lengths(page_table, to) for page_table in state.page_tables]
+    return _rewind_tables(state, lengths, to, stats)
+
+
+def rewind_each(
+    state: CacheState, lengths: Sequence[int], stats: Mapping[str, LayerStats]
+) -> Transition:
+    """Shorten each sequence to its own length, which all layers can reach."""
+    by_group = list[Ints]()
+    for page_table in state.page_tables:
+        rewound = page_table.repeat_for_tables(np.array(lengths))
+        # A sequence that stays at its length keeps the padding that is still to come.
+        is_same = rewound == page_table.seq_lens
+        by_group.append(np.where(is_same, page_table.lengths, rewound))
+    return _rewind_tables(state, by_group, max(lengths), stats)
+
+
+def _rewind_tables(
+    state: CacheState, lengths: Sequence[Ints], to: int, stats: Mapping[str, LayerStats]
+) -> Transition:
+    """Shorten the tables of each group to `lengths`; the longest sequence then has `to` tokens."""
     plans = [
-        rewind_table(page_table, compute_rewound_lengths(page_table, to), pools)
-        for page_table, pools in zip(state.page_tables, state.pools, strict=True)
+        rewind_table(page_table, group_lengths, pools)
+        for page_table, group_lengths, pools in zip(
+            state.page_tables, lengths, state.pools, strict=True
+        )
     ]
     for leaf in state.layout.attention:
         plan, pools = plans[leaf.group], state.pools[leaf.group]

@@ -102,6 +102,7 @@ def batch(
                 max_context=engine_options.max_context,
                 backend=engine_options.backend,
                 pack=engine_options.pack,
+                draft=engine_options.draft,
             ) as engine,
         ):
             begin = time.perf_counter()

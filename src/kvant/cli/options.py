@@ -15,6 +15,7 @@ from typer import Option
 
 from kvant import checkpoints
 from kvant.errors import CacheError, CacheFileError
+from kvant.generation.settings import check_engine_draft
 from kvant.platform.devices import check_device, check_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
@@ -127,6 +128,9 @@ class EngineOptions(CacheOptions):
 
     max_bytes: Annotated[str | None, Option(help="Limit on all caches together: 8GiB.")] = None
     max_sequences: Annotated[int, Option(min=1, help="Limit on concurrent sequences.")] = 16
+    draft: Annotated[str | None, Option(help="Speculative decoding where it is faster: ngram.")] = (
+        None
+    )
 
     @property
     def spec(self) -> str:
@@ -135,6 +139,7 @@ class EngineOptions(CacheOptions):
     def check(self) -> None:
         if self.max_bytes is not None:
             parse_size(self.max_bytes)
+        check_engine_draft(self.draft)
         super().check()
 
 

@@ -12,6 +12,7 @@ padded with idle sequences of a few meaningless tokens.
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from kvant.adapters import Adapter, AdapterSwitch
 from kvant.cache import merge
 from kvant.cache.files import save
+from kvant.cache.pruning import count_tokens_until_prune
 from kvant.cache.reports import measure_pools
 from kvant.engine.memory import MAX_IDLE_TOKENS
 from kvant.engine.request import ChunkForward, Sequence, compute_last_logits
@@ -31,9 +33,13 @@ from kvant.errors import UnsupportedView
 from kvant.generation import TransformersDecoder
 from kvant.generation.second_pass import Repetition
 from kvant.hf import SupportLevel, TransformersCache, load_cache
+from kvant.pages.advance import MAX_DRAFT_COLUMNS
 from kvant.replay import ReplayBuffers, Replayer
 
 log = logging.getLogger("kvant")
+
+MAX_DRAFTS = MAX_DRAFT_COLUMNS - 1  # the newest token is verified with them
+PADDING_TOKEN = 0  # in place of drafts that a sequence does not have
 
 
 @dataclass(eq=False)
@@ -128,6 +134,18 @@ class SequenceCaches:
         source.cache.prune()  # before the fork, so that both share the kept rows
         target.cache, target.num_prefilled = source.cache.fork(), source.num_prefilled
 
+    def rewind(self, sequences: list[Sequence]) -> None:
+        """Drop rejected drafts: of the tokens of each sequence, the newest is not cached.
+
+        A sequence with recurrent layers returns to its checkpoint, so fewer tokens may be cached.
+        """
+        for sequence in sequences:
+            if sequence.cache is not None:
+                sequence.cache.rewind(sequence.cache.reachable(len(sequence.tokens) - 1))
+        for merged in self.merged.values():
+            if merged.cache is not None and not set(sequences).isdisjoint(merged.members):
+                merged.cache.rewind_each([len(member.tokens) - 1 for member in merged.members])
+
     def release(self, sequences: list[Sequence]) -> None:
         """Free the pages and the swap files of sequences."""
         for merged in self.merged.values():
@@ -193,12 +211,14 @@ class Batch:
         self.decoder = decoder
         # Whether sequences of different lengths decode in one batch; else one by one.
         self.ragged = decoder.support.level >= SupportLevel.RAGGED_BATCH
+        self.verifies_drafts = decoder.supports_chunked_prefill
+        # Whether sequences of a batch can be rewound to lengths of their own.
+        self._rewinds_each = not (empty_cache.is_recurrent or empty_cache.spec.retains_queries)
         empty_cache.backend = backend
-        empty_cache.ensure_slack(1)  # a failed forward is rewound by one token
         self.caches = SequenceCaches(empty_cache)
         self._adapter_switch = AdapterSwitch(decoder.model)
-        # By batch size and adapter: a capture includes the products of one adapter.
-        self._replayers: dict[tuple[int, Adapter | None], Replayer] = {}
+        # By sequences, tokens of each, and adapter: a capture has the products of one adapter.
+        self._replayers: dict[tuple[int, int, Adapter | None], Replayer] = {}
         self._replay_buffers = ReplayBuffers()  # shared by the replayers
         self._idle_sequences: dict[Adapter | None, list[Sequence]] = {}  # padding of batches
         self._idle_template: Sequence | None = None  # forked for each idle sequence
@@ -227,16 +247,37 @@ class Batch:
             repetition.fork.states.holder.free_retired_pages()
         sequence.cache.states.holder.free_retired_pages()
 
-    def decode(self, sequences: list[Sequence]) -> tuple[Tensor, dict[int, Exception]]:
-        """Return the logits of the newest tokens, and errors by index of `sequences`.
+    def count_draft_room(self, sequences: list[Sequence]) -> int:
+        """Return how many drafts of each of these sequences one decode can verify."""
+        is_single = len(sequences) == 1
+        if not self.verifies_drafts or not (is_single or (self.ragged and self._rewinds_each)):
+            return 0
+        caches = {self.caches.locate(sequence)[0] for sequence in sequences}
+        states = [cache.state for cache in caches if cache is not None]
+        limits = self.decoder.max_context, self.caches.empty_cache.capacity
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        rooms = [limit - longest for limit in limits if limit is not None]
+        until_prunes = map(count_tokens_until_prune, states)
+        rooms += [count - 1 for count in until_prunes if count is not None]
+        return max(0, min([MAX_DRAFTS, *rooms]))
 
-        The sequences are of one adapter. Failed ones have no row. If the whole batch fails, no
-        sequence has changed, and each is tried alone.
+    def decode(
+        self, sequences: list[Sequence], drafts: abc.Sequence[list[int]] = ()
+    ) -> tuple[Tensor, dict[int, Exception]]:
+        """Return the logits [sequences, T, vocabulary], and errors by index of `sequences`.
+
+        They follow the newest token of each sequence, and its drafts. T is 1 if the drafts were
+        not verified. The sequences are of one adapter. Failed ones have no row. If the whole batch
+        fails, no sequence has changed, and each is tried alone, without drafts.
         """
-        if self.ragged and len(sequences) > 1:
+        num_new = 1 + max(map(len, drafts), default=0)
+        if (self.ragged and len(sequences) > 1) or num_new > 1:
             try:
-                return self._decode_batch(sequences), {}
+                return self._decode_batch(sequences, drafts, num_new), {}
             except UnsupportedView as error:
+                if num_new > 1:
+                    self._disable_drafts(error)
+                    return self.decode(sequences)
                 self._disable_batching(error)
             except Exception as error:
                 text = repr(error)  # a log handler may store the error, and with it our caches
@@ -258,40 +299,73 @@ class Batch:
 
     # ---- internals
 
-    def _decode_batch(self, sequences: list[Sequence]) -> Tensor:
-        """Decode all sequences in one forward."""
+    def _decode_batch(
+        self, sequences: list[Sequence], drafts: abc.Sequence[list[int]], num_new: int
+    ) -> Tensor:
+        """Decode all sequences in one forward of `num_new` tokens of each."""
+        if len(sequences) == 1:
+            return self._decode_single(sequences[0], drafts[0])
+        for sequence in sequences:
+            self._compute_missing(sequence)
         size, adapter = len(sequences), sequences[0].adapter
-        idle_sequences = self._resize_idle(
-            adapter, pad_batch_size(size) - size if self._uses_graphs else 0
-        )
+        pads = self._uses_graphs and num_new == 1
+        idle_sequences = self._resize_idle(adapter, pad_batch_size(size) - size if pads else 0)
         merged = self.caches.merge([*sequences, *idle_sequences])
         assert merged.cache is not None
         for idle in idle_sequences:
             idle.tokens.append(0)
+        by_sequence = dict(zip(sequences, drafts, strict=True)) if num_new > 1 else {}
         try:
-            logits = self._forward(merged.members, merged.cache)
+            logits = self._forward(merged.members, merged.cache, by_sequence, num_new)
         except BaseException:
             self._resize_idle(adapter, 0)
             raise
         order = [merged.members.index(sequence) for sequence in sequences]
         return logits if order == list(range(len(logits))) else logits[order]
 
-    def _decode_single(self, sequence: Sequence) -> Tensor:
+    def _decode_single(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> Tensor:
         self.caches.extract([sequence])
         assert sequence.cache is not None
-        return self._forward([sequence], sequence.cache)
+        self._compute_missing(sequence)
+        return self._forward([sequence], sequence.cache, {sequence: drafts}, 1 + len(drafts))
 
-    def _forward(self, sequences: list[Sequence], cache: TransformersCache) -> Tensor:
-        """Run the newest token of each sequence; the cache has all tokens before it."""
+    def _compute_missing(self, sequence: Sequence) -> None:
+        """Compute accepted drafts again if a recurrent cache has returned to its checkpoint."""
+        cache = sequence.cache
+        if cache is None or cache.length >= len(sequence.tokens) - 1:
+            return
+        adapter = sequence.adapter
+        with (
+            _rewind_on_error(cache),
+            cache.speculation_mode(),
+            self._adapter_switch.use(adapter),
+        ):
+            self.decoder.compute_logits(sequence.tokens[cache.length : -1], cache)
+        cache.states.holder.free_retired_pages()
+
+    def _forward(
+        self,
+        sequences: list[Sequence],
+        cache: TransformersCache,
+        drafts: abc.Mapping[Sequence, abc.Sequence[int]],
+        num_new: int,
+    ) -> Tensor:
+        """Run the newest token of each sequence, and its drafts; the cache has all tokens before.
+
+        Sequences with fewer than `num_new - 1` drafts are padded.
+        """
         adapter = sequences[0].adapter
-        key = len(sequences), adapter
-        replayer = self._replayers.get(key) or self.decoder.make_replayer(self._replay_buffers)
+        key = len(sequences), num_new, adapter
+        replayer = self._replayers.get(key) or self.decoder.make_replayer(
+            self._replay_buffers, num_new
+        )
         if replayer is not None:
             self._replayers[key] = replayer
-        tokens = [sequence.tokens[-1] for sequence in sequences]
+        tokens = [[*sequence.tokens[-1:], *drafts.get(sequence, ())] for sequence in sequences]
+        padded = [row + [PADDING_TOKEN] * (num_new - len(row)) for row in tokens]
         positions = [len(sequence.tokens) - 1 for sequence in sequences]
         with _rewind_on_error(cache), self._adapter_switch.use(adapter):
-            logits = self.decoder.compute_batch_logits(tokens, positions, cache, replayer)
+            logits = self.decoder.compute_batch_logits(padded, positions, cache, replayer)
         cache.states.holder.free_retired_pages()
         return logits
 
@@ -317,6 +391,11 @@ class Batch:
             remaining.append(Sequence([0], adapter=adapter))
             self.caches.fork(self._idle_template, remaining[-1])
         return remaining
+
+    def _disable_drafts(self, error: Exception) -> None:
+        """Decode without drafts from now on."""
+        self.verifies_drafts = False
+        log.info("%s: decoding without drafts: %s", type(self.decoder.model).__name__, str(error))
 
     def _disable_batching(self, error: Exception) -> None:
         """Decode one sequence at a time from now on."""

@@ -18,7 +18,8 @@ from os import PathLike
 from typing import Any, Unpack
 
 from kvant.adapters import Adapter, load_adapters
-from kvant.engine.batch import Batch, max_idle
+from kvant.engine.batch import MAX_DRAFTS, Batch, max_idle
+from kvant.engine.drafts import DraftChooser
 from kvant.engine.embedding import EmbeddingFuture, Pooler
 from kvant.engine.memory import MemoryModel
 from kvant.engine.prefix_reuse import make_own_prefixes
@@ -37,9 +38,14 @@ from kvant.generation.conversation import (
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.loop import Step
 from kvant.generation.second_pass import SecondPass
-from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
+from kvant.generation.settings import (
+    SamplingOptions,
+    StopConditions,
+    check_engine_draft,
+    make_sampling,
+)
 from kvant.hf import attach, detach, get_attachments
-from kvant.planner import plan
+from kvant.planner import Plan, plan
 from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import as_bytes, format_size
@@ -91,6 +97,8 @@ class Engine:
         prefixes: Prefixes | None = None,
         store: str | Store | abc.Sequence[str | Store] | None = None,
         adapters: abc.Mapping[str, str | PathLike[str]] | None = None,
+        draft: str | None = None,
+        max_drafts: int = 8,
     ) -> None:
         """Limit all caches to `max_bytes`, and decodes to `max_sequences` sequences at a time.
 
@@ -101,8 +109,11 @@ class Engine:
         `pack` packs 16-bit weights on a CPU until the engine is closed; `weights` rounds them, as
         `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
         `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
-        `adapters` are LoRA adapters: folders of PEFT by name.
+        `adapters` are LoRA adapters: folders of PEFT by name. With `draft="ngram"`, a decode also
+        verifies up to `max_drafts` tokens that followed earlier copies of the last ones, where
+        that is faster; it changes no token.
         """
+        _check_drafts(draft, max_drafts)
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
         if tokenizer is None:
@@ -115,15 +126,14 @@ class Engine:
         self.adapters = load_adapters(adapters or {}, model)
         spec = decoder.make_cache(kv_cache, tokenizer).spec
         empty_cache = decoder.make_cache(spec.with_checkpoints(1))  # to rewind a failed forward
+        self._has_drafts, num_drafts = draft is not None, 0 if draft is None else max_drafts
+        empty_cache.ensure_slack(1 + num_drafts)
         self._spec = empty_cache.spec
         memory_plan = plan(model, self._spec, context=1)
         self.kv_cache = describe_spec(spec)
         self.nbytes_per_token = memory_plan.nbytes_per_token
-        if max_bytes is not None and (memory_plan.uncounted_layers or not memory_plan.nbytes):
-            raise CacheError(
-                f"max_bytes={max_bytes} for {type(model).__name__}: some layers have state of "
-                "unknown size; bound max_sequences and max_context instead"
-            )
+        if max_bytes is not None:
+            _check_plan(memory_plan, model, max_bytes)
         capacities = max_context or decoder.max_context, empty_cache.capacity
         limits = [capacity for capacity in capacities if capacity is not None]
         self._second_pass = SecondPass.from_spec(spec, tokenizer, decoder.max_context)
@@ -132,13 +142,9 @@ class Engine:
         chunk_sizer = _make_chunk_sizer(decoder, limits, prefixes)
         seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
         num_batches = (1 + len({*self.adapters.values()})) * decoder.captures_graphs
+        num_idle = num_batches * max_idle(max_sequences)
         scheduler = Scheduler(
-            MemoryModel.from_plan(
-                memory_plan,
-                chunk_sizer.max_chunk,
-                spare_divisor=0 if model.device.type == "cpu" else 8,
-                num_idle=num_batches * max_idle(max_sequences),
-            ),
+            _make_memory_model(memory_plan, model, chunk_sizer, num_idle, num_drafts),
             chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
@@ -147,7 +153,8 @@ class Engine:
             has_store=prefixes is not None and prefixes.prefix_store is not None,
         )
         self._request_numbers = count()
-        self._worker = EngineWorker(Batch(decoder, empty_cache, backend), scheduler)
+        batch = Batch(decoder, empty_cache, backend)
+        self._worker = EngineWorker(batch, scheduler, DraftChooser(batch, max_drafts))
         _round_weights(model, weights)
         cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
         warn_of_slow_weights(model, log.warning)
@@ -239,7 +246,9 @@ class Engine:
         if second_pass is not None and second_pass.drops_rows(len(tokens)):
             request.repetition = second_pass.start(tokens)
         self._worker.scheduler.check_request(request)
-        request.add_choices(tokens, self.tokenizer, sampling, conditions)
+        request.add_choices(
+            tokens, self.tokenizer, sampling, conditions, has_drafts=self._has_drafts
+        )
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
         # The caller may change the messages before a miss is described.
         messages = None if self.prefixes is None else deepcopy(parse_messages(prompt))
@@ -347,6 +356,33 @@ def _make_chunk_sizer(
         supports_chunks=supports_chunks,
         fixed_size=prefixes is not None and prefixes.exact,
     )
+
+
+def _make_memory_model(
+    memory_plan: Plan, model: Any, chunk_sizer: ChunkSizer, num_idle: int, max_drafts: int
+) -> MemoryModel:
+    return MemoryModel.from_plan(
+        memory_plan,
+        chunk_sizer.max_chunk,
+        spare_divisor=0 if model.device.type == "cpu" else 8,
+        num_idle=num_idle,
+        max_drafts=max_drafts,
+    )
+
+
+def _check_drafts(draft: str | None, max_drafts: int) -> None:
+    check_engine_draft(draft)
+    if not 1 <= max_drafts <= MAX_DRAFTS:
+        raise ValueError(f"max_drafts={max_drafts}: 1 to {MAX_DRAFTS} is needed")
+
+
+def _check_plan(memory_plan: Plan, model: Any, max_bytes: int | str) -> None:
+    """Raise if the plan of a model does not count all bytes of its caches."""
+    if memory_plan.uncounted_layers or not memory_plan.nbytes:
+        raise CacheError(
+            f"max_bytes={max_bytes} for {type(model).__name__}: some layers have state of "
+            "unknown size; bound max_sequences and max_context instead"
+        )
 
 
 def _round_weights(model: Any, weights: WeightFormats | None) -> None:

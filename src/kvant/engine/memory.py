@@ -37,6 +37,7 @@ class MemoryModel:
     slot_nbytes: Ints  # bytes of each slot
     max_chunk: int  # tokens of a prefill chunk
     num_idle: int = 0  # sequences that pad a batch
+    max_drafts: int = 0  # tokens that a decode stores until they are rejected
 
     @classmethod
     def from_plan(
@@ -46,6 +47,7 @@ class MemoryModel:
         *,
         spare_divisor: int = 0,
         num_idle: int = 0,
+        max_drafts: int = 0,
     ) -> MemoryModel:
         """Take slot sizes from `plan`.
 
@@ -56,7 +58,7 @@ class MemoryModel:
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
         sizes.append(STATE_COPIES * plan.state_nbytes)
-        return cls(tuple(plan.page_nbytes), np.array(sizes), max_chunk, num_idle)
+        return cls(tuple(plan.page_nbytes), np.array(sizes), max_chunk, num_idle, max_drafts)
 
     def count_slots(self, length: int) -> Ints:
         """Return the peak slots of a sequence that grows to a length."""
@@ -251,7 +253,8 @@ class MemoryBudget:
         """
         count = request.num_sequences if num_sequences is None else num_sequences
         num_stored = max(request.max_new_tokens - 1, 0)  # the last new token is not stored
-        length = request.num_prompt_tokens + num_stored
+        num_drafts = self.memory_model.max_drafts if num_stored else 0
+        length = request.num_prompt_tokens + num_stored + num_drafts
         return self.count_at(request, length, count) + self._count_fork(request)
 
     def count_at(self, request: Request, length: int, num_sequences: int) -> Ints:

@@ -32,14 +32,15 @@ def generate_many(
     stop: str | Sequence[str] = (),
     ignore_end: bool = False,
     backend: str | None = None,
+    draft: str | None = None,
     quiet: bool = False,
     **options: Unpack[SamplingOptions],
 ) -> list[Result]:
     """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
     The `options` are fields of `Sampling`. One more, `sampling`, is an instance of it; the other
-    options replace its fields. With a seed, prompt i is sampled with seed + i. Unless `quiet`, a
-    terminal shows a progress bar.
+    options replace its fields. With a seed, prompt i is sampled with seed + i. `draft` is as in
+    `Engine`. Unless `quiet`, a terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]
     >>> results = kvant.generate_many(model, tokenizer, prompts, max_new_tokens=4, quiet=True)
@@ -57,6 +58,7 @@ def generate_many(
         max_sequences=max_sequences,
         max_context=max_context,
         backend=backend,
+        draft=draft,
     )
 
     def submit(index: int) -> Stream:

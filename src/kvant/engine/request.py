@@ -24,6 +24,7 @@ from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
 from kvant.generation.second_pass import Repetition
 from kvant.generation.settings import Sampling, StopConditions
+from kvant.generation.speculation import Acceptance, NGramDrafter
 from kvant.hf import TransformersCache
 from kvant.page_table import Ints
 from kvant.prefixes import PrefixNamespace
@@ -49,6 +50,8 @@ class Sequence:
     choice: int = 0  # which continuation of its prompt it is
     adapter: Adapter | None = field(default=None, repr=False)  # of its forwards
     num_prefilled: int = 0  # first tokens that were prefilled, not decoded
+    drafter: NGramDrafter | None = field(default=None, repr=False)  # None: no drafts
+    acceptance: Acceptance = field(default_factory=Acceptance, repr=False)  # of its drafts
     cache: TransformersCache | None = field(default=None, repr=False)
     swap_file: Path | None = None  # holds its pages while it is swapped out
 
@@ -145,11 +148,18 @@ class Request:
             self.shared_slots = NO_SLOTS
 
     def add_choices(
-        self, tokens: list[int], tokenizer: Any, sampling: Sampling, conditions: StopConditions
+        self,
+        tokens: list[int],
+        tokenizer: Any,
+        sampling: Sampling,
+        conditions: StopConditions,
+        *,
+        has_drafts: bool = False,
     ) -> None:
         """Make the sequence, the sampler and the output of each continuation."""
         for choice in range(self.num_choices):
             sequence = Sequence([*tokens], choice, self.adapter)
+            sequence.drafter = NGramDrafter() if has_drafts else None
             self.sequences.append(sequence)
             self.outputs.append(Output(tokenizer, conditions, sequence.tokens))
             matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)
@@ -176,25 +186,59 @@ def check_counts(**counts: int) -> None:
 
 
 def sample_tokens(
-    sequences: abc.Sequence[tuple[Request, Sequence]], logits: Tensor
-) -> list[SampledToken | Exception]:
-    """Sample the next token of each sequence in one batch; if that fails, one by one."""
+    sequences: abc.Sequence[tuple[Request, Sequence]],
+    logits: Tensor,
+    drafts: abc.Sequence[list[int]],
+) -> list[list[SampledToken | Exception]]:
+    """Sample the next tokens of each sequence from its logits [sequences, T, vocabulary].
 
-    def sample(batch: abc.Sequence[tuple[Request, Sequence]], rows: Tensor) -> list[SampledToken]:
+    They are one token, and another one after each draft that is accepted.
+    """
+    tokens: list[list[SampledToken | Exception]] = [[] for _ in sequences]
+    indices = list(range(len(sequences)))  # of the sequences whose drafts are accepted so far
+    for column in range(logits.shape[1]):
+        rows = logits[:, column] if len(indices) == len(sequences) else logits[indices, column]
+        texts = [
+            sequence.tokens + drafts[index][:column] if column else sequence.tokens
+            for index in indices
+            for _, sequence in [sequences[index]]
+        ]
+        sampled = _sample_each([sequences[index] for index in indices], texts, rows)
+        for index, token in zip(indices, sampled, strict=True):
+            tokens[index].append(token)
+        indices = [i for i in indices if is_accepted(tokens[i][column], drafts[i][column:])]
+        if not indices:
+            break
+    return tokens
+
+
+def is_accepted(token: SampledToken | Exception, drafts: abc.Sequence[int]) -> bool:
+    """Return whether a sampled token is the first of these drafts."""
+    return isinstance(token, SampledToken) and bool(drafts) and drafts[0] == token.token
+
+
+def _sample_each(
+    sequences: abc.Sequence[tuple[Request, Sequence]],
+    texts: abc.Sequence[abc.Sequence[int]],
+    logits: Tensor,
+) -> list[SampledToken | Exception]:
+    """Sample a token after the text of each sequence in one batch; if that fails, one by one."""
+
+    def sample(rows: slice) -> list[SampledToken]:
         return sample_batch(
-            rows,
-            [request.samplers[sequence.choice] for request, sequence in batch],
-            [sequence.tokens for _, sequence in batch],
-            [request.logprobs for request, _ in batch],
+            logits[rows],
+            [request.samplers[sequence.choice] for request, sequence in sequences[rows]],
+            texts[rows],
+            [request.logprobs for request, _ in sequences[rows]],
         )
 
     try:
-        return [*sample(sequences, logits)]
+        return [*sample(slice(None))]
     except Exception:
         tokens: list[SampledToken | Exception] = []
-        for row, sequence in enumerate(sequences):
+        for row in range(len(sequences)):
             try:
-                tokens += sample([sequence], logits[row : row + 1])
+                tokens += sample(slice(row, row + 1))
             except Exception as error:
                 tokens.append(error)
         return tokens

@@ -282,6 +282,10 @@ class Scheduler:
         fits = budget.fits(budget.count_charged(self.queue.running) + new_slots)
         return budget.has_prefixes and fits
 
+    def set_output_length(self, request: Request, num_tokens: int) -> None:
+        """Set the tokens of the longest unfinished sequence, accepted drafts included."""
+        request.num_output_tokens = num_tokens
+
     def finish_sequence(self, request: Request) -> None:
         """Count a finished sequence of a request; remove the request after the last one."""
         request.num_finished += 1
@@ -368,6 +372,7 @@ class Scheduler:
             return slots + self.memory_budget.count_transient([request])
         for request in action.requests:
             length = request.num_prompt_tokens + request.num_output_tokens
+            length += self.memory_model.max_drafts
             slots = slots + self.memory_budget.count_growth(request, length, request.num_sequences)
         return slots
 

@@ -24,9 +24,16 @@ import numpy as np
 from torch import Tensor
 
 from kvant.engine.batch import Batch
+from kvant.engine.drafts import DraftChooser
 from kvant.engine.future import RequestFuture, Usage
 from kvant.engine.prefix_reuse import Inbox, PrefixReuse, StoreLookups
-from kvant.engine.request import Request, Sequence, clear_traceback_frames, sample_tokens
+from kvant.engine.request import (
+    Request,
+    Sequence,
+    clear_traceback_frames,
+    is_accepted,
+    sample_tokens,
+)
 from kvant.engine.scheduler import (
     Action,
     Decode,
@@ -40,6 +47,8 @@ from kvant.engine.scheduler import (
     SwapOut,
 )
 from kvant.errors import CacheError, EngineError
+from kvant.generation.loop import Step
+from kvant.generation.sampling import SampledToken
 
 log = logging.getLogger("kvant")
 
@@ -59,6 +68,8 @@ class EngineMetrics:
     cached_tokens: int = 0  # of prompts, not prefilled again
     restored_tokens: int = 0  # of the cached ones, restored from a store
     completion_tokens: int = 0
+    drafts: int = 0  # verified draft tokens
+    drafts_accepted: int = 0  # of these, completion tokens
     first_token_waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS))
     between_token_waits: deque[float] = field(
         default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS)
@@ -93,9 +104,10 @@ def _summarize_waits(waits: deque[float]) -> dict[str, float]:
 class EngineWorker:
     """A thread that serves the requests of one model; other threads submit and cancel."""
 
-    def __init__(self, batch: Batch, scheduler: Scheduler) -> None:
+    def __init__(self, batch: Batch, scheduler: Scheduler, drafts: DraftChooser) -> None:
         self.batch = batch
         self.scheduler = scheduler
+        self.drafts = drafts
         self.requests: dict[Request, RequestFuture[Any]] = {}  # open ones, with the client's side
         self.is_open = True
         self.swap_folder: Path | None = None
@@ -304,44 +316,103 @@ class EngineWorker:
         """Sample the first token of each continuation of a prompt."""
         if request.restored_range and logits.isnan().any():  # sampling will fail
             self.prefix_reuse.reject_restored_prefix(request)
-        rows = logits.expand(len(request.sequences), -1)
-        self._emit_tokens([(request, sequence) for sequence in request.sequences], rows)
+        pairs = [(request, sequence) for sequence in request.sequences]
+        rows, no_drafts = logits.expand(len(pairs), 1, -1), [list[int]()] * len(pairs)
+        self._emit_tokens(pairs, sample_tokens(pairs, rows, no_drafts), no_drafts)
 
     def _decode(self, action: Decode) -> None:
-        """Decode a token for every sequence of the action's requests."""
+        """Decode a token for every sequence of the action's requests, and verify its drafts."""
         pairs = [
             (request, sequence) for request in action.requests for sequence in request.sequences
         ]
-        logits, errors = self.batch.decode([sequence for _, sequence in pairs])
+        sequences, drafts = [sequence for _, sequence in pairs], self.drafts.choose_drafts(pairs)
+        begin, num_warmups = time.perf_counter(), self.batch.decoder.num_warmups
+        logits, errors = self.batch.decode(sequences, drafts)
         for index, error in errors.items():
             request, _ = pairs[index]
             if request in self.requests:
                 self._finish(request, error)
         remaining = [request for request in action.requests if request in self.requests]
         self.scheduler.complete(Decode(tuple(remaining)))
-        if len(errors) < len(pairs):
-            self._emit_tokens(
-                [pair for index, pair in enumerate(pairs) if index not in errors], logits
-            )
+        if len(errors) == len(pairs):
+            return
+        decoded = [index for index in range(len(pairs)) if index not in errors]
+        pairs, drafts = [pairs[i] for i in decoded], [drafts[i] for i in decoded]
+        drafts = [verified[: logits.shape[1] - 1] for verified in drafts]
+        tokens = sample_tokens(pairs, logits, drafts)
+        if self.batch.decoder.num_warmups == num_warmups:
+            seconds = time.perf_counter() - begin
+            self.drafts.record_decode(len(pairs), logits.shape[1], seconds)
+        self._emit_tokens(pairs, tokens, drafts)
 
-    def _emit_tokens(self, pairs: list[tuple[Request, Sequence]], logits: Tensor) -> None:
-        """Sample a token for each sequence from its row of logits, and put it on the stream."""
-        tokens = sample_tokens(pairs, logits)
-        now = time.monotonic()
-        for (request, sequence), token in zip(pairs, tokens, strict=True):
-            if request not in self.requests:
-                continue  # another sequence of it failed
-            output = request.outputs[sequence.choice]
+    def _emit_tokens(
+        self,
+        pairs: list[tuple[Request, Sequence]],
+        tokens: list[list[SampledToken | Exception]],
+        drafts: list[list[int]],
+    ) -> None:
+        """Put the tokens of each sequence on its stream, after its rejected drafts are dropped."""
+        steps = [
+            self._append_tokens(request, sequence, sampled, verified)
+            for (request, sequence), sampled, verified in zip(pairs, tokens, drafts, strict=True)
+        ]
+        now, requests = time.monotonic(), dict.fromkeys(request for request, _ in pairs)
+        try:
+            if any(drafts):
+                self.batch.caches.rewind([sequence for _, sequence in pairs])
+        except Exception as error:
+            for request in requests:
+                self._finish(request, error)
+            return
+        for (request, sequence), new_steps in zip(pairs, steps, strict=True):
+            if request in self.requests:  # no other sequence of it failed
+                self._put_steps(request, sequence, new_steps, now)
+        for request in requests:
+            request.last_token_time = now
+            lengths = [request.outputs[s.choice].num_generated for s in request.sequences]
+            if lengths:
+                self.scheduler.set_output_length(request, max(lengths))
+
+    def _append_tokens(
+        self,
+        request: Request,
+        sequence: Sequence,
+        tokens: list[SampledToken | Exception],
+        drafts: list[int],
+    ) -> list[Step | Exception]:
+        """Append the tokens of a sequence to its output, up to the one that ends it."""
+        steps, output = list[Step | Exception](), request.outputs[sequence.choice]
+        self._metrics.drafts += len(drafts)
+        for index, token in enumerate(tokens):
             try:
                 if isinstance(token, Exception):
                     raise token
-                step = output.append_token(token, choice=sequence.choice)
-                is_first = output.num_generated == 1
-                self._metrics.count_token(request.last_token_time, now, first=is_first)
+                drafted = is_accepted(token, drafts[index:])
+                step = output.append_token(token, drafted=drafted, choice=sequence.choice)
+            except Exception as error:
+                return [*steps, error]
+            steps.append(step)
+            self._metrics.drafts_accepted += drafted
+            if step.finish_reason is not None:
+                break
+        return steps
+
+    def _put_steps(
+        self, request: Request, sequence: Sequence, steps: list[Step | Exception], now: float
+    ) -> None:
+        """Put the newest steps of a sequence on its stream; finish the sequence after the last."""
+        num_before = request.outputs[sequence.choice].num_generated
+        num_before -= sum(isinstance(step, Step) for step in steps)
+        for index, step in enumerate(steps):
+            try:
+                if isinstance(step, Exception):
+                    raise step
+                since = now if index else request.last_token_time
+                self._metrics.count_token(since, now, first=num_before + index == 0)
                 self.requests[request].put(step)
             except Exception as error:
                 self._finish(request, error)
-                continue
+                return
             if step.finish_reason is not None:
                 request.sequences.remove(sequence)
                 self.scheduler.finish_sequence(request)
@@ -350,8 +421,6 @@ class EngineWorker:
                 if not request.sequences:
                     self._metrics.finished += 1
                     self._finish(request)
-        for request, _ in pairs:
-            request.last_token_time = now
 
     def _swap(self, action: SwapOut | SwapIn) -> None:
         """Write the pages of a request to files, or read them back."""

@@ -16,32 +16,20 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvant.cache.pruning import count_tokens_until_prune
 from kvant.generation.conversation import Prompt, encode_prompt, find_branch_points
-from kvant.generation.decoder import (
-    Decoder,
-    LogitsFunction,
-    Prefiller,
-    PrefillProgress,
-    TransformersDecoder,
-    make_decoder,
-)
+from kvant.generation.decoder import Decoder, LogitsFunction, TransformersDecoder, make_decoder
 from kvant.generation.grammar import make_matcher
-from kvant.generation.sampling import (
-    Drafter,
-    DraftTarget,
-    DraftToken,
-    SampledToken,
-    Sampler,
-    make_drafter,
-)
+from kvant.generation.prefiller import Prefiller, PrefillProgress
+from kvant.generation.sampling import SampledToken, Sampler
 from kvant.generation.second_pass import SecondPass
 from kvant.generation.settings import (
     Sampling,
@@ -49,6 +37,14 @@ from kvant.generation.settings import (
     StopConditions,
     check_strategy,
     make_sampling,
+)
+from kvant.generation.speculation import (
+    Acceptance,
+    Drafter,
+    DraftSizer,
+    DraftTarget,
+    Proposal,
+    make_drafter,
 )
 from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
 from kvant.hf import TransformersCache
@@ -285,6 +281,9 @@ class GenerationLoop:
         )
         self.tokenizer = tokenizer
         self.drafter = None if draft is None else make_drafter(draft)
+        self._acceptance = Acceptance()
+        # The proposals of n-grams take no time: a forward verifies only as many as pay.
+        self._draft_sizer = DraftSizer(max_drafts) if draft == "ngram" else None
         self.sampling = make_sampling(sampling)
         self.stop_conditions = StopConditions(
             max_context=decoder.max_context if max_context is None else max_context,
@@ -334,18 +333,16 @@ class GenerationLoop:
         branch_points: Sequence[int],
         commit: Callable[[Output], Sequence[int]],
     ) -> Generator[Step, None, None]:
-        prefiller, tokens, drafts = self.prefiller, output.tokens, list[DraftToken]()
+        prefiller, tokens, drafts = self.prefiller, output.tokens, list[int]()
+        self._acceptance.pending = None  # a proposal for another text
         try:
             rows = prefiller.prefill(tokens, progress, branch_points)[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
-                    if draft is None:
-                        step = output.append_token(sampler.sample(logits, tokens))
-                    else:
-                        sampled = sampler.verify_draft(logits, tokens, draft)
-                        is_accepted = sampled.token == draft.token
-                        self.num_accepted_drafts += is_accepted
-                        step = output.append_token(sampled, drafted=is_accepted)
+                    sampled = sampler.sample(logits, tokens)
+                    is_accepted = sampled.token == draft
+                    self.num_accepted_drafts += is_accepted
+                    step = output.append_token(sampled, drafted=is_accepted)
                     yield step
                     if step.finish_reason is not None:
                         return
@@ -356,16 +353,13 @@ class GenerationLoop:
                     continue
                 target = DraftTarget(sampler, rows.shape[-1])
                 drafts = self._propose_drafts(self.drafter, target, output)
-                with_drafts = [*tokens, *(draft.token for draft in drafts)]
-                rows = prefiller.compute_next_logits(with_drafts, len(drafts) + 1)
+                rows = self._verify_drafts(tokens, drafts)
         finally:
             kept = commit(output)  # first: an interrupt of what follows loses no reply
             prefiller.align_cache(tokens)  # drops drafts whose steps were not reached
             prefiller.settle(kept)
 
-    def _propose_drafts(
-        self, drafter: Drafter, target: DraftTarget, output: Output
-    ) -> list[DraftToken]:
+    def _propose_drafts(self, drafter: Drafter, target: DraftTarget, output: Output) -> list[int]:
         """Propose drafts, if at least one and the token after it may still be generated."""
         cache, max_drafts = self.prefiller.cache, self.stop_conditions.max_drafts
         limit = min(max_drafts, output.num_remaining - 1)
@@ -375,10 +369,25 @@ class GenerationLoop:
         if until_prune is not None:  # the forward also has the token before the drafts
             limit = min(limit, until_prune - 1)
         drafts = drafter.propose_drafts(output.tokens, limit, target) if limit > 0 else []
+        if self._draft_sizer is not None:
+            self._acceptance.record_proposal(output.tokens, drafts)
+            proposals = [Proposal(drafts, self._acceptance)]
+            recomputes = cache.is_recurrent
+            size = self._draft_sizer.choose_size(proposals, limit, recomputes=recomputes)
+            drafts = drafts[:size]
         self.num_drafts += len(drafts)
         if drafts:
             cache.ensure_slack(max_drafts + 1)
         return drafts
+
+    def _verify_drafts(self, tokens: list[int], drafts: list[int]) -> Tensor:
+        """Return the logits after the newest token, and after each draft."""
+        decoder, num_new, begin = self.prefiller.decoder, 1 + len(drafts), time.perf_counter()
+        num_warmups = decoder.num_warmups
+        rows = self.prefiller.compute_next_logits([*tokens, *drafts], num_new)
+        if self._draft_sizer is not None and decoder.num_warmups == num_warmups:
+            self._draft_sizer.record_forward(1, num_new, time.perf_counter() - begin)
+        return rows
 
     def replace_cache(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
         """Go on with another cache, which holds `tokens`."""

@@ -3,11 +3,7 @@
 The order is the usual one: penalties, biases, grammar, temperature, then top-k, top-p and min-p,
 each on the distribution that the previous filter left. Temperature 0 is greedy, whatever the
 filters are. The random number of a token depends on the seed and the position alone: a seed gives
-the same tokens in every batch.
-
-Speculative decoding proposes cheap draft tokens, which one forward verifies together. Drafts come
-from earlier tokens (`NGramDrafter`) or from a smaller model (`ModelDrafter`). The sampler verifies
-them, so drafting does not change the distribution of the output.
+the same tokens in every batch, with or without drafts (speculation.py).
 """
 
 from __future__ import annotations
@@ -15,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import Tensor
 
-from kvant.generation.decoder import LogitsFunction, Prefiller, make_decoder
 from kvant.generation.grammar import GrammarMatcher
 from kvant.generation.settings import Sampling
 
 NEGATIVE_INFINITY = float("-inf")
 CANDIDATE_COUNTS = (256, 4096)  # candidates of top-p and min-p, before the whole vocabulary
 MIN_TEMPERATURE = 1e-30  # a lower temperature would divide 0 by 0
-NGRAM_SIZES = (4, 3, 2)  # the longest n-gram of drafts with an earlier copy is used
 NAN_MESSAGE = "the logits are NaN: no token can be sampled from them"
 
 
@@ -41,26 +34,11 @@ class SampledToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DraftToken:
-    """A drafted token and the log-probabilities it was drawn from (None: it was certain)."""
-
-    token: int
-    logprobs: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class TokenDistributions:
     """Log-probabilities [rows, n] to sample from: of the vocabulary, or of its candidates."""
 
     logprobs: Tensor
     tokens: Tensor | None = None  # [rows, n], the most likely first
-
-    def to_dense(self, vocab_size: int) -> Tensor:
-        """Return the log-probabilities of the whole vocabulary."""
-        if self.tokens is None:
-            return self.logprobs
-        impossible = self.logprobs.new_full((len(self.logprobs), vocab_size), NEGATIVE_INFINITY)
-        return impossible.scatter(1, self.tokens, self.logprobs)
 
     def sample(self, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Sample a token for each number in [0, 1), with its log-probability: [rows] each."""
@@ -150,50 +128,10 @@ class Sampler:
         """Sample a token from logits [vocabulary] that follow `previous_tokens`."""
         return sample_batch(logits[None], [self], [previous_tokens])[0]
 
-    def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> DraftToken:
-        """Sample a draft from the logits of a draft model."""
-        logprobs = self.compute_logprobs(logits, previous_tokens)
-        if self.sampling.temperature == 0:
-            return DraftToken(self.sample(logits, previous_tokens).token, logprobs)
-        tokens, _ = TokenDistributions(logprobs[None]).sample(
-            [self.draw_uniform(len(previous_tokens), "draft")]
-        )
-        return DraftToken(int(tokens), logprobs)
-
-    def verify_draft(
-        self, logits: Tensor, previous_tokens: Sequence[int], draft: DraftToken
-    ) -> SampledToken:
-        """Sample as `sample` does, but return the draft's token whenever it can be accepted.
-
-        Rejection sampling: the draft is accepted with probability p / q. If it is rejected, the
-        token is drawn from the part of p above q, so the distribution stays p.
-        """
-        if self.sampling.temperature == 0:
-            return self.sample(logits, previous_tokens)
-        logprobs, position = self.compute_logprobs(logits, previous_tokens), len(previous_tokens)
-        target, token = logprobs.exp(), draft.token
-        if draft.logprobs is None:
-            proposal = torch.zeros_like(target).index_fill(0, torch.tensor([token]), 1.0)
-        else:
-            proposal = draft.logprobs.exp()
-        if self.draw_uniform(position, "stands") * proposal[token] >= target[token]:
-            excess = (target - proposal).clamp_min(0.0)
-            residual = excess if excess.sum() > 0 else target  # rounding may leave no excess
-            uniforms = [self.draw_uniform(position, "falls")]
-            token = int(TokenDistributions(residual.log()[None]).sample(uniforms)[0])
-        return SampledToken(token, float(logprobs[token]))
-
-    def draw_uniform(self, position: int, purpose: str = "") -> float:
-        """Draw a number in [0, 1) for a position and a purpose."""
-        key = f"{self._seed} {position} {purpose}".encode()
+    def draw_uniform(self, position: int) -> float:
+        """Draw a number in [0, 1) for a position."""
+        key = f"{self._seed} {position} ".encode()  # a change of this text changes all samples
         return (int.from_bytes(blake2b(key, digest_size=8).digest()) >> 11) / 2**53
-
-    def compute_logprobs(self, logits: Tensor, previous_tokens: Sequence[int]) -> Tensor:
-        """Return the log-probabilities [vocabulary] that a token is sampled from."""
-        rows = logits[None].float()
-        if self.modifies_logits:
-            rows = _modify_logits(rows, [self], [previous_tokens])
-        return compute_distributions(rows, self.sampling).to_dense(len(logits))[0]
 
 
 def sample_batch(
@@ -264,107 +202,3 @@ def _count_tokens(token_ids: Sequence[int], logits: Tensor) -> tuple[Tensor, Ten
     tokens = torch.tensor(list(token_ids), dtype=torch.long, device=logits.device)
     index, counts = torch.unique(tokens, return_counts=True)
     return index, counts.to(logits.dtype)
-
-
-@dataclass(frozen=True)
-class DraftTarget:
-    """The distribution that drafts aim at: a sampler and the size of its vocabulary."""
-
-    sampler: Sampler
-    vocab_size: int
-
-    def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> DraftToken:
-        """Sample a draft from another model's logits, padded to the target's vocabulary."""
-        missing = self.vocab_size - len(logits)
-        return self.sampler.sample_draft(
-            pad(logits, (0, missing), value=NEGATIVE_INFINITY), previous_tokens
-        )
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """Propose the next tokens of a sequence."""
-
-    def propose_drafts(
-        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
-    ) -> list[DraftToken]:
-        """Propose at most `max_drafts` tokens after `tokens`; an empty list is allowed."""
-
-    def fork(self) -> Drafter: ...
-
-
-class NGramDrafter:
-    """Propose the tokens that followed the newest earlier copy of the last n-gram."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []  # tokens in the index
-        self._ngram_ends: dict[tuple[int, ...], int] = {}  # n-gram: end of its newest copy
-
-    def propose_drafts(
-        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
-    ) -> list[DraftToken]:
-        self._index_ngrams(tokens)
-        for size in NGRAM_SIZES:
-            at = self._ngram_ends.get(tuple(tokens[-size:]))
-            if at is not None and len(tokens) >= size:
-                return [DraftToken(token) for token in tokens[at : at + max_drafts]]
-        return []
-
-    def fork(self) -> NGramDrafter:
-        return NGramDrafter()
-
-    def _index_ngrams(self, tokens: Sequence[int]) -> None:
-        """Index the n-grams that end before the newest token: each has a successor."""
-        begin = len(self._tokens)
-        if self._tokens != tokens[:begin]:  # another sequence, or a rewound one
-            self._tokens, self._ngram_ends, begin = [], {}, 0
-        for end in range(max(begin, 1), len(tokens)):
-            for size in NGRAM_SIZES:
-                if size <= end:
-                    self._ngram_ends[tuple(tokens[end - size : end])] = end
-        self._tokens = list(tokens)
-
-
-class ModelDrafter:
-    """Propose drafts with a smaller model of the same tokenizer, which has its own cache."""
-
-    def __init__(self, model: nn.Module | LogitsFunction) -> None:
-        decoder = make_decoder(model)
-        self._prefiller = Prefiller(decoder, decoder.make_cache("raw"))
-
-    def propose_drafts(
-        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
-    ) -> list[DraftToken]:
-        text, drafts = list(tokens), list[DraftToken]()
-        decoder = self._prefiller.decoder
-        if decoder.vocab_size is not None and max(text) >= decoder.vocab_size:
-            return []  # the draft model's vocabulary is smaller and lacks a token
-        if decoder.max_context is not None:
-            max_drafts = min(max_drafts, decoder.max_context - len(text) + 1)
-        self._prefiller.cache.ensure_slack(max_drafts + 1)
-        for count in range(max_drafts):
-            if count == 0:
-                logits = self._prefiller.prefill(text)
-                self._prefiller.cache.checkpoint()
-            else:
-                logits = self._prefiller.compute_next_logits(text)[-1]
-            draft = target.sample_draft(logits, text)
-            drafts.append(draft)
-            text.append(draft.token)
-        return drafts
-
-    def fork(self) -> ModelDrafter:
-        copy = ModelDrafter.__new__(ModelDrafter)
-        copy._prefiller = self._prefiller.fork()
-        return copy
-
-
-def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
-    """Make a drafter from "ngram", a `Drafter` or a draft model."""
-    if draft == "ngram":
-        return NGramDrafter()
-    if isinstance(draft, Drafter):
-        return draft
-    if isinstance(draft, str):
-        raise ValueError(f"draft={draft!r}: 'ngram', a model, or None is needed")
-    return ModelDrafter(draft)

@@ -35,12 +35,9 @@ from kvant.generation.conversation import (
     encode_messages,
     find_branch_points,
 )
-from kvant.generation.decoder import (
-    LogitsFunction,
-    PrefillProgress,
-    make_decoder,
-)
+from kvant.generation.decoder import LogitsFunction, make_decoder
 from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Step
+from kvant.generation.prefiller import PrefillProgress
 from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.generation.strategy import SequenceCache
 from kvant.platform.sizes import format_count, format_size

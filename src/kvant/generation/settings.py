@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvant.generation.grammar import Grammar
 
 MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
+NGRAM = "ngram"  # drafts that followed earlier copies of the newest tokens
 STRATEGIES = ("always", "disabled", "long", "adaptive")
 
 
@@ -150,6 +151,12 @@ class StopConditions:
         if self.max_context is None:
             return self.max_new_tokens
         return min(self.max_new_tokens, self.max_context - num_tokens)
+
+
+def check_engine_draft(draft: str | None) -> None:
+    """Raise for a kind of drafts that an engine does not know."""
+    if draft not in (None, NGRAM):
+        raise ValueError(f"draft={draft}: an engine drafts by {NGRAM!r}, or not at all (None)")
 
 
 def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from kvant.hf.cache_context import (
     CacheExplanation,
     StatesAttribute,
     UseCacheCheck,
+    resolve_indices,
 )
 from kvant.hf.layers import AttentionLayer, make_layer, make_recurrences
 from kvant.hf.model import ModelLayer, make_cache_spec
@@ -54,6 +56,7 @@ class TransformersCache(HFCache):
     num_rows = StatesAttribute[int]()
     held = StatesAttribute[int]()
     capacity = StatesAttribute[int | None]()
+    is_recurrent = StatesAttribute[bool]()
     nbytes = StatesAttribute[int]()  # opaque layers are not counted
     checkpoint = StatesAttribute[Callable[[], None]]()
     prompt_mode = StatesAttribute[Callable[[], AbstractContextManager[None]]]()
@@ -230,7 +233,7 @@ class TransformersCache(HFCache):
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         """Keep the sequences that `indices` selects; any index that PyTorch accepts is allowed."""
-        selected = _resolve_indices(indices, self.states.batch) if self.states.batch else indices
+        selected = resolve_indices(indices, self.states.batch) if self.states.batch else indices
         self._select_sequences(selected)
         for layer in self._get_opaque_layers().values():
             layer.batch_select_indices(selected)
@@ -352,6 +355,12 @@ class TransformersCache(HFCache):
         elif self.states.layers:  # roll back an incomplete forward
             self.states.rewind(self.states.length)
 
+    def rewind_each(self, lengths: Sequence[int]) -> None:
+        """Rewind each sequence to its own length, or raise an error and change none."""
+        self._invalidate_pending()
+        self._check_no_opaque_layers("rewind_each")
+        self._run_rewind(partial(self.states.rewind_each, lengths))
+
     def prune(self, row_attention: RowAttention | None = None) -> int:
         """Prune the rows of a prompt now, and return the mean number of dropped rows per head.
 
@@ -425,9 +434,14 @@ class TransformersCache(HFCache):
 
     def _rewind_to(self, to: int) -> None:
         """Rewind all layers but opaque ones to length `to`, or raise an error and change none."""
-        if to == 0 < self.states.length:  # the next tokens may be of another batch
+        self._run_rewind(partial(self.states.rewind, to))
+
+    def _run_rewind(self, rewind: Callable[[], None]) -> None:
+        """Rewind `states`, and forget the padding that its sequences have no more."""
+        had_tokens = self.states.length > 0
+        rewind()
+        if had_tokens and not self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
-        self.states.rewind(to)
         # After a rewind into the padding, a sequence still waits for the rest of its padding.
         # Without sinks, drop this rest: the next attention mask says where the sequence starts.
         # With sinks, which count from the first token, the given padding stays.
@@ -484,17 +498,3 @@ class TransformersCache(HFCache):
         """Make a rewind of `count` tokens exact; if the slack is smaller, set it to `2 * count`."""
         if count > self.context.slack:
             self.ensure_slack(2 * count)
-
-
-def _resolve_indices(indices: Any, batch: int) -> Tensor:
-    """Return the sequences that `rows[indices, ...]` selects; raise the errors that it raises."""
-    indices = indices.cpu() if isinstance(indices, Tensor) else indices
-    try:
-        selected = torch.arange(batch)[indices, ...]
-    except (IndexError, TypeError) as error:
-        raise type(error)(f"sequences {indices} of a batch of {batch}: {error}") from error
-    if selected.ndim != 1 or not len(selected):
-        raise ValueError(
-            f"sequences {indices} of a batch of {batch}: one dimension, at least one index"
-        )
-    return selected

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
+from torch import Tensor
 from transformers import GenerationMixin
 
 from kvant.cache import Cache
@@ -241,3 +243,17 @@ def _is_generating() -> bool:
     while frame is not None and frame.f_code is not GENERATE_CODE:
         frame = frame.f_back
     return frame is not None
+
+
+def resolve_indices(indices: Any, batch: int) -> Tensor:
+    """Return the sequences that `rows[indices, ...]` selects; raise the errors that it raises."""
+    indices = indices.cpu() if isinstance(indices, Tensor) else indices
+    try:
+        selected = torch.arange(batch)[indices, ...]
+    except (IndexError, TypeError) as error:
+        raise type(error)(f"sequences {indices} of a batch of {batch}: {error}") from error
+    if selected.ndim != 1 or not len(selected):
+        raise ValueError(
+            f"sequences {indices} of a batch of {batch}: one dimension, at least one index"
+        )
+    return selected

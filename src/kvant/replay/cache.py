@@ -20,7 +20,7 @@ from kvant.replay.steps import DecodeStep
 
 @dataclass(eq=False, kw_only=True)
 class PendingReplayAttention(PendingAttention):
-    """The rows of one layer; attention first stores the row of the new token."""
+    """The rows of one layer; attention first stores the rows of the new tokens."""
 
     step: DecodeStep
     new_rows: tuple[Tensor, Tensor]
@@ -61,8 +61,8 @@ class ReplayLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         source = PendingReplayAttention(
             self.step.view,
-            1,
-            self.get_mask_sizes(1)[0],
+            self.step.page_table.num_new,
+            self.get_mask_sizes(self.step.page_table.num_new)[0],
             key_states.dtype,
             AttentionStats(),
             self.is_window_narrowed,
@@ -73,8 +73,9 @@ class ReplayLayer(CacheLayerMixin):
         return make_handles(source, key_states.dtype, key_states.device)
 
     def get_seq_length(self) -> Tensor:
-        """Return the number of columns before this token, as a tensor."""
-        return self.step.page_table.columns - 1
+        """Return the number of columns before these tokens, as a tensor."""
+        page_table = self.step.page_table
+        return page_table.columns - page_table.num_new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return an upper bound on columns; a mask tensor of that size is refused later."""
@@ -85,7 +86,7 @@ class ReplayLayer(CacheLayerMixin):
         return -1
 
     def reset(self, *args: Any) -> NoReturn:
-        raise CacheError("a captured forward may only append one token to its cache")
+        raise CacheError("a captured forward may only append its tokens to its cache")
 
     crop = reorder_cache = batch_select_indices = batch_repeat_interleave = reset
 

@@ -2,16 +2,17 @@
 
 capture.py captures the forward: on a GPU as a CUDA graph, on a CPU as calls of native kernels.
 
-    plan_token  ->  replay: q, k, v; store the row; attend  ->  commit_token
-    allocates the slot of the row                               adopts the next state
+    plan_tokens  ->  replay: q, k, v; store the rows; attend  ->  commit_tokens
+    allocates the slots of the rows                              adopts the next state
 
-After every token the cache is as ordinary forwards would have left it. Pages that fall due are
-sealed by `plan_token`, or on a CPU by the replay. A graph is valid while tensors keep their
+A forward has one token of each sequence, or on a CPU also its drafts. After it, the cache is as
+ordinary forwards would have left it. Pages that fall due are sealed by `plan_tokens`, or on a CPU
+by the replay. A graph is valid while tensors keep their
 addresses; those of a cache with a capacity never move. If a forward cannot be captured, `refusal`
 has the reason, and ordinary forwards decode instead.
 
 A Replayer keeps the weights that a graph reads alive, but not the cache. It detects a change of the
-model after at most MODEL_CHECK_INTERVAL tokens, or when another cache is decoded.
+model after at most MODEL_CHECK_INTERVAL forwards, or when another cache is decoded.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer
 
 from kvant.attention.triton.arguments import StaticTritonPageTable
-from kvant.cache.token import commit_token, list_page_buffers, plan_token, record_sealed_pages
+from kvant.cache.tokens import commit_tokens, list_page_buffers, plan_tokens, record_sealed_pages
 from kvant.contracts import View
 from kvant.errors import CapacityError, UnsupportedView
 from kvant.hf.attention import use_kvant_attention
@@ -111,14 +112,14 @@ def get_torch_modes() -> tuple[object, ...]:
 
 
 log = logging.getLogger("kvant")
-MODEL_CHECK_INTERVAL = 64  # tokens; a check of all modules takes as long as some layers
+MODEL_CHECK_INTERVAL = 64  # forwards; a check of all modules takes as long as some layers
 FAILED_CAPTURES: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # with reasons
-# (ids [B, 1], positions [B, 1], cache) -> logits
-ModelForward = Callable[[Tensor, Tensor, Any], Tensor]
+# (ids [B, T], positions [B, T], cache, T) -> logits [B, T, vocabulary]
+ModelForward = Callable[[Tensor, Tensor, Any, int], Tensor]
 
 
 class ReplayPaused(Exception):
-    """A temporary reason not to replay, which may be gone at the next token."""
+    """A temporary reason not to replay, which may be gone at the next forward."""
 
 
 class BoundForward(NamedTuple):
@@ -126,31 +127,38 @@ class BoundForward(NamedTuple):
 
     page_tables: Sequence[StaticPageTable]  # by layer group
     steps: Sequence[DecodeStep]  # by attention layer
-    ids: Tensor  # [B, 1]: the tokens
+    ids: Tensor  # [B, T]: the tokens
     run: StaticForward  # the forward; once captured, its replay
     has_run: bool = False
     is_captured: bool = False
 
 
-class ReplayedToken(NamedTuple):
-    """The state after a replayed token; the next token compares it with the current state."""
+class ReplayedForward(NamedTuple):
+    """The state after a replayed forward; the next one compares it with the current state."""
 
     cache: ref[TransformersCache]
     change_counts: tuple[int, int]
+    num_appended_forwards: int  # of the cache
     buffers: list[object]
     modes: tuple[object, ...]
 
     def is_unchanged(self, cache: TransformersCache) -> bool:
-        """Whether nothing else has changed the cache, its buffers or torch's modes since."""
-        if self.cache() is not cache or cache.context.change_counts != self.change_counts:
+        """Whether nothing else has changed the cache or its buffers since."""
+        if cache.context.change_counts != self.change_counts:
             return False
         # Another cache of the same pool may have reallocated its buffers.
         buffers = list_page_buffers(cache.states)
-        return all(map(is_, buffers, self.buffers)) and self.modes == get_torch_modes()
+        return all(map(is_, buffers, self.buffers))
+
+    def has_same_model(self, cache: TransformersCache) -> bool:
+        """Whether the model needs no check: all forwards of the cache since were replayed."""
+        if self.cache() is not cache or self.modes != get_torch_modes():
+            return False
+        return cache.states.holder.num_appended_forwards == self.num_appended_forwards
 
 
 class Replayer:
-    """Replayed forwards of one model over one set of pools.
+    """Replayed forwards of one model over one set of pools, of one number of tokens.
 
     The capture is reused for other caches with the same number of sequences in the same pools.
     """
@@ -161,39 +169,47 @@ class Replayer:
         model_forward: ModelForward,
         capture: CaptureFunction,
         backend: ReplayBackend = TRITON_REPLAY,
+        *,
+        num_new: int = 1,
     ) -> None:
+        """Replay forwards of `num_new` tokens of each sequence; on a GPU, of 1."""
         self.model = model
         self.model_forward = model_forward
         self.capture = capture
         self.backend = backend
+        self.num_new = num_new
         self.refusal: str | None = None
         # The error of a replay; it becomes the refusal once an ordinary forward succeeds.
         self._pending_refusal: str | None = None
         self._capture_failed = False  # whether the pending error came from the capture
         self._baked_values: list[object] = []  # of the model
         self._keepalive: list[Any] = []  # memory of the weights, which the graph reads
-        self._num_tokens = 0
+        self._num_forwards = 0
         self._num_warmups = 0  # ordinary forwards so far
+        self.is_warming_up = False  # the newest forward took longer than later ones: for a capture
+        # Drafts follow many single tokens, so their captures pay at once.
+        self._min_warmups = backend.num_warmup_forwards if num_new == 1 else 0
         # One assignment replaces each, so an interrupt leaves the old one or the new one.
         self._bound: BoundForward | None = None
-        self._last_token: ReplayedToken | None = None
+        self._last_forward: ReplayedForward | None = None
 
-    def compute_logits(self, cache: TransformersCache, tokens: list[int]) -> Tensor | None:
-        """Replay one token of each sequence, and return logits that are valid until the next.
+    def compute_logits(self, cache: TransformersCache, tokens: Tensor) -> Tensor | None:
+        """Replay the forward of `tokens` [B, T]; return logits that are valid until the next.
 
         Return None if no replay is possible: run an ordinary forward, then call `confirm_forward`.
         """
-        self._pending_refusal, self._capture_failed = None, False
+        self._pending_refusal, self._capture_failed, self.is_warming_up = None, False, False
         refusal = self.refusal or FAILED_CAPTURES.get(self.model)
         if refusal is None:
             try:
-                if self._num_warmups < self.backend.num_warmup_forwards:
+                if self._num_warmups < self._min_warmups:
                     if not self._num_warmups:  # a later change of the model restarts the warmup
                         self._save_baked_values(collect_baked_values(self.model))
                     self._num_warmups += 1
+                    self.is_warming_up = True
                     return None
-                return self._replay_token(cache, tokens)
-            except CapacityError:  # the cache is full, or the token needs an ordinary append
+                return self._replay(cache, tokens)
+            except CapacityError:  # the cache is full, or the tokens need an ordinary append
                 return None
             except ReplayPaused as error:
                 refusal = str(error)
@@ -202,17 +218,17 @@ class Replayer:
             except Exception as error:  # a capture may fail with any error
                 refusal = self._pending_refusal = _format_error(error)
             if self.refusal or self._pending_refusal:
-                self._bound = self._last_token = None
+                self._bound = self._last_forward = None
                 self._keepalive, self._baked_values = [], []
             log.info("tokens are not replayed: %s", refusal)
         cache.context.replay_stats.refusal = refusal
         return None
 
     def confirm_forward(self) -> None:
-        """Make the error of a replay final: an ordinary forward succeeded on the same token."""
+        """Make the error of a replay final: an ordinary forward succeeded on the same tokens."""
         if self._pending_refusal is not None:
             self.refusal = self._pending_refusal
-            if self._capture_failed:  # do not try again for other caches
+            if self._capture_failed and self.num_new == 1:  # do not try again for other caches
                 FAILED_CAPTURES[self.model] = self._pending_refusal
 
     def _save_baked_values(self, values: list[object]) -> None:
@@ -229,15 +245,16 @@ class Replayer:
                 f"{self._bound.steps[0].backend}"
             )
 
-    def _replay_token(self, cache: TransformersCache, tokens: list[int]) -> Tensor:
-        layers, states = _list_attention_layers(cache), cache.states
+    def _replay(self, cache: TransformersCache, tokens: Tensor) -> Tensor:
+        layers, states, last = _list_attention_layers(cache), cache.states, self._last_forward
         self._check_backend(states.backend)
         buffers = list_page_buffers(states)
-        unchanged = self._last_token is not None and self._last_token.is_unchanged(cache)
-        self._last_token = None  # until this token is committed
-        plans = plan_token(states, seals=self.backend.seals_pages)
-        self._num_tokens += 1
-        if not unchanged or self._num_tokens % MODEL_CHECK_INTERVAL == 0:
+        same_model = last is not None and last.has_same_model(cache)
+        unchanged = same_model and last is not None and last.is_unchanged(cache)
+        self._last_forward = None  # until these tokens are committed
+        plans = plan_tokens(states, self.num_new, seals=self.backend.seals_pages)
+        self._num_forwards += 1
+        if not same_model or self._num_forwards % MODEL_CHECK_INTERVAL == 0:
             self._check_model()
         bound = self._bound
         if unchanged and bound is not None and all(plan.is_steady for plan in plans):
@@ -247,20 +264,25 @@ class Replayer:
             buffers = list_page_buffers(states)
             bound = self._bound = self._bind_pages(cache, layers, plans)
             self._check_backend(states.backend)
-        bound.ids.copy_(torch.tensor(tokens)[:, None])
+        bound.ids.copy_(tokens)
         out = self._run_forward()
         backend = bound.steps[0].backend
-        if not commit_token(states, backend, buffers):
+        if not commit_tokens(states, backend, buffers):
             raise ReplayPaused("another cache reallocated the pages during the replay")
         if self.backend.seals_pages and any(len(plan.seals) for plan in plans):
             record_sealed_pages(states, plans, backend)
         for layer in layers:
             layer.record_replay()
-        self._last_token = ReplayedToken(
-            ref(cache), cache.context.change_counts, buffers, get_torch_modes()
+        self._last_forward = ReplayedForward(
+            ref(cache),
+            cache.context.change_counts,
+            states.holder.num_appended_forwards,
+            buffers,
+            get_torch_modes(),
         )
         stats = cache.context.replay_stats
-        stats.num_tokens += self._bound is not None and self._bound.is_captured
+        if self._bound is not None and self._bound.is_captured:
+            stats.num_tokens += self.num_new
         stats.refusal = None
         return out
 
@@ -272,7 +294,7 @@ class Replayer:
             previous = self._baked_values
             self._bound = None
             self._save_baked_values(current)
-            if previous and self.backend.num_warmup_forwards:
+            if previous and self._min_warmups:
                 self._num_warmups = 0
                 raise ReplayPaused("the model has changed")
 
@@ -289,20 +311,27 @@ class Replayer:
         device = self.model.device
         tables = [self.backend.make_page_table(plan, device) for plan in plans]
         with no_inference_mode():
-            ids = torch.zeros(plans[0].old_table.batch, 1, dtype=torch.int64, device=device)
+            ids = torch.zeros(
+                plans[0].old_table.batch, self.num_new, dtype=torch.int64, device=device
+            )
         pairs = zip(views, (tables[layer.paged_layer.leaf.group] for layer in layers), strict=True)
         steps = [self.backend.make_step(*pair) for pair in pairs]
         forward = self._make_forward(ReplayCache(cache.layers, steps))
         return BoundForward(tables, steps, ids, forward)
 
     def _make_forward(self, cache: ReplayCache) -> StaticForward:
+        num_new = self.num_new
+
         def forward(ids: Tensor, lengths: Tensor) -> Tensor:
+            positions = lengths[:, None] - num_new
+            if num_new > 1:
+                positions = positions + torch.arange(num_new, device=lengths.device)
             with (
                 use_kvant_attention(self.model)
-                if self.backend.enables_kvant_attention
+                if self.backend.enables_kvant_attention or num_new > 1  # drafts have a mask
                 else nullcontext()
             ):
-                return self.model_forward(ids, lengths[:, None] - 1, cache)
+                return self.model_forward(ids, positions, cache, num_new)
 
         return forward
 
@@ -311,6 +340,7 @@ class Replayer:
         bound = self._bound
         assert bound is not None
         arguments = bound.ids, bound.page_tables[0].lengths
+        self.is_warming_up = not bound.is_captured
         if not bound.is_captured and (bound.has_run or not self.backend.runs_eagerly_first):
             try:
                 captured = self.capture(bound.run, *arguments)

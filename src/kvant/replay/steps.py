@@ -1,9 +1,9 @@
-"""Decode steps: one layer's work on a token, on memory at fixed addresses, so it can be replayed.
+"""Decode steps: one layer's work on new tokens, at fixed addresses, so it can be replayed.
 
-The cache does not see the rows that steps write: the caller plans each token, and commits it after
-(cache/token.py). A page table is updated in place between tokens. On the CPU, so are the records of
-a page table and its append plan: a layer's requests for one token can be replayed unchanged for the
-next one. On the GPU a step is two operators, which a CUDA graph captures.
+The cache does not see the rows that steps write: the caller plans the tokens of each forward, and
+commits them after (cache/tokens.py). A page table is updated in place between forwards. On the CPU,
+so are the records of a page table and its append plan: a layer's requests for one forward can be
+replayed unchanged for the next one. On the GPU a step is two operators in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from kvant.errors import UnsupportedView
 from kvant.lazy import Derived
 from kvant.native import DTYPE_CODES
 from kvant.native.header import PAGE_TABLE_STRUCT, PLAN_STRUCT
-from kvant.page_table import LENGTH, PADDING, WRITE_ROW, AppendPlan, Ints, PageTable
+from kvant.page_table import LENGTH, PADDING, WRITE_COUNT, WRITE_ROW, AppendPlan, Ints, PageTable
 
 
 class StaticPageTable(Protocol):
-    """The page table of a layer group for the next token, updated in place."""
+    """The page table of a layer group for the next forward, updated in place."""
 
     capacity: int  # columns that it has room for
+    num_new: int  # tokens of each sequence in a forward
 
     @property
     def lengths(self) -> Tensor:
@@ -42,7 +43,10 @@ class StaticPageTable(Protocol):
         """Tokens of the longest sequence, its padding included."""
 
     def advance(self) -> None:
-        """Advance every sequence by one token that needs no new page and seals none."""
+        """Advance every sequence by one token that needs no new page and seals none.
+
+        Only for forwards of one token.
+        """
 
     def update(self, plan: AppendPlan) -> bool:
         """Copy the plan's page table; return False for other sequences, or if it does not fit."""
@@ -50,10 +54,10 @@ class StaticPageTable(Protocol):
 
 @dataclass(eq=False)
 class DecodeStep:
-    """Decode step of one layer: append a token to every sequence, then attend to all rows.
+    """Decode step of one layer: append tokens to every sequence, then attend to all rows.
 
-    `page_table` counts the tokens, those of this step included. The caller advances it with every
-    token, and updates it when pages change.
+    `page_table` counts the tokens, those of this step included. The caller advances or updates it
+    before every forward.
     """
 
     view: View  # the layer's storage; lengths and slots are read from `page_table`
@@ -67,7 +71,7 @@ class DecodeStep:
 
     @abstractmethod
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
-        """Store the framed rows [B, H, 1, D] of the token."""
+        """Store the framed rows [B, H, T, D] of the tokens."""
 
     @abstractmethod
     def attend(self, request: AttentionRequest) -> Tensor:
@@ -83,8 +87,8 @@ class DecodeStep:
         softcap: float | None = None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Return outputs [B, heads, 1, Dv], equal to those of `append` and then `attend`."""
-        self._check_token(q, keys, values, sink_logits)
+        """Return outputs [B, heads, T, Dv], equal to those of `append` and then `attend`."""
+        self._check_tokens(q, keys, values, sink_logits)
         key_frame, value_frame = self.view.keys.codec.frame, self.view.values.codec.frame
         self.write_rows(key_frame.transform_rows(keys), value_frame.transform_rows(values))
         request = AttentionRequest(
@@ -98,29 +102,29 @@ class DecodeStep:
         )
         return value_frame.restore_outputs(self.attend(request)).to(q.dtype)
 
-    def _check_token(
+    def _check_tokens(
         self, q: Tensor, keys: Tensor, values: Tensor, sink_logits: Tensor | None
     ) -> None:
-        """Raise ValueError unless the rows and queries are one token that fits the pages."""
-        batch = len(self.page_table.lengths)
+        """Raise ValueError unless rows and queries are those of the tokens, and fit the pages."""
+        batch, count = len(self.page_table.lengths), self.page_table.num_new
         for name, rows, pages in (
             ("keys", keys, self.view.keys.open),
             ("values", values, self.view.values.open),
         ):
-            needed = [batch, pages.shape[1], 1, pages.shape[3]]
+            needed = [batch, pages.shape[1], count, pages.shape[3]]
             same = rows.dtype == pages.dtype and rows.device == pages.device
             if list(rows.shape) != needed or not same:
                 raise ValueError(
-                    f"{name} {list(rows.shape)} of {rows.dtype} on {rows.device}: a step takes one "
-                    f"token, {needed} of {pages.dtype} on {pages.device}"
+                    f"{name} {list(rows.shape)} of {rows.dtype} on {rows.device}: this step takes "
+                    f"{needed} of {pages.dtype} on {pages.device}"
                 )
         heads, dim = keys.shape[1::2]
-        fits = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (batch, 1, dim)
+        fits = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (batch, count, dim)
         fits = fits and q.shape[1] > 0 and q.shape[1] % heads == 0
         if not fits or q.dtype not in DTYPE_CODES or q.device != keys.device:
             raise ValueError(
-                f"queries {list(q.shape)} of {q.dtype} on {q.device}: a step takes one token, "
-                f"[{batch}, a multiple of {heads}, 1, {dim}] of 16 or 32 bits on "
+                f"queries {list(q.shape)} of {q.dtype} on {q.device}: this step takes "
+                f"[{batch}, a multiple of {heads}, {count}, {dim}] of 16 or 32 bits on "
                 f"{keys.device}"
             )
         if sink_logits is not None and sink_logits.shape != (q.shape[1],):
@@ -143,11 +147,12 @@ BACKEND = NativeBackend()
 
 
 class StaticNativePageTable:
-    """A layer group's page table and append plan for the next token, at fixed addresses."""
+    """A layer group's page table and append plan for the next forward, at fixed addresses."""
 
     def __init__(self, plan: AppendPlan, device: torch.device) -> None:
         page_table = plan.read_table
         group = page_table.layer_group
+        self.num_new = plan.num_new
         self.capacity = group.capacity or 2 * int(page_table.seq_lens.max(initial=0)) + group.page
         numbers = np.zeros_like(page_table.numbers)
         self._record = np.array(PAGE_TABLE_STRUCT.null, np.int64)
@@ -162,7 +167,7 @@ class StaticNativePageTable:
         self.page_table.derived[structs.TABLE_RECORD] = structs.PointedRecord(
             structs.get_pointer(self._record), self._record
         )
-        self.plan = AppendPlan(self.page_table, self.page_table, self.page_table, 1)
+        self.plan = AppendPlan(self.page_table, self.page_table, self.page_table, self.num_new)
         self.plan.derived[structs.PLAN_RECORD] = structs.PointedRecord(
             structs.get_pointer(self._plan_record), self._plan_record
         )
@@ -189,8 +194,9 @@ class StaticNativePageTable:
         source, numbers = plan.read_table, self.page_table.numbers
         if source.num_tables != len(numbers) or source.layer_group != self.page_table.layer_group:
             return False
-        num_nonempty = np.count_nonzero(source.lengths > 0)
-        assert len(plan.writes) == num_nonempty, "every sequence with tokens writes one row"
+        num_written = int(plan.writes[:, WRITE_COUNT].sum())
+        expected = int(source.lengths.clip(0, plan.num_new).sum())
+        assert num_written == expected, "every sequence writes the rows of its new tokens"
         numbers[:] = source.numbers
         self._record[:] = structs.get_page_table_record(source)
         self._record[structs.NUMBERS_POINTER] = structs.get_pointer(numbers)
@@ -210,7 +216,7 @@ class NativeDecodeStep(DecodeStep):
 
     @classmethod
     def from_view(cls, view: View, page_table: StaticNativePageTable) -> NativeDecodeStep:
-        """Make a step from a layer's view of the expected token."""
+        """Make a step from a layer's view of the planned tokens."""
         check_step_view(BACKEND, view)
         sides = _detach_memory(view.keys, "keys"), _detach_memory(view.values, "values")
         step_view = view._replace(keys=sides[0], values=sides[1], page_table=page_table.page_table)

@@ -22,6 +22,8 @@ ENGINE_COUNTERS = (  # key of Engine.stats(), name, description
     ("prompt_tokens", "vllm:prefix_cache_queries", "Prompt tokens looked up"),
     ("cached_tokens", "vllm:prefix_cache_hits", "Prompt tokens in the prefix cache"),
     ("restored_tokens", "kvant_restored_tokens", "Prompt tokens from a store"),
+    ("drafts", "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified"),
+    ("drafts_accepted", "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted"),
     ("failed", "kvant_requests_failed", "Failed requests"),
     ("cancelled", "kvant_requests_cancelled", "Requests cancelled by the client"),
     ("put_aside", "kvant_put_aside", "Requests swapped out to a file"),

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -74,6 +74,7 @@ class ServerSettings(BaseModel):
     pack: bool = True
     weights: str | None = None
     guard: bool = True
+    draft: Literal["ngram"] | None = None
     adapters: dict[str, str] = {}  # folders of PEFT, by name of the model for clients
     device: str | None = None
     dtype: str = "auto"

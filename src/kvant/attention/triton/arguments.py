@@ -245,6 +245,8 @@ DEVICE_TABLES: Memo[dict[torch.device, TritonPageTable]] = Memo("tables on devic
 class StaticTritonPageTable(TritonPageTable):
     """A page table at a fixed address that is updated in place from token to token."""
 
+    num_new = 1  # tokens of each sequence in a forward
+
     def __init__(self, plan: AppendPlan, device: torch.device) -> None:
         """Allocate room for the layers' capacity, or for twice the present tokens."""
         page_table = plan.read_table

@@ -1,7 +1,7 @@
-"""One token that an external kernel stores: planned before the kernel runs, and committed after.
+"""Tokens that an external kernel stores: planned before the kernel runs, and committed after.
 
-plan_token   ->   the kernel writes the rows and computes attention   ->   commit_token
-allocates the slots of the rows                                            or `rollback`
+plan_tokens   ->   the kernel writes the rows and computes attention   ->   commit_tokens
+allocates the slots of the rows                                             or `rollback`
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvant.errors import CacheError, CapacityError, UnsupportedView
 from kvant.page_table import AppendPlan
 
 
-def plan_token(cache: Cache, *, seals: bool = False) -> list[AppendPlan]:
-    """Allocate one more token of every sequence, whose rows an external kernel writes.
+def plan_tokens(cache: Cache, count: int = 1, *, seals: bool = False) -> list[AppendPlan]:
+    """Allocate `count` more tokens of every sequence, whose rows an external kernel writes.
 
     Pages that are due by now are sealed here, and shared pages to be written are copied. If the
     kernel `seals`, it does both itself. Return one plan per layer group: it tells where rows go.
-    Call `commit_token` afterwards, or `rollback`.
+    Call `commit_tokens` afterwards, or `rollback`.
     """
     cache.rollback()
     holder = cache.holder
@@ -31,7 +31,7 @@ def plan_token(cache: Cache, *, seals: bool = False) -> list[AppendPlan]:
             raise UnsupportedView("a recurrent layer: its state cannot be written by a kernel")
         forward = holder.begin_forward(is_prompt=holder.in_prompt)
         try:
-            plans = forward.plan_token(seals=seals)
+            plans = forward.plan_tokens(count, seals=seals)
         except CapacityError:
             cache.rollback()
             raise
@@ -47,7 +47,7 @@ def _prepare_pages(holder: StateHolder, plans: Sequence[AppendPlan], *, seals: b
         if not plan.is_steady:
             pools = holder.state.pools[leaf.group]
             storage.ensure_slots(pools.open.size, pools.sealed.size)
-            if not seals:  # the rows of the token are written later
+            if not seals:  # the rows of the tokens are written later
                 empty_rows = make_empty_rows(plan, storage.sides)
                 store_rows(plan, empty_rows, storage.sides, holder.stats[leaf.name])
 
@@ -57,8 +57,8 @@ def list_page_buffers(cache: Cache) -> list[object]:
     return [storage.sides for storage in cache.holder.state.storages.values()]
 
 
-def commit_token(cache: Cache, backend: str, page_buffers: Sequence[object] | None = None) -> bool:
-    """Commit the token of `plan_token`, whose rows and attention an external kernel computed.
+def commit_tokens(cache: Cache, backend: str, page_buffers: Sequence[object] | None = None) -> bool:
+    """Commit the tokens of `plan_tokens`, whose rows and attention an external kernel computed.
 
     Return False, and roll back, if `page_buffers` are no longer those of this cache: another cache
     of the same pools has reallocated them.
@@ -68,7 +68,7 @@ def commit_token(cache: Cache, backend: str, page_buffers: Sequence[object] | No
         forward = holder.open_forward
         num_groups = len(holder.state.layout.layer_groups)
         if forward is None or len(forward.plans) < num_groups or forward.appended:
-            raise CacheError("commit_token without plan_token: call plan_token first")
+            raise CacheError("commit_tokens without plan_tokens: call plan_tokens first")
         buffers = list_page_buffers(cache)
         if page_buffers is not None and not all(map(operator.is_, page_buffers, buffers)):
             holder.rollback()

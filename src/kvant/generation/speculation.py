@@ -1,0 +1,272 @@
+"""Speculative decoding: propose cheap draft tokens, which one forward verifies together.
+
+Drafts come from earlier tokens (`NGramDrafter`) or from a smaller model (`ModelDrafter`). The
+sampler samples after each of them as it does without drafts, and a draft is accepted if it is the
+sampled token. So drafting changes neither the distribution nor the tokens of a seed.
+
+    tokens    ... a b c       sampled so far; c is not cached yet
+    drafts          d e f g
+    forward       c d e f g   five rows of logits
+    sampled       d e x       d and e are accepted, x replaces f
+
+A forward of more tokens takes longer. So `DraftSizer` verifies as many drafts as pay, by the times
+of forwards and by how many proposals came true, whether they were verified or not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kvant.generation.decoder import LogitsFunction, make_decoder
+from kvant.generation.prefiller import Prefiller
+from kvant.generation.sampling import NEGATIVE_INFINITY, Sampler
+from kvant.prefixes.tree import count_shared_prefix
+
+NGRAM_SIZES = (4, 3, 2)  # the longest n-gram of drafts with an earlier copy is used
+MAX_INDEXED_TOKENS = 1 << 15  # of a text, at first: 12 MB
+MAX_TOKENS_PER_CALL = 1 << 12  # to index: about 10 ms
+NUM_RECENT_TOKENS = 16  # compared to notice that a text is another one
+
+
+@dataclass(frozen=True)
+class DraftTarget:
+    """What drafts aim at: a sampler, and the size of its vocabulary."""
+
+    sampler: Sampler
+    vocab_size: int
+
+    def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> int:
+        """Sample a draft from another model's logits, padded to the target's vocabulary.
+
+        The random number is that of the target's token, so a similar model samples the same one.
+        """
+        missing = self.vocab_size - len(logits)
+        padded = pad(logits, (0, missing), value=NEGATIVE_INFINITY)
+        return self.sampler.sample(padded, previous_tokens).token
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Propose the next tokens of a sequence."""
+
+    def propose_drafts(
+        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
+    ) -> list[int]:
+        """Propose at most `max_drafts` tokens after `tokens`; an empty list is allowed."""
+
+    def fork(self) -> Drafter: ...
+
+
+class NGramDrafter:
+    """Propose the tokens that followed the newest earlier copy of the last n-gram."""
+
+    def __init__(self) -> None:
+        self._num_indexed = 0  # tokens in the index
+        self._recent_tokens: list[int] = []  # the newest ones of these
+        self._ngram_ends: dict[tuple[int, ...], int] = {}  # n-gram: end of its newest copy
+
+    def propose_drafts(
+        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget | None = None
+    ) -> list[int]:
+        self._index_ngrams(tokens)
+        for size in NGRAM_SIZES:
+            at = self._ngram_ends.get(tuple(tokens[-size:]))
+            if at is not None and len(tokens) >= size:
+                return list(tokens[at : at + max_drafts])
+        return []
+
+    def fork(self) -> NGramDrafter:
+        return NGramDrafter()
+
+    def _index_ngrams(self, tokens: Sequence[int]) -> None:
+        """Index n-grams that end before the newest token: each has a successor.
+
+        A long text is indexed in several calls, without its beginning.
+        """
+        begin, recent = self._num_indexed, self._recent_tokens
+        if list(tokens[begin - len(recent) : begin]) != recent:  # another text, or a rewound one
+            self._ngram_ends, begin = {}, 0
+        begin = max(begin, 1, len(tokens) - MAX_INDEXED_TOKENS)
+        stop = min(begin + MAX_TOKENS_PER_CALL, len(tokens))
+        for end in range(begin, stop):
+            for size in NGRAM_SIZES:
+                if size <= end:
+                    self._ngram_ends[tuple(tokens[end - size : end])] = end
+        self._num_indexed = stop
+        self._recent_tokens = list(tokens[max(0, stop - NUM_RECENT_TOKENS) : stop])
+
+
+class ModelDrafter:
+    """Propose drafts with a smaller model of the same tokenizer, which has its own cache."""
+
+    def __init__(self, model: nn.Module | LogitsFunction) -> None:
+        decoder = make_decoder(model)
+        self._prefiller = Prefiller(decoder, decoder.make_cache("raw"))
+
+    def propose_drafts(
+        self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
+    ) -> list[int]:
+        text = list(tokens)
+        decoder = self._prefiller.decoder
+        if decoder.vocab_size is not None and max(text) >= decoder.vocab_size:
+            return []  # the draft model's vocabulary is smaller and lacks a token
+        if decoder.max_context is not None:
+            max_drafts = min(max_drafts, decoder.max_context - len(text) + 1)
+        self._prefiller.cache.ensure_slack(max_drafts + 1)
+        for count in range(max_drafts):
+            if count == 0:
+                logits = self._prefiller.prefill(text)
+                self._prefiller.cache.checkpoint()
+            else:
+                logits = self._prefiller.compute_next_logits(text)[-1]
+            text.append(target.sample_draft(logits, text))
+        return text[len(tokens) :]
+
+    def fork(self) -> ModelDrafter:
+        copy = ModelDrafter.__new__(ModelDrafter)
+        copy._prefiller = self._prefiller.fork()
+        return copy
+
+
+def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
+    """Make a drafter from "ngram", a `Drafter` or a draft model."""
+    if draft == "ngram":
+        return NGramDrafter()
+    if isinstance(draft, Drafter):
+        return draft
+    if isinstance(draft, str):
+        raise ValueError(f"draft={draft!r}: 'ngram', a model, or None is needed")
+    return ModelDrafter(draft)
+
+
+# ---- how many drafts pay
+
+ACCEPTANCE_DECAY = 0.8  # weight of older proposals against the newest one
+INITIAL_ACCEPTED = 1.0  # drafts that count as accepted before the first proposal,
+INITIAL_REJECTED = 0.5  # and as rejected
+
+
+@dataclass
+class Acceptance:
+    """How likely a draft of one sequence comes true, by its newest proposals."""
+
+    accepted: float = INITIAL_ACCEPTED
+    rejected: float = INITIAL_REJECTED
+    pending: tuple[int, list[int]] | None = None  # a proposal, and the tokens before it
+
+    def record_proposal(self, tokens: Sequence[int], drafts: list[int]) -> None:
+        """Compare the pending proposal with the tokens that came; then wait for this one."""
+        if self.pending is not None:
+            num_before, proposal = self.pending
+            num_true = count_shared_prefix(proposal, tokens[num_before:])
+            if num_true == len(tokens) - num_before < len(proposal):
+                return  # all true so far: the rest is still to come
+            self.accepted = ACCEPTANCE_DECAY * self.accepted + num_true
+            self.rejected = ACCEPTANCE_DECAY * self.rejected + (num_true < len(proposal))
+        self.pending = (len(tokens), drafts) if drafts else None
+
+    def expect_tokens(self, num_drafts: int) -> float:
+        """Return the tokens that a forward with this many drafts will give, on average."""
+        return sum(self.rate**count for count in range(num_drafts + 1))
+
+    @property
+    def rate(self) -> float:
+        """The probability that a draft comes true after those before it did."""
+        return self.accepted / (self.accepted + self.rejected)
+
+
+class Proposal(NamedTuple):
+    """The drafts of one sequence, and how likely they come true."""
+
+    drafts: list[int]
+    acceptance: Acceptance
+
+
+DRAFT_SIZES = (1, 2, 4, 8)  # few sizes: each is captured once for replays
+MIN_SAMPLES = 2  # forwards of a size before its time is known
+MAX_SAMPLES = 5  # the newest ones, of which the fastest counts: others were interrupted
+SAMPLE_LIFETIME = 500  # forwards after which a size of drafts is tried again
+DEFAULT_ROW_COST = 0.1  # of a forward of one token, for each more, before any was measured
+MIN_GAIN = 1.05  # predicted tokens a second against those without drafts
+
+
+@dataclass
+class ForwardTimes:
+    """The newest times of forwards of one size."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    newest: int = 0  # number of the newest forward
+
+
+class DraftSizer:
+    """Choose how many drafts a forward verifies, by the tokens per second that it predicts."""
+
+    def __init__(self, max_drafts: int) -> None:
+        smaller = [size for size in DRAFT_SIZES if size < max_drafts]
+        self._sizes = [*smaller, max_drafts]
+        self._times: dict[tuple[int, int], ForwardTimes] = {}  # by sequences and tokens of each
+        self._num_forwards = 0
+
+    def record_forward(self, num_sequences: int, num_new: int, seconds: float) -> None:
+        """Add the time of a forward of `num_new` tokens of each sequence."""
+        times = self._times.setdefault((num_sequences, num_new), ForwardTimes())
+        self._num_forwards += 1
+        times.seconds.append(seconds)
+        times.newest = self._num_forwards
+
+    def choose_size(
+        self, proposals: Sequence[Proposal], limit: int, *, recomputes: bool = False
+    ) -> int:
+        """Return how many drafts to verify in each of the sequences, at most `limit`.
+
+        With `recomputes`, a rejection costs another forward, as recurrent layers need.
+        """
+        longest = min(limit, max((len(drafts) for drafts, _ in proposals), default=0))
+        plain = self._predict_seconds(len(proposals), 1)
+        if not longest or plain is None:
+            return 0
+        best_size, best_rate = 0, MIN_GAIN * len(proposals) / plain
+        for size in (size for size in self._sizes if size <= longest):
+            expected = (a.expect_tokens(min(size, len(drafts))) for drafts, a in proposals)
+            seconds = self._predict_seconds(len(proposals), 1 + size)
+            assert seconds is not None
+            if recomputes:
+                seconds += plain * (1 - min(a.rate**size for _, a in proposals))
+            if (rate := sum(expected) / seconds) > best_rate:
+                best_size, best_rate = size, rate
+        return best_size
+
+    def _predict_seconds(self, num_sequences: int, num_new: int) -> float | None:
+        """Return the seconds of a forward; None before the first measurement."""
+        if (known := self._get_seconds(num_sequences, num_new)) is not None:
+            return known
+        # By rows, from the closest measured forward.
+        rows = num_sequences * num_new
+        measured = {
+            sequences * new: seconds
+            for sequences, new in self._times
+            if (seconds := self._get_seconds(sequences, new)) is not None
+        }
+        if not measured:
+            return None
+        closest = min(measured, key=lambda other: abs(other - rows))
+        fewest, most = min(measured), max(measured)
+        row_seconds = (
+            max(0.0, measured[most] - measured[fewest]) / (most - fewest)
+            if most > fewest
+            else DEFAULT_ROW_COST * measured[closest] / closest
+        )
+        return max(measured[fewest], measured[closest] + (rows - closest) * row_seconds)
+
+    def _get_seconds(self, num_sequences: int, num_new: int) -> float | None:
+        times = self._times.get((num_sequences, num_new))
+        if times is None or len(times.seconds) < MIN_SAMPLES:
+            return None
+        is_old = self._num_forwards - times.newest > SAMPLE_LIFETIME
+        return None if is_old and num_new > 1 else min(times.seconds)

@@ -76,7 +76,7 @@ def gpu_page_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def every_draft_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify drafts whether that is faster or not, which depends on the machine."""
-    from generation.greedy_sizer import GreedySizer  # Triton must not be imported before
+    from generation.draft_times import GreedySizer  # Triton must not be imported before
 
     for module in ("generation.loop", "engine.drafts"):
         monkeypatch.setattr(f"kvant.{module}.DraftSizer", GreedySizer)

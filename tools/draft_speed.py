@@ -1,9 +1,10 @@
 """Measure what n-gram drafts gain in the engine: `python tools/draft_speed.py --model smollm2`.
 
 Clients decode at the same time, in an engine with drafts and in one without, by turns. `edited` is
-code that a client repeats with one name changed. `new` is text sampled at temperature 1, which
-repeats little. The seeds are equal, so both engines generate the same tokens. Prompts are cached
-before, so the speeds are those of decoding. A ratio is the median over the rounds.
+code that a client repeats with one word changed. `new` is text sampled at temperature 1, which
+repeats little. The seeds are equal, so both engines generate the same tokens, up to rounding.
+Prompts are cached before, so the speeds are those of decoding. A ratio is the median over the
+rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvant.bench import harness
 from kvant.checkpoints import load
 from kvant.engine import Engine
 
-OLD_NAME, NEW_NAME = "self", "this"
+OLD_WORD, NEW_WORD = "return", "yield"
 EDITED, NEW = "edited", "new"
 
 
@@ -38,11 +39,11 @@ class Workload:
 
 
 def make_workloads(num_clients: int) -> list[Workload]:
-    """Return the prompts of each client: a class of kvant, to be repeated, or the start of one."""
+    """Return the prompts of each client: a function to be repeated, or the start of one."""
     sources = list_sources(num_clients)
     edited = [
-        f"# Before:\n{source}\n# After, with `{OLD_NAME}` renamed to `{NEW_NAME}`:\n"
-        + source.replace(OLD_NAME, NEW_NAME)[: len(source) // 4]
+        f"# Before:\n{source}\n# After, with `{OLD_WORD}` replaced by `{NEW_WORD}`:\n"
+        + source.replace(OLD_WORD, NEW_WORD)[: len(source) // 4]
         for source in sources
     ]
     return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ from engine.test_engine import (
     no_leaks,
     wait_until_idle,
 )
+from generation.draft_times import EvenClock
 from generation.speakers import DEMO, model_of, tokenizer_of
 from hf.zoo import build, valid_spec
 from kvant.generation import Grammar
@@ -109,6 +109,7 @@ def test_hybrids_that_are_joined_lose_no_accepted_draft(known_texts: list[list[i
             for _ in range(20):
                 next(streams[0])
         assert [list(stream.result().tokens) for stream in streams] == expected
+        assert engine.stats()["drafts_accepted"] > 0
         wait_until_idle(engine)
 
 
@@ -189,6 +190,7 @@ def test_others_are_untouched_by_cancels_and_ends(spec: str, known_texts: list[l
         cancelled.cancel()
         assert [list(stream.result().tokens) for stream in streams] == expected
         rest = list(cancelled.result().tokens)
+        assert engine.stats()["drafts_accepted"] > 0
         wait_until_idle(engine)
     assert rest == generate_alone(model, prompts[0], spec, max_new_tokens=len(rest))
 
@@ -260,6 +262,7 @@ def test_prefixes_hold_no_rejected_draft(name: str, known_texts: list[list[int]]
         stream = engine.submit(second, max_new_tokens=REPLY, ignore_end=True)
         tokens = list(stream.result().tokens)
         assert stream.result().usage.cached_tokens > 0
+        assert engine.stats()["drafts_accepted"] > 0
     assert tokens == generate_alone(model, second, spec, max_new_tokens=REPLY)
 
 
@@ -271,7 +274,7 @@ def test_a_layer_that_refuses_drafts_is_decoded_without(known_texts: list[list[i
     with make_engine(model, draft="ngram", chunk_seconds=60) as engine:
         assert submit_all(engine, prompts) == expected
         batch = engine._worker.batch
-        assert batch.ragged and not batch.verifies_drafts
+        assert batch.ragged and not batch._verifies_drafts_in_batch
 
 
 def test_invalid_drafts_are_refused() -> None:
@@ -306,26 +309,13 @@ def test_output_length_is_that_of_the_longest_unfinished_choice(
     assert max(lengths) < 99
 
 
-class FakeClock:
-    """A module `time` whose forwards all take equally long, so that drafts pay."""
-
-    def __init__(self) -> None:
-        self.ticks = 0
-
-    def perf_counter(self) -> int:
-        self.ticks += 1
-        return self.ticks
-
-    monotonic = staticmethod(time.monotonic)
-
-
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo `every_draft_is_verified`, and let drafts pay."""
+    """Undo `every_draft_is_verified`; all forwards take equally long, so drafts pay."""
     for module in ("generation.loop", "engine.drafts"):
         monkeypatch.setattr(f"kvant.{module}.DraftSizer", DraftSizer)
     for module in ("generation.loop", "engine.worker"):
-        monkeypatch.setattr(f"kvant.{module}.time", FakeClock())
+        monkeypatch.setattr(f"kvant.{module}.time", EvenClock())
 
 
 @pytest.mark.parametrize("case", ["replayed", "hooked", "unchunked", "recurrent", "batched"])
@@ -353,20 +343,68 @@ def test_slack_of_the_spec_covers_the_drafts(known_texts: list[list[int]]) -> No
     with make_engine(model, spec, draft="ngram", chunk_seconds=60) as engine:
         assert engine._spec.layers[0].slack == 9
         assert submit_all(engine, prompts) == expected
+        assert engine.stats()["drafts_accepted"] > 0
 
 
 def test_proposals_do_not_slow_down_with_the_length() -> None:
     """Only the newest tokens are indexed, and compared."""
     tokens = torch.randint(0, VOCABULARY, (5000,)).tolist()
-    drafter, compared = NGramDrafter(), list[int]()
+    drafter, lengths = NGramDrafter(), list[int]()
 
     class Watched(list[int]):
         def __getitem__(self, key: Any) -> Any:
             if isinstance(key, slice):
-                compared.append(len(range(*key.indices(len(self)))))
+                lengths.append(len(range(*key.indices(len(self)))))
             return super().__getitem__(key)
 
-    drafter.propose_drafts(Watched(tokens), 8)
-    compared.clear()
+    for _ in range(5):
+        drafter.propose_drafts(Watched(tokens), 8)
+    lengths.clear()
     drafter.propose_drafts(Watched([*tokens, 7]), 8)
-    assert sum(compared) < 100
+    assert sum(lengths) < 100
+
+
+def test_long_texts_are_indexed_in_several_calls() -> None:
+    tokens = [*range(3000), 7, 8]
+    drafter = NGramDrafter()
+    assert drafter.propose_drafts(tokens, 2) == [9, 10]
+    assert drafter.propose_drafts([*tokens, 2500, 2501], 2) == []  # these were not indexed yet
+    assert drafter.propose_drafts([*tokens, 2500, 2501], 2) == [2502, 2503]
+    assert drafter.propose_drafts(tokens, 2) == [9, 10]  # rewound: indexed again
+
+
+def test_a_refusal_in_a_batch_leaves_drafts_of_single_sequences(
+    known_texts: list[list[int]],
+) -> None:
+    model, prompts = build("llama4"), make_repetitive_prompts(3)
+    expected = [generate_alone(model, prompt, max_new_tokens=REPLY) for prompt in prompts]
+    known_texts += [p + reply for p, reply in zip(prompts, expected, strict=True)]
+    with make_engine(model, draft="ngram", chunk_seconds=60) as engine:
+        assert submit_all(engine, prompts) == expected
+        before = engine.stats()["drafts_accepted"]
+        assert submit_all(engine, prompts[:1]) == expected[:1]
+        assert engine.stats()["drafts_accepted"] > before
+        wait_until_idle(engine)
+
+
+def test_verification_that_fails_is_not_tried_for_ever(
+    fake_clock: None, known_texts: list[list[int]]
+) -> None:
+    model, prompts, failures = build("llama"), make_repetitive_prompts(1), list[int]()
+    expected = [generate_alone(model, prompt, max_new_tokens=99) for prompt in prompts]
+    known_texts += [p + reply for p, reply in zip(prompts, expected, strict=True)]
+    forward = model.forward
+
+    @wraps(forward)
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs[get_cache_argument(model)]
+        if cache.states.holder.in_speculation and kwargs["input_ids"].shape[1] > 1:
+            failures.append(1)
+            raise RuntimeError("no memory")
+        return forward(*args, **kwargs)
+
+    model.forward = fail  # not replayed, either
+    with make_engine(model, draft="ngram") as engine:
+        assert submit_all(engine, prompts, max_new_tokens=99) == expected
+        wait_until_idle(engine)
+    assert 0 < len(failures) <= 8  # twice for each number of drafts

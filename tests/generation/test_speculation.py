@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kvant
+from generation.draft_times import EvenClock
 from generation.speakers import (
     DEMO,
     NEW,
@@ -292,20 +293,9 @@ def test_a_seed_gives_the_tokens_of_plain_sampling(draft: str, options: dict[str
         assert sum(step.drafted for step in drafted) > 40
 
 
-class Clock:
-    """A module `time` in which all forwards take equally long."""
-
-    def __init__(self) -> None:
-        self.ticks = 0
-
-    def perf_counter(self) -> int:
-        self.ticks += 1
-        return self.ticks
-
-
 @pytest.mark.parametrize("case", ["replayed", "hooked", "reference", "disabled"])
 def test_n_grams_are_verified_where_they_pay(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvant.generation.loop.time", Clock())
+    monkeypatch.setattr("kvant.generation.loop.time", EvenClock())
     monkeypatch.setattr("kvant.generation.loop.DraftSizer", DraftSizer)
     model, options = model_of(DEMO), dict[str, Any]()
     if case == "reference":
@@ -332,17 +322,17 @@ def test_n_grams_are_verified_where_they_pay(case: str, monkeypatch: pytest.Monk
 
 def test_acceptance_counts_proposals_that_were_not_verified() -> None:
     acceptance = Acceptance()
-    assert acceptance.expect_tokens(0) == 1
+    assert acceptance.estimate_tokens(0) == 1
     text = [1, 2, 3]
     acceptance.record_proposal(text, [4, 5])
-    first = acceptance.expect_tokens(2)
+    first = acceptance.estimate_tokens(2)
     acceptance.record_proposal([*text, 4], [5, 6])  # all true so far: nothing is known
-    assert acceptance.expect_tokens(2) == first
+    assert acceptance.estimate_tokens(2) == first
     acceptance.record_proposal([*text, 4, 5], [6])
-    assert acceptance.expect_tokens(2) > first
+    assert acceptance.estimate_tokens(2) > first
     for length in range(5, 30):
         acceptance.record_proposal(list(range(length)), [0])
-    assert 1 < acceptance.expect_tokens(2) < 1.05
+    assert 1 < acceptance.estimate_tokens(2) < 1.05
 
 
 def make_proposals(count: int, *, accepted: bool) -> list[Proposal]:
@@ -360,26 +350,46 @@ def make_sizer(seconds_by_rows: dict[int, float], num_sequences: int = 1) -> Dra
 
 def test_as_many_drafts_are_verified_as_pay() -> None:
     sure, wrong = make_proposals(1, accepted=True), make_proposals(1, accepted=False)
-    assert DraftSizer(8).choose_size(sure, 8) == 0, "no time is known yet"
+    assert DraftSizer(8).choose_num_drafts(sure, 8) == 0, "no time is known yet"
     sizer = make_sizer({1: 1.0})
-    assert sizer.choose_size(sure, 8) == 8
-    assert sizer.choose_size(sure, 3) == 2
-    assert sizer.choose_size(wrong, 8) == 0
-    assert sizer.choose_size([Proposal([], Acceptance())], 8) == 0
+    assert sizer.choose_num_drafts(sure, 8) == 8
+    assert sizer.choose_num_drafts(sure, 3) == 2
+    assert sizer.choose_num_drafts(wrong, 8) == 0
+    assert sizer.choose_num_drafts([Proposal([], Acceptance())], 8) == 0
     memory_bound = make_sizer({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.1, 9: 3.0})
-    assert memory_bound.choose_size(sure, 8) == 4
+    assert memory_bound.choose_num_drafts(sure, 8) == 4
     compute_bound = make_sizer({1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 9: 9.0})
-    assert compute_bound.choose_size(sure, 8) == 0
+    assert compute_bound.choose_num_drafts(sure, 8) == 0
 
 
 def test_a_size_is_tried_if_the_rows_of_others_promise_a_gain() -> None:
     sizer = make_sizer({1: 1.0})
     for _ in range(3):
         sizer.record_forward(16, 1, 1.2)  # rows are cheap
-    assert sizer.choose_size(make_proposals(8, accepted=True), 8) == 8
+    assert sizer.choose_num_drafts(make_proposals(8, accepted=True), 8) == 8
     for _ in range(5):
         sizer.record_forward(16, 1, 16.0)  # rows cost as much as forwards
-    assert sizer.choose_size(make_proposals(8, accepted=True), 8) == 0
+    assert sizer.choose_num_drafts(make_proposals(8, accepted=True), 8) == 0
+
+
+def test_decodes_without_drafts_are_measured_again() -> None:
+    """They may have become faster: for shorter contexts, or with other requests gone."""
+    sizer, sure = make_sizer({1: 1.0, 9: 1.0}), make_proposals(1, accepted=True)
+    for _ in range(600):
+        assert sizer.choose_num_drafts(sure, 8) in (0, 8)
+        sizer.record_forward(1, 9, 1.0)
+    assert sizer.choose_num_drafts(sure, 8) == 0
+    sizer.record_forward(1, 1, 0.1)
+    assert sizer.choose_num_drafts(sure, 8) == 0, "a draft now takes longer than it gains"
+
+
+def test_rejections_on_recurrent_layers_cost_a_forward() -> None:
+    sizer, unsure = (
+        make_sizer({1: 1.0, 2: 1.2, 3: 1.3, 5: 1.4, 9: 1.5}),
+        [Proposal([7] * 8, Acceptance(1.0, 1.0))],
+    )
+    assert sizer.choose_num_drafts(unsure, 8) > 0
+    assert sizer.choose_num_drafts(unsure, 8, recomputes=True) == 0
 
 
 def test_drafts_that_were_slow_are_tried_again() -> None:
@@ -387,7 +397,7 @@ def test_drafts_that_were_slow_are_tried_again() -> None:
         make_sizer({1: 1.0, 2: 9.0, 3: 9.0, 5: 9.0, 9: 9.0}),
         make_proposals(1, accepted=True),
     )
-    assert sizer.choose_size(sure, 8) == 0
+    assert sizer.choose_num_drafts(sure, 8) == 0
     for _ in range(600):
         sizer.record_forward(1, 1, 1.0)
-    assert sizer.choose_size(sure, 8) == 8
+    assert sizer.choose_num_drafts(sure, 8) == 8

@@ -212,8 +212,11 @@ class Batch:
         # Whether sequences of different lengths decode in one batch; else one by one.
         self.ragged = decoder.support.level >= SupportLevel.RAGGED_BATCH
         self.verifies_drafts = decoder.supports_chunked_prefill
-        # Whether sequences of a batch can be rewound to lengths of their own.
-        self._rewinds_each = not (empty_cache.is_recurrent or empty_cache.spec.retains_queries)
+        limits = decoder.max_context, empty_cache.capacity
+        self._max_lengths = [limit for limit in limits if limit is not None]  # of a sequence
+        # The sequences of a batch must be rewound to lengths of their own.
+        cannot_rewind = empty_cache.is_recurrent or empty_cache.spec.retains_queries
+        self._verifies_drafts_in_batch = self.verifies_drafts and self.ragged and not cannot_rewind
         empty_cache.backend = backend
         self.caches = SequenceCaches(empty_cache)
         self._adapter_switch = AdapterSwitch(decoder.model)
@@ -247,16 +250,15 @@ class Batch:
             repetition.fork.states.holder.free_retired_pages()
         sequence.cache.states.holder.free_retired_pages()
 
-    def count_draft_room(self, sequences: list[Sequence]) -> int:
+    def count_max_drafts(self, sequences: list[Sequence]) -> int:
         """Return how many drafts of each of these sequences one decode can verify."""
-        is_single = len(sequences) == 1
-        if not self.verifies_drafts or not (is_single or (self.ragged and self._rewinds_each)):
+        in_batch = len(sequences) > 1
+        if not (self._verifies_drafts_in_batch if in_batch else self.verifies_drafts):
             return 0
         caches = {self.caches.locate(sequence)[0] for sequence in sequences}
         states = [cache.state for cache in caches if cache is not None]
-        limits = self.decoder.max_context, self.caches.empty_cache.capacity
         longest = max(len(sequence.tokens) for sequence in sequences)
-        rooms = [limit - longest for limit in limits if limit is not None]
+        rooms = [limit - longest for limit in self._max_lengths]
         until_prunes = map(count_tokens_until_prune, states)
         rooms += [count - 1 for count in until_prunes if count is not None]
         return max(0, min([MAX_DRAFTS, *rooms]))
@@ -276,12 +278,15 @@ class Batch:
                 return self._decode_batch(sequences, drafts, num_new), {}
             except UnsupportedView as error:
                 if num_new > 1:
-                    self._disable_drafts(error)
+                    self._disable_drafts(error, in_batch=len(sequences) > 1)
                     return self.decode(sequences)
                 self._disable_batching(error)
             except Exception as error:
                 text = repr(error)  # a log handler may store the error, and with it our caches
-                log.warning("batch of %d sequences failed: %s: one by one", len(sequences), text)
+                log.warning(
+                    "a decode of %d sequences and %d drafts failed: %s: one by one, without drafts",
+                    *(len(sequences), num_new - 1, text),
+                )
         rows, errors = list[Tensor](), dict[int, Exception]()
         for index, sequence in enumerate(sequences):
             try:
@@ -341,6 +346,7 @@ class Batch:
             self._adapter_switch.use(adapter),
         ):
             self.decoder.compute_logits(sequence.tokens[cache.length : -1], cache)
+        self.decoder.num_unsteady_forwards += 1
         cache.states.holder.free_retired_pages()
 
     def _forward(
@@ -392,14 +398,16 @@ class Batch:
             self.caches.fork(self._idle_template, remaining[-1])
         return remaining
 
-    def _disable_drafts(self, error: Exception) -> None:
-        """Decode without drafts from now on."""
-        self.verifies_drafts = False
-        log.info("%s: decoding without drafts: %s", type(self.decoder.model).__name__, str(error))
+    def _disable_drafts(self, error: Exception, *, in_batch: bool) -> None:
+        """Decode without drafts from now on; after a refusal in a batch, in batches alone."""
+        self._verifies_drafts_in_batch = False
+        self.verifies_drafts = self.verifies_drafts and in_batch
+        name, where = type(self.decoder.model).__name__, " in batches" if in_batch else ""
+        log.info("%s: decoding without drafts%s: %s", name, where, str(error))
 
     def _disable_batching(self, error: Exception) -> None:
         """Decode one sequence at a time from now on."""
-        self.ragged = False
+        self.ragged = self._verifies_drafts_in_batch = False
         for adapter in [*self._idle_sequences]:
             self._resize_idle(adapter, 0)
         self.caches.extract_all()

@@ -1,13 +1,14 @@
 """The drafts of an engine: the tokens that a decode verifies besides the newest ones.
 
 Every sequence proposes the tokens that followed an earlier copy of its last ones. A decode verifies
-equally many drafts of each sequence, as many as pay: while a forward mostly reads weights, more
-tokens are almost free. Sequences with fewer drafts are padded. Rejected drafts and padding are
-dropped from the caches afterwards.
+the same number of drafts of each sequence, the one with the highest predicted speed: while a
+forward mostly reads weights, more tokens take little more time. Sequences with fewer drafts are
+padded. Rejected drafts and padding are dropped from the caches afterwards.
 """
 
 from __future__ import annotations
 
+import math
 from collections import abc
 
 from kvant.engine.batch import Batch
@@ -16,7 +17,7 @@ from kvant.generation.speculation import DraftSizer, Proposal
 
 
 class DraftChooser:
-    """Choose the drafts of each decode, by the times of decodes and by what came true."""
+    """Choose the drafts of each decode, by the times of decodes and the accepted proposals."""
 
     def __init__(self, batch: Batch, max_drafts: int) -> None:
         self._batch = batch
@@ -28,20 +29,25 @@ class DraftChooser:
         no_drafts = [list[int]()] * len(pairs)
         if all(sequence.drafter is None for _, sequence in pairs):
             return no_drafts
-        room = self._batch.count_draft_room([sequence for _, sequence in pairs])
-        if not room:
+        limit = self._batch.count_max_drafts([sequence for _, sequence in pairs])
+        if not limit:
             return no_drafts
         proposals = [
             Proposal(self._propose_drafts(request, sequence), sequence.acceptance)
             for request, sequence in pairs
         ]
         recomputes = self._batch.caches.empty_cache.is_recurrent
-        size = self._sizer.choose_size(proposals, room, recomputes=recomputes)
-        return [drafts[:size] for drafts, _ in proposals]
+        count = self._sizer.choose_num_drafts(proposals, limit, recomputes=recomputes)
+        return [drafts[:count] for drafts, _ in proposals]
 
     def record_decode(self, num_sequences: int, num_new: int, seconds: float) -> None:
-        """Add the time of a decode of `num_new` tokens of each sequence."""
-        self._sizer.record_forward(num_sequences, num_new, seconds)
+        """Add the time of a decode of `num_new` tokens of each sequence, in one forward or not."""
+        if self._batch.ragged or num_sequences == 1:
+            self._sizer.record_forward(num_sequences, num_new, seconds)
+
+    def record_failure(self, num_sequences: int, num_new: int) -> None:
+        """Record that such a decode failed: it is not tried again soon."""
+        self._sizer.record_forward(num_sequences, num_new, math.inf)
 
     def _propose_drafts(self, request: Request, sequence: Sequence) -> list[int]:
         """Propose drafts, if at least one and the token after it may still be generated."""

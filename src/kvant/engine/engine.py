@@ -111,7 +111,7 @@ class Engine:
         `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
         `adapters` are LoRA adapters: folders of PEFT by name. With `draft="ngram"`, a decode also
         verifies up to `max_drafts` tokens that followed earlier copies of the last ones, where
-        that is faster; it changes no token.
+        that is faster; replies stay the same, up to rounding.
         """
         _check_drafts(draft, max_drafts)
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)

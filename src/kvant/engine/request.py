@@ -195,20 +195,22 @@ def sample_tokens(
     They are one token, and another one after each draft that is accepted.
     """
     tokens: list[list[SampledToken | Exception]] = [[] for _ in sequences]
+    texts = [sequence.tokens for _, sequence in sequences]
     indices = list(range(len(sequences)))  # of the sequences whose drafts are accepted so far
     for column in range(logits.shape[1]):
         rows = logits[:, column] if len(indices) == len(sequences) else logits[indices, column]
-        texts = [
-            sequence.tokens + drafts[index][:column] if column else sequence.tokens
-            for index in indices
-            for _, sequence in [sequences[index]]
-        ]
-        sampled = _sample_each([sequences[index] for index in indices], texts, rows)
+        sampled = _sample_each(
+            [sequences[index] for index in indices], [texts[index] for index in indices], rows
+        )
         for index, token in zip(indices, sampled, strict=True):
             tokens[index].append(token)
         indices = [i for i in indices if is_accepted(tokens[i][column], drafts[i][column:])]
         if not indices:
             break
+        for index in indices:
+            if column == 0:  # the text of the sequence grows later
+                texts[index] = [*texts[index]]
+            texts[index].append(drafts[index][column])
     return tokens
 
 

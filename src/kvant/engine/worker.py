@@ -326,7 +326,8 @@ class EngineWorker:
             (request, sequence) for request in action.requests for sequence in request.sequences
         ]
         sequences, drafts = [sequence for _, sequence in pairs], self.drafts.choose_drafts(pairs)
-        begin, num_warmups = time.perf_counter(), self.batch.decoder.num_warmups
+        begin, num_unsteady = time.perf_counter(), self.batch.decoder.num_unsteady_forwards
+        num_new = 1 + max(map(len, drafts))
         logits, errors = self.batch.decode(sequences, drafts)
         for index, error in errors.items():
             request, _ = pairs[index]
@@ -340,9 +341,10 @@ class EngineWorker:
         pairs, drafts = [pairs[i] for i in decoded], [drafts[i] for i in decoded]
         drafts = [verified[: logits.shape[1] - 1] for verified in drafts]
         tokens = sample_tokens(pairs, logits, drafts)
-        if self.batch.decoder.num_warmups == num_warmups:
-            seconds = time.perf_counter() - begin
-            self.drafts.record_decode(len(pairs), logits.shape[1], seconds)
+        if logits.shape[1] < num_new:
+            self.drafts.record_failure(len(sequences), num_new)
+        elif self.batch.decoder.num_unsteady_forwards == num_unsteady:
+            self.drafts.record_decode(len(pairs), num_new, time.perf_counter() - begin)
         self._emit_tokens(pairs, tokens, drafts)
 
     def _emit_tokens(
@@ -356,6 +358,7 @@ class EngineWorker:
             self._append_tokens(request, sequence, sampled, verified)
             for (request, sequence), sampled, verified in zip(pairs, tokens, drafts, strict=True)
         ]
+        self._metrics.drafts += sum(map(len, drafts))
         now, requests = time.monotonic(), dict.fromkeys(request for request, _ in pairs)
         try:
             if any(drafts):
@@ -382,7 +385,6 @@ class EngineWorker:
     ) -> list[Step | Exception]:
         """Append the tokens of a sequence to its output, up to the one that ends it."""
         steps, output = list[Step | Exception](), request.outputs[sequence.choice]
-        self._metrics.drafts += len(drafts)
         for index, token in enumerate(tokens):
             try:
                 if isinstance(token, Exception):
@@ -392,7 +394,6 @@ class EngineWorker:
             except Exception as error:
                 return [*steps, error]
             steps.append(step)
-            self._metrics.drafts_accepted += drafted
             if step.finish_reason is not None:
                 break
         return steps
@@ -409,6 +410,7 @@ class EngineWorker:
                     raise step
                 since = now if index else request.last_token_time
                 self._metrics.count_token(since, now, first=num_before + index == 0)
+                self._metrics.drafts_accepted += step.drafted
                 self.requests[request].put(step)
             except Exception as error:
                 self._finish(request, error)

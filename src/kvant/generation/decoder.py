@@ -66,7 +66,9 @@ class TransformersDecoder:
             WeakKeyDictionary()
         )
         self._forward = TokenForward(model)
-        self.num_warmups = 0  # forwards that took longer than later ones, for a capture
+        # Forwards whose times tell nothing of later ones: they came before or during a capture, or
+        # computed accepted drafts again.
+        self.num_unsteady_forwards = 0
 
     @cached_property
     def support(self) -> Support:
@@ -178,7 +180,7 @@ class TransformersDecoder:
             replayers[num_new] = replayer
         ids = torch.tensor(tokens)
         out = None if replayer is None else replayer.compute_logits(cache, ids)
-        self.num_warmups += replayer is not None and replayer.is_warming_up
+        self.num_unsteady_forwards += replayer is not None and replayer.is_warming_up
         if out is not None:
             return out[:, -num_new:].to(torch.float32, copy=True)
         position_ids = torch.tensor(positions)[:, None] + torch.arange(num_new)
@@ -242,7 +244,7 @@ class CallableDecoder:
     vocab_size: int | None = None
     end_tokens: frozenset[int] = frozenset()
     fingerprint: str | None = None
-    num_warmups = 0
+    num_unsteady_forwards = 0
 
     def __init__(self, function: LogitsFunction) -> None:
         self.function = function

@@ -373,7 +373,7 @@ class GenerationLoop:
             self._acceptance.record_proposal(output.tokens, drafts)
             proposals = [Proposal(drafts, self._acceptance)]
             recomputes = cache.is_recurrent
-            size = self._draft_sizer.choose_size(proposals, limit, recomputes=recomputes)
+            size = self._draft_sizer.choose_num_drafts(proposals, limit, recomputes=recomputes)
             drafts = drafts[:size]
         self.num_drafts += len(drafts)
         if drafts:
@@ -383,9 +383,10 @@ class GenerationLoop:
     def _verify_drafts(self, tokens: list[int], drafts: list[int]) -> Tensor:
         """Return the logits after the newest token, and after each draft."""
         decoder, num_new, begin = self.prefiller.decoder, 1 + len(drafts), time.perf_counter()
-        num_warmups = decoder.num_warmups
+        num_unsteady = decoder.num_unsteady_forwards
         rows = self.prefiller.compute_next_logits([*tokens, *drafts], num_new)
-        if self._draft_sizer is not None and decoder.num_warmups == num_warmups:
+        if self._draft_sizer is not None and decoder.num_unsteady_forwards == num_unsteady:
+            float(rows[0, 0])  # waits for a GPU
             self._draft_sizer.record_forward(1, num_new, time.perf_counter() - begin)
         return rows
 
@@ -416,6 +417,8 @@ class GenerationLoop:
         fork = copy.copy(self)
         fork.prefiller = self.prefiller.fork()
         fork.drafter = None if self.drafter is None else self.drafter.fork()
+        fork._acceptance = replace(self._acceptance, pending=None)
+        fork._draft_sizer = copy.deepcopy(self._draft_sizer)
         return fork
 
 

@@ -159,6 +159,7 @@ class Prefiller:
         if (begin := self.cache.length) < num_previous:  # accepted drafts after a checkpoint
             with self.cache.speculation_mode():
                 self._run_forward(tokens, begin, num_previous, num_logits=1)
+            self.decoder.num_unsteady_forwards += 1
         if num_logits > 1:
             self.cache.checkpoint()
         begin = self.cache.length

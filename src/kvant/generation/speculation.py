@@ -2,15 +2,17 @@
 
 Drafts come from earlier tokens (`NGramDrafter`) or from a smaller model (`ModelDrafter`). The
 sampler samples after each of them as it does without drafts, and a draft is accepted if it is the
-sampled token. So drafting changes neither the distribution nor the tokens of a seed.
+sampled token. So drafting changes neither the distribution nor, up to rounding, the tokens of a
+seed.
 
     tokens    ... a b c       sampled so far; c is not cached yet
     drafts          d e f g
     forward       c d e f g   five rows of logits
     sampled       d e x       d and e are accepted, x replaces f
 
-A forward of more tokens takes longer. So `DraftSizer` verifies as many drafts as pay, by the times
-of forwards and by how many proposals came true, whether they were verified or not.
+A forward of more tokens takes longer. `DraftSizer` chooses the number of drafts with the highest
+predicted tokens per second, from the times of forwards and the share of accepted proposals. A
+proposal that was not verified counts as accepted if its tokens were sampled.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from kvant.prefixes.tree import count_shared_prefix
 
 NGRAM_SIZES = (4, 3, 2)  # the longest n-gram of drafts with an earlier copy is used
 MAX_INDEXED_TOKENS = 1 << 15  # of a text, at first: 12 MB
-MAX_TOKENS_PER_CALL = 1 << 12  # to index: about 10 ms
+MAX_TOKENS_PER_CALL = 1 << 10  # to index: about 3 ms
 NUM_RECENT_TOKENS = 16  # compared to notice that a text is another one
 
 
@@ -145,7 +147,7 @@ def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
     return ModelDrafter(draft)
 
 
-# ---- how many drafts pay
+# ---- the number of drafts
 
 ACCEPTANCE_DECAY = 0.8  # weight of older proposals against the newest one
 INITIAL_ACCEPTED = 1.0  # drafts that count as accepted before the first proposal,
@@ -154,7 +156,7 @@ INITIAL_REJECTED = 0.5  # and as rejected
 
 @dataclass
 class Acceptance:
-    """How likely a draft of one sequence comes true, by its newest proposals."""
+    """How likely a draft of one sequence is accepted, by its newest proposals."""
 
     accepted: float = INITIAL_ACCEPTED
     rejected: float = INITIAL_REJECTED
@@ -164,34 +166,37 @@ class Acceptance:
         """Compare the pending proposal with the tokens that came; then wait for this one."""
         if self.pending is not None:
             num_before, proposal = self.pending
-            num_true = count_shared_prefix(proposal, tokens[num_before:])
-            if num_true == len(tokens) - num_before < len(proposal):
-                return  # all true so far: the rest is still to come
-            self.accepted = ACCEPTANCE_DECAY * self.accepted + num_true
-            self.rejected = ACCEPTANCE_DECAY * self.rejected + (num_true < len(proposal))
+            num_matched = count_shared_prefix(proposal, tokens[num_before:])
+            if num_matched == len(tokens) - num_before < len(proposal):
+                return  # all match so far: the rest is still to come
+            self.accepted = ACCEPTANCE_DECAY * self.accepted + num_matched
+            self.rejected = ACCEPTANCE_DECAY * self.rejected + (num_matched < len(proposal))
         self.pending = (len(tokens), drafts) if drafts else None
 
-    def expect_tokens(self, num_drafts: int) -> float:
+    def estimate_tokens(self, num_drafts: int) -> float:
         """Return the tokens that a forward with this many drafts will give, on average."""
-        return sum(self.rate**count for count in range(num_drafts + 1))
+        rate, expected = self.acceptance_rate, 1.0
+        for _ in range(num_drafts):
+            expected = 1.0 + rate * expected
+        return expected
 
     @property
-    def rate(self) -> float:
-        """The probability that a draft comes true after those before it did."""
+    def acceptance_rate(self) -> float:
+        """The probability that a draft is accepted if those before it are."""
         return self.accepted / (self.accepted + self.rejected)
 
 
 class Proposal(NamedTuple):
-    """The drafts of one sequence, and how likely they come true."""
+    """The drafts of one sequence, and how likely they are accepted."""
 
     drafts: list[int]
     acceptance: Acceptance
 
 
-DRAFT_SIZES = (1, 2, 4, 8)  # few sizes: each is captured once for replays
+DRAFT_COUNTS = (1, 2, 4, 8)  # few: forwards of each are captured once
 MIN_SAMPLES = 2  # forwards of a size before its time is known
 MAX_SAMPLES = 5  # the newest ones, of which the fastest counts: others were interrupted
-SAMPLE_LIFETIME = 500  # forwards after which a size of drafts is tried again
+SAMPLE_LIFETIME = 500  # forwards after which a time is measured again
 DEFAULT_ROW_COST = 0.1  # of a forward of one token, for each more, before any was measured
 MIN_GAIN = 1.05  # predicted tokens a second against those without drafts
 
@@ -208,8 +213,7 @@ class DraftSizer:
     """Choose how many drafts a forward verifies, by the tokens per second that it predicts."""
 
     def __init__(self, max_drafts: int) -> None:
-        smaller = [size for size in DRAFT_SIZES if size < max_drafts]
-        self._sizes = [*smaller, max_drafts]
+        self._counts = [*(count for count in DRAFT_COUNTS if count < max_drafts), max_drafts]
         self._times: dict[tuple[int, int], ForwardTimes] = {}  # by sequences and tokens of each
         self._num_forwards = 0
 
@@ -220,27 +224,30 @@ class DraftSizer:
         times.seconds.append(seconds)
         times.newest = self._num_forwards
 
-    def choose_size(
+    def choose_num_drafts(
         self, proposals: Sequence[Proposal], limit: int, *, recomputes: bool = False
     ) -> int:
         """Return how many drafts to verify in each of the sequences, at most `limit`.
 
-        With `recomputes`, a rejection costs another forward, as recurrent layers need.
+        With `recomputes`, a rejection costs another forward, as it does on recurrent layers.
         """
         longest = min(limit, max((len(drafts) for drafts, _ in proposals), default=0))
-        plain = self._predict_seconds(len(proposals), 1)
-        if not longest or plain is None:
+        most = sum(a.estimate_tokens(min(longest, len(drafts))) for drafts, a in proposals)
+        if most <= MIN_GAIN * len(proposals):  # even if drafts took no time
             return 0
-        best_size, best_rate = 0, MIN_GAIN * len(proposals) / plain
-        for size in (size for size in self._sizes if size <= longest):
-            expected = (a.expect_tokens(min(size, len(drafts))) for drafts, a in proposals)
-            seconds = self._predict_seconds(len(proposals), 1 + size)
+        plain = self._predict_seconds(len(proposals), 1)
+        if plain is None or self._is_old(len(proposals), 1):
+            return 0
+        best_count, best_rate = 0, MIN_GAIN * len(proposals) / plain
+        for count in (count for count in self._counts if count <= longest):
+            expected = (a.estimate_tokens(min(count, len(drafts))) for drafts, a in proposals)
+            seconds = self._predict_seconds(len(proposals), 1 + count)
             assert seconds is not None
             if recomputes:
-                seconds += plain * (1 - min(a.rate**size for _, a in proposals))
+                seconds += plain * (1 - min(a.acceptance_rate**count for _, a in proposals))
             if (rate := sum(expected) / seconds) > best_rate:
-                best_size, best_rate = size, rate
-        return best_size
+                best_count, best_rate = count, rate
+        return best_count
 
     def _predict_seconds(self, num_sequences: int, num_new: int) -> float | None:
         """Return the seconds of a forward; None before the first measurement."""
@@ -268,5 +275,10 @@ class DraftSizer:
         times = self._times.get((num_sequences, num_new))
         if times is None or len(times.seconds) < MIN_SAMPLES:
             return None
-        is_old = self._num_forwards - times.newest > SAMPLE_LIFETIME
-        return None if is_old and num_new > 1 else min(times.seconds)
+        is_tried_again = num_new > 1 and self._is_old(num_sequences, num_new)
+        return None if is_tried_again else min(times.seconds)
+
+    def _is_old(self, num_sequences: int, num_new: int) -> bool:
+        """Whether such a forward was measured long ago."""
+        times = self._times.get((num_sequences, num_new))
+        return times is not None and self._num_forwards - times.newest > SAMPLE_LIFETIME

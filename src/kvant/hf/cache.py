@@ -437,7 +437,7 @@ class TransformersCache(HFCache):
         self._run_rewind(partial(self.states.rewind, to))
 
     def _run_rewind(self, rewind: Callable[[], None]) -> None:
-        """Rewind `states`, and forget the padding that its sequences have no more."""
+        """Rewind `states`, and forget the padding that its sequences no longer have."""
         had_tokens = self.states.length > 0
         rewind()
         if had_tokens and not self.states.length:  # the next tokens may be of another batch

@@ -186,7 +186,7 @@ class Replayer:
         self._keepalive: list[Any] = []  # memory of the weights, which the graph reads
         self._num_forwards = 0
         self._num_warmups = 0  # ordinary forwards so far
-        self.is_warming_up = False  # the newest forward took longer than later ones: for a capture
+        self.is_warming_up = False  # the newest forward came before or during a capture
         # Drafts follow many single tokens, so their captures pay at once.
         self._min_warmups = backend.num_warmup_forwards if num_new == 1 else 0
         # One assignment replaces each, so an interrupt leaves the old one or the new one.
@@ -295,7 +295,7 @@ class Replayer:
             self._bound = None
             self._save_baked_values(current)
             if previous and self._min_warmups:
-                self._num_warmups = 0
+                self._num_warmups, self.is_warming_up = 0, True
                 raise ReplayPaused("the model has changed")
 
     def _bind_pages(

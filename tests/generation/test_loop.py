@@ -4,6 +4,8 @@ conditions.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -268,3 +270,13 @@ def test_spec_for_a_plain_callable_is_refused_at_once(options: dict[str, Any]) -
 def test_foreign_cache_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="a cache of kvant's"):
         generate_wrongly(kv_cache=DynamicCache())
+
+
+def test_unfinished_steps_are_silent_when_python_ends() -> None:
+    """Then the modules that closing them needs are gone."""
+    code = (
+        "import kvant; from kvant.checkpoints import load; model, tokenizer = load(None)\n"
+        "steps = kvant.generate(model, tokenizer, 'import ', max_new_tokens=9); next(steps)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0 and "Error" not in ended.stderr

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -335,6 +336,7 @@ class GenerationLoop:
     ) -> Generator[Step, None, None]:
         prefiller, tokens, drafts = self.prefiller, output.tokens, list[int]()
         self._acceptance.pending = None  # a proposal for another text
+        is_finalizing = sys.is_finalizing  # at the end of the interpreter, modules are gone
         try:
             rows = prefiller.prefill(tokens, progress, branch_points)[None]
             while True:
@@ -355,9 +357,10 @@ class GenerationLoop:
                 drafts = self._propose_drafts(self.drafter, target, output)
                 rows = self._verify_drafts(tokens, drafts)
         finally:
-            kept = commit(output)  # first: an interrupt of what follows loses no reply
-            prefiller.align_cache(tokens)  # drops drafts whose steps were not reached
-            prefiller.settle(kept)
+            if not is_finalizing():
+                kept = commit(output)  # first: an interrupt of what follows loses no reply
+                prefiller.align_cache(tokens)  # drops drafts whose steps were not reached
+                prefiller.settle(kept)
 
     def _propose_drafts(self, drafter: Drafter, target: DraftTarget, output: Output) -> list[int]:
         """Propose drafts, if at least one and the token after it may still be generated."""

@@ -176,7 +176,7 @@ def test_error_after_the_start_of_a_stream_is_a_server_error(
     running: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(sequences: Any, logits: Any, drafts: Any) -> list[list[Exception]]:
-        return [[ValueError("what nobody is to know")]] * len(sequences)
+        return [[ValueError("an internal detail")]] * len(sequences)
 
     monkeypatch.setattr("kvant.engine.worker.sample_tokens", fails)
     response = httpx.post(f"{running[1]}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})

@@ -512,7 +512,7 @@ def test_boolean_index_is_not_accepted_for_sequences() -> None:
 @pytest.mark.parametrize("start", [2, [0.5], [[1]], torch.tensor([True])], ids=str)
 def test_start_of_wrong_type_is_refused(start: object) -> None:
     cache = Cache(1, "raw")
-    with pytest.raises(ValueError, match="one whole number a sequence"):
+    with pytest.raises(ValueError, match="one whole number per sequence"):
         cache[0].append(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), start=start)
 
 

@@ -18,7 +18,6 @@ OPTIONS = ("tail=0", "smooth")
 OUTLIER_FORMATS = ("affine8", "fp8", "affine4", "turbo4v4", "turbo4v2", "turbo2v2")
 COLUMNS = {  # of the page: a field of a result, and its format
     "a row": ("of_raw", ".3f"),
-    "at 2k": ("of_raw_2k", ".3f"),
     "perplexity": ("perplexity_change", "+.2%"),
     "mean KL": ("mean_kl", ".2g"),
     "p99.9": ("p999_kl", ".2g"),
@@ -110,7 +109,7 @@ def _format_option(row: ResultRow | None, option: str, prefix: str = "") -> dict
 
 def _format_plain(row: ResultRow, rows: Mapping[str, ResultRow]) -> dict[str, str]:
     low, high = row["perplexity_change_interval"]
-    line = _format_name(row) | _format_columns(row, "a row", "at 2k", "perplexity")
+    line = _format_name(row) | _format_columns(row, "a row", "perplexity")
     line |= {"95%": f"{low:+.2%}..{high:+.2%}"}
     line |= _format_columns(row, "mean KL", "p99.9", "top-1")
     for option in OPTIONS:
@@ -129,7 +128,7 @@ def _format_outliers(name: str, models: Mapping[str, Mapping[str, ResultRow]]) -
 def _format_recipe(row: ResultRow, ladder: Sequence[FormatPoint]) -> dict[str, str]:
     """Compare a recipe with uniform codes of equal bytes."""
     ratio = row["mean_kl"] / interpolate_kl(ladder, row["of_raw_2k"])
-    line = _format_name(row) | _format_columns(row, "at 2k", "mean KL")
+    line = _format_name(row) | _format_columns(row, "mean KL")
     return line | {"of equal bytes": f"{ratio:.2f}"}
 
 

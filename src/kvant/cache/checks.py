@@ -1,4 +1,4 @@
-"""Validation of the arguments of `append`, before anything changes."""
+"""Validation of the arguments of `append` and `plan_tokens`, before anything changes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def parse_padding(start: Sequence[int] | Tensor, batch: int) -> tuple[int, ...]:
     """Return the columns of left padding of each sequence, from the `start` of an append."""
     columns = torch.as_tensor(start)
     if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
-        raise ValueError(f"start {start}: one whole number a sequence is needed")
+        raise ValueError(f"start {start}: one whole number per sequence is needed")
     padding = tuple(columns.tolist())
     if len(padding) != batch or min(padding, default=0) < 0:
         raise ValueError(
@@ -137,10 +137,10 @@ def check_append_fits(
 
 def check_no_page_due(page_table: PageTable, count: int) -> None:
     """Refuse `count` tokens that complete a page which must be sealed at once."""
-    new_rows = np.maximum(page_table.lengths + count, 0)
-    due = page_table.layer_group.paging.count_due_pages_each(new_rows)
+    new_lengths = np.maximum(page_table.lengths + count, 0)
+    due = page_table.layer_group.paging.count_due_pages_each(new_lengths)
     if (indices := np.flatnonzero(due * page_table.layer_group.page > page_table.seq_lens)).size:
         raise CapacityError(
-            f"plan_tokens({count}) at {int(page_table.seq_lens[indices[0]])} tokens: one of them "
+            f"plan_tokens({count}) at {int(page_table.seq_lens[indices[0]])} tokens: a new token "
             "completes a page, which must be sealed; use append()"
         )

@@ -154,7 +154,7 @@ def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> SavedCache:
-    """Return the contents of a file, to pass to `restore` of a cache of the same spec."""
+    """Return the contents of a file; `restore` of a cache of the same spec takes the snapshot."""
     source = Path(path)
     header = read_header(source)
     _check_page_nbytes(source, header)
@@ -226,12 +226,12 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
     for name, recipe in iterate_leaves(header.spec):
         if not isinstance(recipe, LayerSpec):
             continue
-        numbers = header.tensors.get(f"{name}/{NUMBERS_KEY}")
+        table_numbers = header.tensors.get(f"{name}/{NUMBERS_KEY}")
         for side in recipe.sides:
             rows = header.tensors.get(f"{name}/{side}.open")
-            if numbers and rows and rows.nbytes:
+            if table_numbers and rows and rows.nbytes:
                 page_size, row_nbytes = max(page_size, recipe.page), row_nbytes + rows.nbytes
-                num_pages = min(rows.shape[:1] + numbers.shape[:1], default=0)
+                num_pages = min(rows.shape[:1] + table_numbers.shape[:1], default=0)
                 page_nbytes += (
                     num_pages * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))
                 )

@@ -51,7 +51,7 @@ class StateHolder:
         for name, external_state in self.external_states.items():
             external_state.stats.warned = warned
             self.stats[name] = external_state.stats
-        self.num_abandoned = 0  # forwards that were rolled back
+        self.num_abandoned = 0  # forwards that were rolled back after a layer had appended
         self.num_changes = 0  # operations that may have changed the bytes of the cache
         self.num_appended_forwards = 0  # forwards that appended rows: not those of `plan_tokens`
         self.backend: str | None = None  # None: the first that supports the view
@@ -161,7 +161,8 @@ class StateHolder:
     def begin_append(self, leaf: int, count: int) -> Forward:
         """Return the open forward, or begin one; the first token after a prompt prunes the prompt.
 
-        Roll back a failed forward first: this layer has already appended to it, or no layer has.
+        Roll back a failed forward first. A forward has failed if this layer already appended to it,
+        or if it was planned and no layer appended.
         """
         self.num_changes += 1
         state, forward = self.read()

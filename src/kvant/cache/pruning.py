@@ -48,7 +48,7 @@ from kvant.retention import Pruning, Score, ScoreInput
 Floats = NDArray[np.float64]
 NUM_PROTECTED_ROWS = 32  # newest rows that are always retained
 PAGE_COLUMNS = [FIRST_SEALED, STOP_SEALED, FIRST_OPEN]  # of `PageTable.numbers`
-MAX_DECODE_EXCESS = 128  # rows over budget that trigger a prune during decoding
+MAX_DECODE_EXCESS = 128  # rows over budget during decoding; one more triggers a prune
 MIN_HEAD_SHARE = 0.2  # if `adaptive`: the least fraction of its budget that a head retains
 
 
@@ -78,16 +78,16 @@ def prune_state(
 ) -> tuple[CacheState, list[GroupSlots], int]:
     """Return the state after a prune, the slots allocated for it, and the rows dropped per head.
 
-    `row_attention` is that of a second pass over these tokens, which are then a prompt. The number
-    of dropped rows is the average over all heads. Retained rows are copied to new slots before any
-    old slot is freed, so an error loses no row. Call this within `guard_counts`, which after an
-    error frees the new slots.
+    `row_attention` has the weights of a second pass over all tokens, which then count as an
+    unpruned prompt. The number of dropped rows is the average over all heads. Retained rows are
+    copied to new slots before any old slot is freed, so an error loses no row. Call this within
+    `guard_counts`, which after an error frees the new slots.
     """
     if row_attention is not None:
         if row_attention.num_columns != state.length:
             raise CacheError(
                 f"attention weights of {row_attention.num_columns} rows for a cache of "
-                f"{state.length} tokens: record those of a second pass over all of them"
+                f"{state.length} tokens: run the second pass over all tokens"
             )
         state = replace(state, has_unpruned_prompt=True)
     sequence_masks = {i: _find_sequences_to_prune(state, i) for i in range(len(state.page_tables))}
@@ -157,8 +157,8 @@ def check_recorded(leaves: Iterable[AttentionLeaf], row_attention: RowAttention 
         if rule is not None and rule.score.repeats_prompt and leaf.index not in recorded:
             raise CacheError(
                 f"{rule.score.name} needs the attention weights of a second pass over the prompt, "
-                "which were not recorded: use kvant.generate, kvant.Session or kvant.Engine, on a "
-                "model that reads kvant's rows (kvant.attach), or keydiff, which needs keys only"
+                "which were not recorded: use kvant.generate, kvant.Session or kvant.Engine with "
+                "an attached model (kvant.attach), or keydiff, which needs keys only"
             )
 
 
@@ -206,7 +206,7 @@ def select_retained_rows(
 ) -> RetainedRows:
     """Select the rows of a layer to retain in the sequences of `sequence_mask`.
 
-    `max_attention` [heads, columns] is that of a second pass over the only sequence.
+    `max_attention` [heads, columns] has the weights of a second pass; there is then one sequence.
     """
     assert spec.prune is not None
     page_table, heads, sequences = view.page_table, view.heads, np.flatnonzero(sequence_mask)
@@ -339,7 +339,10 @@ def _select_queries(
 
 
 def _make_score_input(spec: LayerSpec, rows: Fields, valid: Tensor, heads: int) -> ScoreInput:
-    """Return the rows to score, without their frames unless their values do not matter."""
+    """Return the rows to score, in float32 and without their frames.
+
+    Scores of a second pass do not read keys or values: then rows stay as stored.
+    """
     valid = valid.to(rows["keys"].device)
     assert spec.prune is not None
     if spec.prune.score.repeats_prompt:

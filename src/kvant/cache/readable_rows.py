@@ -22,8 +22,8 @@ class ReadableRows:
     """The rows that `read()` returns: sinks, then columns [first_column, length).
 
     Sinks are positions 0 to `num_sinks` - 1 of each sequence. The columns of a shorter
-    sequence may repeat these positions. Columns count from the first token of the longest
-    sequence, padding included.
+    sequence may repeat these positions. Column 0 is the first column of the sequence that is the
+    longest with its padding.
     """
 
     page_table: PageTable
@@ -35,14 +35,14 @@ class ReadableRows:
         """Find the sinks, and the columns in the window that at least one sequence still stores."""
         group, length = page_table.layer_group, page_table.num_columns
         start_columns = length - page_table.lengths
-        longest_start = int(start_columns.min(initial=length))  # of the longest sequence
+        first_token = int(start_columns.min(initial=length))  # the first column with a token
         window = length if group.window is None else group.window
         first_stored = int((page_table.first_row + start_columns).min(initial=length))
-        first_column = max(0, length - window, first_stored if first_stored > longest_start else 0)
-        if first_column <= longest_start:  # all tokens have columns, sinks included
+        first_column = max(0, length - window, first_stored if first_stored > first_token else 0)
+        if first_column <= first_token:  # all tokens have columns, sinks included
             return cls(page_table, 0, min(first_column, length))
-        sinks = min(group.sinks, length - longest_start)
-        return cls(page_table, sinks, min(max(first_column, longest_start + sinks), length))
+        sinks = min(group.sinks, length - first_token)
+        return cls(page_table, sinks, min(max(first_column, first_token + sinks), length))
 
     def __len__(self) -> int:
         return self.num_sinks + self.page_table.num_columns - self.first_column

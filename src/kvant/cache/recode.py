@@ -68,7 +68,7 @@ def resolve_spec(current: CacheSpec, spec: AnySpec) -> CacheSpec:
 
 
 def constrain_spec(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
-    """Return `current` changed by a single recipe for all layers, within the limits of the model.
+    """Return `current` changed by a spec string or a LayerSpec, within the limits of the model.
 
     Without a requested window, layers keep their retention and their prune. If the windows of
     layers differ, the narrower ones are assumed to be set by the model. A recode may then narrow

@@ -1,7 +1,8 @@
 """Many sequences by id: one `Cache` each, under one limit of bytes, for any number of threads.
 
-Once an operation has returned, the caches together take at most `max_bytes`. A thread waits only
-for users of the same sequence. The state of an entry follows from its owner:
+An append first evicts other sequences, so that the caches together take at most `max_bytes`, or it
+raises. Rows that are appended to a cache directly are counted at the next operation. A thread waits
+only for users of the same sequence. The state of an entry follows from its owner:
 
     owner    lock_depth    state
     None     0             free: readable, writable, evictable
@@ -83,7 +84,7 @@ class SequenceEntry:
             self.measured_changes = num_changes if is_stable else MEASURED_DURING_WRITE
 
     def confirm_append(self) -> None:
-        """Take the reserved `nbytes` as measured, unless a commit has just freed pages."""
+        """Take the reserved `nbytes` as measured, unless a commit followed: it may free pages."""
         if not self.cache.is_complete:
             self.measured_changes = self.cache.holder.num_changes
 
@@ -179,8 +180,8 @@ class SequenceTable:
                 user = "a reader" if owner is None else f"thread {owner.name!r}"
                 raise CacheError(
                     f"sequence {short(name)} is not free after patience={patience} seconds: "
-                    f"{user} uses it; end its forward or its `writing` block (use one for a "
-                    "forward that may fail), or raise patience"
+                    f"{user} uses it; end its forward or its `writing` block, or raise patience "
+                    "(a `writing` block rolls back a forward that fails)"
                 )
             self.lock.wait(min(remaining, POLL_INTERVAL_S))
         return sequence
@@ -470,7 +471,7 @@ class Sequences:
 
 
 def _measure_bytes(table: SequenceTable) -> tuple[int, int]:
-    """Return bytes allocated and bytes of rows, for one set of sequences."""
+    """Return bytes allocated and bytes of rows, both of the sequences present now."""
     with table.lock:
         caches = [sequence.cache for sequence in table.entries.values()]
         return sum(c.nbytes for c in caches), sum(c.nbytes_used for c in caches)
@@ -481,4 +482,4 @@ def _check_layer(spec: CacheSpec, layer: int) -> None:
     if layer not in range(-count, count):
         raise ValueError(f"layer {layer} of {count}: 0 to {count - 1} is needed")
     if not isinstance(spec.layers[layer], LayerSpec | SharedSpec):
-        raise ValueError(f"layer {layer} has no rows: use its state, within `writing(id)`")
+        raise ValueError(f"layer {layer} has no rows or several parts: use it in `writing(id)`")

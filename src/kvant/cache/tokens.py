@@ -53,7 +53,7 @@ def _prepare_pages(holder: StateHolder, plans: Sequence[AppendPlan], *, seals: b
 
 
 def list_page_buffers(cache: Cache) -> list[object]:
-    """Return one object per attention layer, replaced when the tensors of the layer are."""
+    """Return one object per attention layer; reallocating the layer's tensors replaces it."""
     return [storage.sides for storage in cache.holder.state.storages.values()]
 
 

@@ -1,4 +1,4 @@
-"""Operations on cache states: each returns the next state, and the slots allocated for it.
+"""Operations on cache states. Those that allocate slots return them with the next state.
 
 The old state stays valid: a cache that does not adopt the next one is unchanged. Call these
 operations within `guard_counts` of the pools, since they allocate slots.
@@ -46,7 +46,10 @@ class Transition(NamedTuple):
 
 
 def compute_rewound_lengths(page_table: PageTable, to: int) -> Ints:
-    """Return the lengths of sequences once the longest has `to` tokens."""
+    """Return the `lengths` of a table once the longest sequence has `to` tokens, padding included.
+
+    A negative length counts padding columns that are still to be appended.
+    """
     lengths: Ints = np.maximum(
         page_table.lengths - (page_table.num_columns - to), -page_table.padding
     )
@@ -146,7 +149,7 @@ def rewind_each(
     by_group = list[Ints]()
     for page_table in state.page_tables:
         rewound = page_table.repeat_for_tables(np.array(lengths))
-        # A sequence that stays at its length keeps the padding that is still to come.
+        # A sequence of unchanged length keeps its pending padding, a negative `lengths` entry.
         is_same = rewound == page_table.seq_lens
         by_group.append(np.where(is_same, page_table.lengths, rewound))
     return _rewind_tables(state, by_group, max(lengths), stats)
@@ -293,7 +296,7 @@ def merge(
 
 
 def _merge_queries(states: Sequence[CacheState]) -> dict[int, PruningQueries]:
-    """Concatenate pruning queries, for layers where each state has those of its last column."""
+    """Concatenate pruning queries; skip layers where those of a state miss its last column."""
     merged: dict[int, PruningQueries] = {}
     for leaf in set.intersection(*(set(state.pruning_queries) for state in states)):
         parts = [state.pruning_queries[leaf] for state in states]
@@ -347,7 +350,10 @@ def _import_pages(
 
 
 def move(state: CacheState, device: torch.device) -> CacheState:
-    """Move all tensors to another device; the slots are unchanged."""
+    """Move rows and recurrent states to another device; the slots are unchanged.
+
+    Pruning queries stay where they are: a prune copies them to the device of the keys.
+    """
     return replace(
         state,
         storages={leaf: old.copy_to_device(device) for leaf, old in state.storages.items()},

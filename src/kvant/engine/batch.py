@@ -38,7 +38,7 @@ from kvant.replay import ReplayBuffers, Replayer
 
 log = logging.getLogger("kvant")
 
-MAX_DRAFTS = MAX_DRAFT_COLUMNS - 1  # the newest token is verified with them
+MAX_DRAFTS = MAX_DRAFT_COLUMNS - 1  # the newest token takes one column
 PADDING_TOKEN = 0  # in place of drafts that a sequence does not have
 
 
@@ -103,7 +103,7 @@ class SequenceCaches:
             self.empty_cache.reset()
 
     def merge(self, sequences: list[Sequence]) -> MergedSequences:
-        """Merge exactly these sequences of one adapter: extract its others, add the new ones."""
+        """Merge exactly these sequences of one adapter: extract other members, add missing ones."""
         merged = self.merged.setdefault(sequences[0].adapter, MergedSequences())
         self.extract([member for member in merged.members if member not in sequences])
         new = [sequence for sequence in sequences if sequence not in merged.members]
@@ -135,7 +135,7 @@ class SequenceCaches:
         target.cache, target.num_prefilled = source.cache.fork(), source.num_prefilled
 
     def rewind(self, sequences: list[Sequence]) -> None:
-        """Drop rejected drafts: of the tokens of each sequence, the newest is not cached.
+        """Drop rejected drafts: keep all tokens of each sequence but the newest, not yet cached.
 
         A sequence with recurrent layers returns to its checkpoint, so fewer tokens may be cached.
         """
@@ -159,7 +159,7 @@ class SequenceCaches:
     def swap_out(self, sequence: Sequence, path: Path, *, is_decoding: bool) -> None:
         """Write the pages of a sequence to a file, if it has any, and free them.
 
-        A prompt is pruned before if a decode is next: files record no prune that is due.
+        If a decode is next, the prompt is pruned first: a file does not record a pending prune.
         """
         self.extract([sequence])
         if sequence.cache is not None:
@@ -220,7 +220,7 @@ class Batch:
         empty_cache.backend = backend
         self.caches = SequenceCaches(empty_cache)
         self._adapter_switch = AdapterSwitch(decoder.model)
-        # By sequences, tokens of each, and adapter: a capture has the products of one adapter.
+        # By number of sequences, tokens of each, and adapter: a capture computes one adapter.
         self._replayers: dict[tuple[int, int, Adapter | None], Replayer] = {}
         self._replay_buffers = ReplayBuffers()  # shared by the replayers
         self._idle_sequences: dict[Adapter | None, list[Sequence]] = {}  # padding of batches
@@ -268,7 +268,7 @@ class Batch:
     ) -> tuple[Tensor, dict[int, Exception]]:
         """Return the logits [sequences, T, vocabulary], and errors by index of `sequences`.
 
-        They follow the newest token of each sequence, and its drafts. T is 1 if the drafts were
+        Column t holds the logits after the newest token and t drafts. T is 1 if the drafts were
         not verified. The sequences are of one adapter. Failed ones have no row. If the whole batch
         fails, no sequence has changed, and each is tried alone, without drafts.
         """
@@ -399,7 +399,7 @@ class Batch:
         return remaining
 
     def _disable_drafts(self, error: Exception, *, in_batch: bool) -> None:
-        """Decode without drafts from now on; after a refusal in a batch, in batches alone."""
+        """Decode without drafts from now on; if a batch was refused, only in batches."""
         self._verifies_drafts_in_batch = False
         self.verifies_drafts = self.verifies_drafts and in_batch
         name, where = type(self.decoder.model).__name__, " in batches" if in_batch else ""
@@ -426,7 +426,10 @@ def pad_batch_size(num_sequences: int) -> int:
 
 
 def max_idle(max_sequences: int) -> int:
-    """Return the most idle sequences of a batch up to `max_sequences`, plus 1 for the template."""
+    """Return how many idle sequences a batch may need, including the template.
+
+    The batch has at most `max_sequences` other sequences.
+    """
     return 1 + max((pad_batch_size(n) - n for n in range(1, max_sequences + 1)), default=0)
 
 

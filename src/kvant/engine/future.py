@@ -132,7 +132,7 @@ class RequestFuture(ABC, Generic[ItemT]):
     ) -> None:
         """End the request; what is not complete counts as cancelled.
 
-        `final_texts` has, by choice, the text that the detokenizer of a cancelled one held back.
+        `final_texts` maps each unfinished choice to the text that its detokenizer held back.
         """
         if isinstance(error, StopIteration | StopAsyncIteration):  # readers would just stop
             error = RuntimeError(repr(error))

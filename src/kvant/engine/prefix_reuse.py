@@ -2,7 +2,7 @@
 
 Prefixes count towards the engine's `max_bytes`. When a request needs memory, they are evicted
 first. Store lookups and flushes run in threads of their own; everything else runs in the engine's
-thread. No other module of the engine calls `kvant.prefixes`.
+thread. All matches, inserts and evictions of the engine's prefixes are made here.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ class StoreLookups:
     def add(self, request: Request) -> None:
         """Queue a lookup of a prompt, limited to the time that its prefill would take.
 
-        Lookups run one by one, in the order of their prefills. The time limit of a queued lookup
-        counts from the latest deadline of the lookups before it.
+        Lookups run one by one, in the order in which requests are admitted. The time limit of a
+        queued lookup counts from the latest deadline of the lookups before it.
         """
         assert request.namespace is not None
         now = time.monotonic()
@@ -252,7 +252,10 @@ class StoreLookups:
         self._start_next()
 
     def cancel(self, request: Request) -> None:
-        """Cancel the lookup of a request and free its memory."""
+        """Cancel the running lookup, if it is of this request, and free its memory.
+
+        A queued lookup stays queued. It is skipped, because its request waits no longer.
+        """
         request.timeline.end_phase("store")
         if self._current is not None and self._current[0] is request:
             self._current[1].cancel()

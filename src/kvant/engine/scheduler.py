@@ -21,7 +21,7 @@ With `overcommit` above 1, the newest request of the lowest priority is swapped 
 short. Prompts are prefilled in chunks, with decodes between them. No request overtakes the first
 one that does not fit, so none starves. Cached prefixes are evicted when a request needs memory.
 Requests of one adapter are decoded together, and adapters take turns.
-With a store, one request runs inactive until `max_sequences` has room: its lookup can start now.
+With a store, one more request is admitted, inactive, so that its lookup can start.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Repeat(RequestAction):
     """Run the next `count` tokens of the second pass over the prompt of a request."""
 
     count: int
-    position: int  # tokens before these: the prompt, and those that its fork has
+    position: int  # tokens before these: the prompt, and those that a fork of its cache appended
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class RequestQueue:
         return min(self.waiting, key=rank)
 
     def load(self, tenant: str | None = None) -> dict[str, int]:
-        """Count waiting and running requests, and sequences; with `tenant`, only of this one."""
+        """Count active requests, others as waiting, and sequences; with `tenant`, only its own."""
         requests = [r for r in (*self.waiting, *self.running) if tenant in (None, r.tenant)]
         active = [request.num_sequences for request in requests if request.is_active]
         waiting = len(requests) - len(active)
@@ -274,7 +274,7 @@ class Scheduler:
 
     def can_insert_prefix(self, request: Request, length: int) -> bool:
         """Return whether the first `length` tokens of a request fit as a cached prefix."""
-        # Counted already: of a running request, its prompt; of an ended one, what prefixes hold.
+        # Counted: what forks of a running request share, and what prefixes hold of an ended one.
         budget, counted = self.memory_budget, request.shared_slots
         if request in self.queue.running:
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
@@ -487,7 +487,7 @@ class ChunkSizer:
         return float(_make_features(count, num_computed) @ coefficients.clip(0.0))
 
     def record_time(self, count: int, num_computed: int, seconds: float) -> None:
-        """Add a chunk, divided by its seconds: errors are relative, and each target is 1."""
+        """Add a chunk to the fit, divided by its seconds: then errors are relative."""
         row = _make_features(count, num_computed) / max(seconds, 1e-9)
         self._normal_matrix = TIMING_DECAY * self._normal_matrix + np.outer(row, row)
         self._normal_vector = TIMING_DECAY * self._normal_vector + row

@@ -47,7 +47,7 @@ log = logging.getLogger("kvant")
 
 @lru_cache(maxsize=1)
 def check_transformers_version() -> None:
-    """Warn once if transformers is outside the versions of kvant's optional dependency `known`."""
+    """Warn once if transformers is outside the version range in kvant's extra `known`."""
     requirements = [Requirement(line) for line in requires("kvant") or ()]
     tested = next((r for r in requirements if r.marker and "known" in str(r.marker)), None)
     installed = version("transformers")
@@ -118,8 +118,8 @@ def cache_for(
     `backend` ("reference", "native", "triton") reads every layer; by default each layer uses the
     first backend that can.
 
-    A left-padded batch needs its `attention_mask` here only if the spec has sinks, as each sequence
-    keeps its own first positions.
+    A left-padded batch needs its `attention_mask` here only if the spec has sinks or a prune, as
+    each sequence then keeps positions of its own.
 
     >>> cache = kvant.cache_for(model, "affine8")
     >>> ids = model.generate(**inputs, cache=cache, max_new_tokens=4)
@@ -139,7 +139,10 @@ def make_model_cache(
     attention_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> TransformersCache | PairedCache:
-    """Make the cache of `cache_for`, also for a caller that runs the second pass of a score."""
+    """Make the cache of `cache_for`, but allow prunes whose score needs a second pass of the model.
+
+    The caller runs that pass.
+    """
     check_transformers_version()
     hf_model = get_transformers_model(model)
     layers = get_model_layers(hf_model)
@@ -199,6 +202,8 @@ class Attachment:
 
 def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
     """Make `model.generate(...)` use a cache with this spec and backend, until `detach`.
+
+    `kvant.attach` calls this, and also tries the spec on the model.
 
     If `model` is a wrapper, the model inside is attached. So are its parts that have a `generate`
     of their own. A copy of an attached model, pickled or not, is attached independently.

@@ -99,7 +99,8 @@ class CacheContext:
         """Refuse a model that never appends to some layer: every forward would be rolled back.
 
         `length` is the number of rows of one layer before it appends `count` more. A failed first
-        forward may be repeated with as many tokens, unless the same layers stayed empty twice.
+        forward may be repeated with the same number of tokens. If the repetition leaves the same
+        layers empty, the next forward is refused.
         """
         if self.first_forward_done or not length:
             return

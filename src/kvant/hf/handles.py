@@ -3,7 +3,8 @@
 `scaled_dot_product_attention` on a pair of handles becomes attention on the pages. Any other
 operation materializes the dense rows once. So every model works, and most read the pages directly.
 
-transformers repeats the heads of grouped queries in three steps, which a handle only records:
+For grouped queries, transformers repeats the heads of keys and values in three steps. A handle only
+records them:
 
     [B, H, n, D] --x[:, :, None]--> [B, H, 1, n, D] --expand--> [B, H, times, n, D]
                  --reshape--> [B, H * times, n, D]
@@ -31,8 +32,8 @@ NARROW_WINDOW_REFUSAL = (
     "kvant.attach the model, or leave the window out"
 )
 STORED_PREFILL_REFUSAL = (
-    "the tokens of this chunk see different rows (prefill=stored, or a speculation): "
-    "kvant.attach the model, or use a raw format"
+    "each token of this chunk must read the rows as if decoded alone (prefill=stored, or a "
+    "speculation), which no dense tensor shows: kvant.attach the model, or use a raw format"
 )
 PRUNED_REFUSAL = (
     "each head of this layer keeps different rows after a prune: kvant.attach the model, or leave "
@@ -53,7 +54,7 @@ class AttentionCall(NamedTuple):
     causal: bool = True
     softcap: float | None = None
     sink_logits: Tensor | None = None
-    may_pack_heads: bool = False  # query heads of a group may be packed into the token dimension
+    may_be_packed: bool = False  # transformers may have packed the query heads of a group as tokens
 
 
 class KVSource(Protocol):
@@ -81,7 +82,7 @@ class PendingAttention:
     is_window_narrowed: bool = False  # the view's window is not the model's
     stored_prefill: bool = False  # each token of a chunk reads as if decoded alone
     model_has_gqa: bool = True  # some layer of the model has grouped queries
-    layer_has_gqa: bool = False  # an earlier call showed that this layer has them
+    layer_has_gqa: bool = False  # a call on these handles had more query heads than key heads
     is_current: bool = True
     is_materialized: bool = False
     takes_tensor_masks: bool = True  # some kernels accept only masks that are rules (masks.py)
@@ -96,12 +97,12 @@ class PendingAttention:
             self.check_current()
         mask, shape, view, packed = call.mask, q.shape, self.view, False
         self.layer_has_gqa |= shape[1] > view.heads
-        if call.may_pack_heads and shape[1] == view.heads and shape[2] > 1:
+        if call.may_be_packed and shape[1] == view.heads and shape[2] > 1:
             detected = self.detect_packed_heads(q, mask)
             if detected is None:
                 return None
             if packed := detected:
-                q, mask = pack_queries_as_heads(q, mask)
+                q, mask = turn_queries_into_heads(q, mask)
         batch, heads, count, dim = q.shape
         fits = batch == view.batch and heads % view.heads == 0 and dim == view.keys.dim
         if not fits or count not in (1, self.num_new):  # a model may compute only the last logits
@@ -190,7 +191,7 @@ def read_dense_rows(view: View, side: SideName, num_columns: int) -> Tensor:
     )
 
 
-def pack_queries_as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def turn_queries_into_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Turn each query into another head of its group, at the newest column."""
     if mask is not None and mask.shape[1] * mask.shape[2] > 1:
         mask = mask.expand(-1, *q.shape[1:3], -1).flatten(1, 2).unsqueeze(2)
@@ -226,11 +227,11 @@ class PendingCrossAttention(PendingAttention):
         heads, dim = self.view.keys.heads, self.view.keys.dim
         if q.shape[::3] != (self.view.batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
             return None
-        packed, mask = pack_queries_as_heads(
+        queries, mask = turn_queries_into_heads(
             q, materialize_tensor(call.mask, "a mask over an encoder's rows")
         )
         self.attention_stats.tensor_masks += mask is not None
-        out = attend(packed, self.view, mask=mask, scale=call.scale, softcap=call.softcap)
+        out = attend(queries, self.view, mask=mask, scale=call.scale, softcap=call.softcap)
         assert isinstance(out, Tensor)
         self.attention_stats.fused_calls += 1
         return out.reshape(*q.shape[:3], -1)
@@ -339,9 +340,9 @@ def _attend_handles(
     if source is None or dropout_p or (is_causal and query.shape[2] != key.shape[2]):
         return None
     # Without these options, transformers may have packed query heads into the token dimension.
-    may_pack_heads = not (is_causal or enable_gqa)
+    may_be_packed = not (is_causal or enable_gqa)
     return source.attend(
-        query, AttentionCall(attn_mask, scale, causal=is_causal, may_pack_heads=may_pack_heads)
+        query, AttentionCall(attn_mask, scale, causal=is_causal, may_be_packed=may_be_packed)
     )
 
 

@@ -120,7 +120,7 @@ class AttentionLayer(CacheLayerMixin):
             context.check_first_forward(paged_layer.length, count)
         start, reads_stored = None, False
         if count > 1:
-            # If `reads_stored`, each token of the chunk reads the stored rows it would read alone.
+            # If `reads_stored`, each token of the chunk reads the rows as if decoded alone.
             is_draft = paged_layer.holder.in_speculation or (
                 context.record_past and paged_layer.length > 0
             )
@@ -186,7 +186,7 @@ class AttentionLayer(CacheLayerMixin):
         return min((limit for limit in limits if limit is not None), default=-1)
 
     def invalidate_pending(self) -> None:
-        """Invalidate the handles that the model still has: to use one raises an error."""
+        """Invalidate the handles that the model still has, so that using one raises an error."""
         pending = None if self._pending_ref is None else self._pending_ref()
         if pending is not None:
             pending.is_current = False
@@ -335,7 +335,7 @@ class CrossAttentionLayer(DynamicLayer):
         return rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens of the text, and the rows of images that came with them."""
+        """Drop the rows of images that came with the text tokens that the cache drops next."""
         self._truncate_rows(max(0, self.context.states.length + tokens_to_remove))
 
     def reset(self) -> None:
@@ -344,7 +344,7 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # A layer after the last text layer records a start that counts its own forward's tokens.
+        # After the last text layer, `states.length` already counts the tokens of this forward.
         follows_text = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
             (start, count) for start, count in self._row_counts if start < length + follows_text

@@ -190,8 +190,8 @@ def resolve_mask(
     """
     if num_queries > 1 and view.mask.chunk is not None and view.page_table.ragged:
         raise UnsupportedView(
-            "chunks of sequences of different lengths begin in different columns, which the mask "
-            "of transformers cannot express: read one token at a time"
+            "attention chunks of sequences of different lengths begin in different columns, which "
+            "the mask of transformers cannot express: read one token at a time"
         )
     if isinstance(mask, LazyMask):
         rule, padding = mask.rule, mask.padding
@@ -310,7 +310,7 @@ def hide_padding(view: View, padding: list[int]) -> View:
 
 
 def check_padding_hidden(view: View, num_queries: int) -> None:
-    """Refuse a call without a mask if it would read padding, which is not stored."""
+    """Refuse a call without a mask whose queries would see padding: its rows are not stored."""
     window, columns = view.mask.window, view.page_table.num_columns
     low = 0 if window is None else max(0, columns - num_queries - window + 1)
     if low < max(_compute_padding(view)):
@@ -353,18 +353,18 @@ def check_mask_hides_padding(view: View, mask: Tensor) -> None:
 def make_padding_mismatch_error(view: View) -> CacheError:
     """Make the error for a mask whose padding is not that of the cache."""
     return CacheError(
-        f"the cached sequences begin at columns {_compute_padding(view)}, but by this mask "
-        "they begin elsewhere; padding is not stored: reset the cache, or give this mask to "
-        "kvant.cache_for(..., attention_mask=...) and read all tokens again"
+        f"the cached sequences begin at columns {_compute_padding(view)}, but by this mask, or "
+        "without one, they begin elsewhere; padding is not stored: reset the cache, or give the "
+        "right mask to kvant.cache_for(..., attention_mask=...) and read all tokens again"
     )
 
 
 def make_missing_padding_error() -> CacheError:
     """Make the error for padding that must be known before the first rows."""
     return CacheError(
-        "sinks and pruned rows of a left-padded batch need the padding before the first rows: give "
-        "kvant.cache_for(..., attention_mask=...), or kvant.attach the model; a window without "
-        "sinks is window=N,sinks=0"
+        "sinks and pruned rows of a left-padded batch need the padding before the first rows are "
+        "stored: give kvant.cache_for(..., attention_mask=...), or kvant.attach the model; a "
+        "window without sinks is window=N,sinks=0"
     )
 
 

@@ -67,7 +67,10 @@ def restore_modules(model: nn.Module) -> Iterator[None]:
 
 
 def make_comparable(value: Any) -> object:
-    """Return a number or a string, or the tuple of those in a container; None for other types."""
+    """Return a number or string as it is, a container as a tuple of them, None for other types.
+
+    Keys of stored results contain these values, so that a changed attribute changes the key.
+    """
     if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, Mapping):
@@ -82,7 +85,8 @@ def make_comparable(value: Any) -> object:
 def unwrap_model(model: Any) -> PreTrainedModel | None:
     """Return the transformers model inside wrappers of torch.compile or peft, else None.
 
-    Unwrapping loses nothing: `generate` never calls the forward that torch.compile compiled.
+    `generate` never calls the forward that torch.compile compiled. kvant's own loop
+    runs the inner model uncompiled too.
     """
     while not isinstance(model, PreTrainedModel):
         inner = _get_wrapped_model(model) if isinstance(model, nn.Module) else None
@@ -153,7 +157,7 @@ def get_forward_arguments(model: PreTrainedModel) -> set[str]:
 def takes_cache(model: PreTrainedModel) -> bool:
     """Return whether the forward of the model's class, or of a part that generates, takes a cache.
 
-    A forward with only `*args, **kwargs` passes its arguments on, and may take one.
+    A forward with only `*args, **kwargs` counts too: it may pass a cache on.
     """
     part_classes = {type(part) for part in list_generating_parts(model)}
     arguments = [_collect_argument_names(*_list_forwards(part)) for part in part_classes]
@@ -399,7 +403,8 @@ def get_model_without_head(model: PreTrainedModel) -> PreTrainedModel:
     base: PreTrainedModel = model.base_model
     if base is not model:
         return base
-    # Text models of Mllama and Llama 4 have the prefix of the outer model, so they are their base.
+    # Text models of Mllama and Llama 4 have a `base_model_prefix` that names an attribute of the
+    # outer model only, so their `base_model` is the text model itself.
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     if len(parts) != 1:
         raise TypeError(

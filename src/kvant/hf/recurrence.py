@@ -79,7 +79,7 @@ class Recurrence(RecurrentBase):
         if self.length == 0:
             self._load_tensors({})
             self.is_lost = False
-        self.in_forward = False  # last: an interrupt before it leaves an invalid state
+        self.in_forward = False  # last: if interrupted before, the forward counts as failed
 
     def check_valid(self) -> None:
         """Refuse a lost state."""
@@ -263,8 +263,9 @@ class RecurrentProgress:
         """Record that the model reads a state, which starts a forward if it is the first state.
 
         Without attention, this counts one token; `record_conv_tokens` adds the others.
-        `has_rows`: attention rows were appended since the last commit. If the layer also attends
-        and is read again without rows, a forward failed, or only a part of the model runs.
+        `has_rows`: attention rows were appended since the last commit. If the first recurrent layer
+        also attends, every complete forward appends its rows. A second read without rows means that
+        a forward failed, or that only a part of the model runs.
         """
         if (layer_idx, state_idx) != self._first_state:
             return

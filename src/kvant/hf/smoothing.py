@@ -2,7 +2,7 @@
 
 In many models a few channels of the keys are far larger than the others, the same ones in every
 row. In a quantization group they leave no precision for the rest. With s = sqrt(rms of queries /
-rms of keys), s k and q / s have equal magnitudes in every channel, and the scores are unchanged.
+rms of keys) in each channel, s k and q / s have the same rms, and the scores are unchanged.
 Values are scaled by s = 1 / rms, which the outputs undo. The magnitudes follow from the weights,
 so random tokens are as good as a text.
 
@@ -50,7 +50,7 @@ _fitted_frames: WeakKeyDictionary[PreTrainedModel, list[SideFrames]] = WeakKeyDi
 class ObservedFrame:
     """An identity frame that sums the squares of rows and queries by channel."""
 
-    is_identity: ClassVar[bool] = False
+    is_identity: ClassVar[bool] = False  # so that its methods are called
     row_squares: Tensor | None = None  # [H, D]
     query_squares: Tensor | None = None  # [H * group, D]
 
@@ -66,12 +66,12 @@ class ObservedFrame:
         return x
 
     def compute_frame(self) -> Frame:
-        """Return the frame whose scales equalize the channels."""
+        """Return the frame that scales each channel by s (see the module docstring)."""
         if self.row_squares is None:
             return Identity()  # no separate values: they are inside the keys
         heads, dim = self.row_squares.shape
         row_squares = _clamp_squares(self.row_squares)
-        # Values have no queries, and a model's own attention passes none: scale = 1 / rms.
+        # Values have no queries, and keys that the model reads dense get none: s = 1 / rms.
         query_squares = (
             1 / row_squares
             if self.query_squares is None

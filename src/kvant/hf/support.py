@@ -7,8 +7,8 @@ Forwards 1 and 2 give reference logits. Forwards 3 and 4 are compared with them:
     3. the token after A, again    other logits than in 1: the modules keep state
     4. both tokens in one forward  other logits than in 1 and 2: sequences must decode in turns
 
-A verdict from finite logits, or from the arguments of the forward, holds for all models of the same
-class and configuration, and is cached. Any other verdict, as for NaN weights, is not cached.
+A verdict holds for all models of the same class and configuration, and is cached. It is not cached
+if the compared logits are NaN or all equal, or if an error other than CacheError ended the check.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROMPT_LENGTHS = (5, 9)  # different, and short
 LOGIT_TOLERANCES = {2: 0.1, 4: 0.01, 8: 0.01}
 
 GENERATE_CALL = "model.generate(...)"
-NO_CONTINUATION = "does not continue the tokens of its cache from new tokens alone"
+NO_CONTINUATION = "cannot continue a cached prompt from the new tokens alone"
 USE_GENERATE = (
     "kvant's own loop and engine cannot run it; use model.generate(..., "
     "cache=kvant.cache_for(model, spec))"
@@ -84,7 +84,7 @@ _known_support: dict[tuple[object, ...], Support] = {}
 def get_support(model: PreTrainedModel) -> Support:
     """Return the support of a model; the first call for its class and settings runs the model."""
     device = find_model_device(model)
-    if device is None:  # all weights are on meta
+    if device is None:  # all weights are on meta: no check can run, so assume full support
         return Support(SupportLevel.RAGGED_BATCH)
     config = model.config
     name = get_transformers_implementation(config._attn_implementation)
@@ -226,7 +226,7 @@ class _ModelCheck:
         self.holds_for_class = not bool(logits.isnan().any())
         if all(_match_logits(*pair) for pair in zip(logits, self.single_logits, strict=True)):
             return None
-        return "a sequence gets other logits in a batch with another length than alone"
+        return "a sequence gets other logits alone than in a batch with another length"
 
     def _decode_token(self, cache: TransformersCache, length: int) -> Tensor:
         """Return the logits [vocabulary] of the token after a prompt."""

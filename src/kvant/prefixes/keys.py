@@ -2,6 +2,7 @@
 
     root key = hash(version, fingerprint of the model, device and autocast, spec)
     with an adapter, its root key = hash(version, root key, hash of the adapter)
+    tree key = hash(root key, salts), which comes before the key of the first page
     page key = hash(key of the previous page, 64 token ids)
 
 The hash is BLAKE2b-256. Every part is preceded by its length, so different lists of parts never
@@ -90,9 +91,9 @@ class ModelKeys:
         self._checked: tuple[float, NamespaceKeys | None] = (-math.inf, None)
 
     def fork(self, salt: str | None = None, adapter_key: str | None = None) -> ModelKeys:
-        """Return a copy. The first salt stays; `salt` replaces the second (empty: removes it).
+        """Return a copy with another salt or adapter; None keeps the present one.
 
-        `adapter_key` replaces the adapter.
+        The first salt, that of `Prefixes`, stays. `salt` replaces the second; "" removes it.
         """
         fork = copy.copy(self)
         if salt is not None:
@@ -146,7 +147,7 @@ def digest(*parts: bytes) -> bytes:
 
 
 def make_root_key(model: PreTrainedModel, spec: CacheSpec) -> bytes:
-    """Return the parent key of the first page: a hash of the model, its precision and the spec."""
+    """Return a hash of the model, its device and autocast, and the spec; salts are added later."""
     device = model.device.type
     autocast = f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
     precision = f"{model.device} {autocast}"
@@ -157,7 +158,7 @@ def make_root_key(model: PreTrainedModel, spec: CacheSpec) -> bytes:
 
 
 def salt_key(root: bytes, *salts: str) -> bytes:
-    """Return a root key that only readers with these salts share."""
+    """Return the tree key of a root key; only readers with the same salts share it."""
     return digest(root, *(salt.encode() for salt in salts))
 
 

@@ -31,7 +31,7 @@ class EvictionCandidate(NamedTuple):
     """An entry that may be evicted."""
 
     entry: PrefixEntry
-    is_used: bool  # a request uses its pages
+    is_used: bool  # a request uses pages that no other entry holds
     value: float  # per byte
     unique_nbytes: int  # of pages that no other entry holds
     shares_pages: bool  # another entry holds some of its pages too
@@ -189,10 +189,10 @@ class PrefixMemory:
     def insert(self, keys: NamespaceKeys, prefix: CachedPrefix) -> None:
         """Insert a prefix, unless it does not fit or the lock is not free in time.
 
-        Closing a generator inserts its reply, and a garbage collection may close one at any time.
-        If this thread is changing the trees then, `_is_changing` skips the insert. This thread may
-        hold the lock of the page pools, for which the thread with `_lock` waits. The timeout then
-        prevents a deadlock.
+        A garbage collection may call this in any thread at any time: it may close a generator,
+        which then inserts its reply. If that thread is changing the trees, `_is_changing` skips the
+        insert. If that thread holds the lock of the page pools, the holder of `_lock` may be
+        waiting for it: the timeout prevents a deadlock.
         """
         if self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             try:
@@ -203,7 +203,7 @@ class PrefixMemory:
                 self._lock.release()
 
     def reject(self, keys: NamespaceKeys, tokens: Sequence[int]) -> None:
-        """Drop restored tokens from memory, and ignore them in stores."""
+        """Drop all entries that may share pages with restored tokens; ignore these in stores."""
         if self.prefix_store is not None:
             self.prefix_store.reject(keys.tree_key, tokens)
         with self._lock_for_change():
@@ -275,7 +275,7 @@ class PrefixMemory:
         """Evict entries of `all_pools` until `nbytes` remain; return how many were evicted."""
         total = 0
         while count := self._evict_least_valuable(all_pools, nbytes, rules):
-            total += count  # the evicted pages are freed when the call returns, as its locals go
+            total += count  # evicted pages are freed after the call: its variables hold them
         for pools in all_pools:
             pools.drop_empty_trees()
         return total

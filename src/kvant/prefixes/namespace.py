@@ -38,7 +38,7 @@ log = logging.getLogger("kvant")
 MAX_RESTORE_TRIES = 4  # stored prefixes that are tried for a prompt, the longest first
 CHECKPOINT_INTERVAL = 2048  # tokens between checkpoints of a long prompt
 MIN_LONG_PROMPT = 4096  # a prompt with more tokens to prefill is long
-MAX_INTERVAL_CHECKPOINTS = 4  # checkpoints at this interval in a long prompt: the last ones
+MAX_INTERVAL_CHECKPOINTS = 4  # a long prompt gets at most this many of them: the last ones
 
 
 class PendingRestore(NamedTuple):
@@ -115,12 +115,12 @@ class PrefixNamespace:
         self._model_keys = ModelKeys(model, cache, (salt,), weights_check_interval, exact=exact)
         self._matched_keys: NamespaceKeys | None = None
         self._mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
-        # Length of the cached pages of the last prompt, if no entry can be resumed there; else 0.
+        # Tokens of the last prompt whose pages are in the tree, if fewer can be reused; else 0.
         self._branch_point = 0
 
     @property
     def _keys(self) -> NamespaceKeys:
-        """Keys of the last match, even if the model changed since; before any, the current keys."""
+        """Keys of the last match, even if the model changed since; before it, of the first use."""
         if self._matched_keys is None:
             self._matched_keys = self._model_keys.refresh() or NamespaceKeys()
         return self._matched_keys
@@ -198,7 +198,7 @@ class PrefixNamespace:
     def count_usable_tokens(self, restore: PendingRestore, max_tokens: int) -> int:
         """Return the longest restored length <= `max_tokens` from which generation can continue.
 
-        It is 0 if the model changed since the lookup.
+        It is 0 if the lookup and the last match had different keys: the model changed in between.
         """
         if restore.keys != self._keys:
             return 0
@@ -216,9 +216,10 @@ class PrefixNamespace:
     ) -> tuple[TransformersCache, int]:
         """Return the cache to prefill these tokens with, and how many of its tokens were prefilled.
 
-        The cache is a fork of a cached prefix if that has more of the tokens than `base_cache`.
-        Otherwise it is `base_cache`, or an empty cache if no tokens can be reused. The argument
-        `num_prefilled` counts the prefilled tokens of `base_cache`.
+        Its other tokens were decoded. The cache is a fork of a cached prefix if that has more of
+        the tokens than `base_cache`. Otherwise it is `base_cache`, or an empty cache if no tokens
+        can be reused. Those of `base_cache` cannot be reused with a `chunk_alignment`, or after
+        the model changed. The argument `num_prefilled` counts the prefilled tokens of `base_cache`.
         """
         last_keys = self._matched_keys
         self._mismatch, self._branch_point = None, 0
@@ -252,10 +253,13 @@ class PrefixNamespace:
     ) -> list[int]:
         """Return the lengths at which to insert a prompt while it is prefilled, in order.
 
-        `branch_points` are lengths at which other prompts may diverge. If pages suffice, a prompt
-        can be resumed at every page, so none of these is needed. With a store, the end of the
-        prompt is added if the partial last page has a large part of the prompt. That page is then
-        stored without the reply, and another process can restore it for the same prompt.
+        If pages suffice, a prompt can be resumed at every page. Otherwise, insert it at the branch
+        point of the last match, at the end of the last whole page, at intervals of a long prompt,
+        and at `branch_points`: lengths at which other prompts may diverge.
+
+        With a store, also insert it at its end if its partial last page is a large part of it.
+        This stores that page as it is before the reply, so that another process can restore it for
+        the same prompt.
         """
         if self._model_keys.no_prefixes_reason is not None:
             return []
@@ -274,7 +278,8 @@ class PrefixNamespace:
         has_recurrent = len(page_sizes) < len(recipes)
         if self.memory.prefix_store is not None and alignment is None and not has_recurrent:
             page_size = max([PAGE_TOKENS, *page_sizes])
-            # Each request prefills at least one token. A full last page cannot be rewound by one.
+            # Each request prefills its last token, so the same prompt rewinds this prefix by one
+            # token. That may be impossible if the last page is full, since it may be sealed.
             end = count if count % page_size else count - 1
             if end > num_cached and (count - 1) % page_size * MIN_TAIL_DIVISOR > count:
                 checkpoints.add(end)
@@ -283,9 +288,9 @@ class PrefixNamespace:
     def insert_prefix(
         self, tokens: Sequence[int], cache: TransformersCache, num_prefilled: int
     ) -> None:
-        """Insert the cache of these tokens, if its model can have prefixes.
+        """Insert the cache of these tokens, if its model can have prefixes and did not change.
 
-        An error is logged, not raised: the request has its reply already.
+        An error is logged, not raised: the request does not depend on the insert.
         """
         model_keys = self._model_keys
         if model_keys.no_prefixes_reason is not None or not tokens or cache.length != len(tokens):

@@ -4,7 +4,7 @@ A prefix is stored as blobs. A blob is found by the name of a token page (64 tok
 `keys.py`) and a part name. A KV page has the rows of a layer group for one or more token pages. It
 is stored under the name of the last of them:
 
-    page name   <16 hex digits of the root key>/<page key>
+    page name   <16 hex digits of the tree key>/<page key>
     k0-3        KV page 3 of layer group 0
     a-<digest of the tail tokens>-<length>
                 tail state of a prefix of this length: what resuming it needs besides KV pages;
@@ -82,7 +82,7 @@ class StoreHit:
 class PendingBlob(NamedTuple):
     """A blob of a prefix that may have to be written."""
 
-    page: PageId | None  # None: the tail state
+    page_id: PageId | None  # None: the tail state
     page_name: str  # of the token page at which it ends
     part: str
     token_range: range
@@ -107,7 +107,7 @@ class PrefixWrite:
         """Write the blobs one by one; yield the bytes of each."""
         try:
             missing = self.prefix_store.list_missing(self.pending)
-            for _, blobs in groupby(missing, lambda blob: blob.page and blob.page[0]):
+            for _, blobs in groupby(missing, lambda blob: blob.page_id and blob.page_id[0]):
                 run = list(blobs)  # pages of one layer group, or a tail state
                 size = max(1, MAX_COPY_BYTES // max(run[0].nbytes, 1))
                 for begin in range(0, len(run), size):
@@ -134,14 +134,14 @@ class PrefixWrite:
     def _make_blobs(self, batch: Sequence[PendingBlob], page_set: PageSet) -> list[Blob]:
         """Make blobs of pages of one layer group, or of a tail state."""
         numbers: Mapping[str, int] = {}
-        if batch[0].page is None:
+        if batch[0].page_id is None:
             tail_state = page_set.snapshot_tail_state()
             payloads, numbers = [BlobPayload.from_fields(tail_state.tensors)], tail_state.numbers
         else:
-            group = batch[0].page[0]
+            group = batch[0].page_id[0]
             layout = BlobLayout.from_shapes(get_page_shapes(page_set.cache, group))
             data = torch.zeros(len(batch), layout.nbytes, dtype=torch.uint8)
-            page_numbers = [pending.page[1] for pending in batch if pending.page is not None]
+            page_numbers = [blob.page_id[1] for blob in batch if blob.page_id is not None]
             page_set.copy_pages(group, page_numbers, layout.view_fields(data))
             payloads = [BlobPayload(layout, row) for row in data]
         blobs = []
@@ -227,7 +227,7 @@ class PrefixStore:
         return missing
 
     def put(self, blob: Blob) -> None:
-        """Write a blob now; at a suspect page, only if the stored blob differs.
+        """Write a blob now; at a suspect page, only if no valid blob of these tokens is stored.
 
         At a rejected page, the stored blob is dropped first.
         """
@@ -267,7 +267,7 @@ class PrefixStore:
         for num_pages in range(len(names) - 1, num_cached // PAGE_TOKENS - 1, -1):
             parts, length = parts_by_page[num_pages], num_pages * PAGE_TOKENS
             max_end = min(len(tokens), length + PAGE_TOKENS - 1)
-            for end in sorted({_parse_tail_length(part) for part in parts}, reverse=True):
+            for end in sorted({_parse_prefix_length(part) for part in parts}, reverse=True):
                 if length <= end <= max_end and end > num_cached:
                     tail_part = _name_tail_state(tokens[:end])
                     if tail_part in parts:
@@ -289,7 +289,9 @@ class PrefixStore:
         device: torch.device,
         deadline: LookupDeadline,
     ) -> CachedPrefix | None:
-        """Restore a hit into the pools of `base_cache`; None if it fails or is late.
+        """Restore a hit into the pools of `base_cache`; None if nothing of it can be used.
+
+        A hit without a tail state is shortened to the pages that were read before the deadline.
 
         `base_cache` is of the same model and spec; it is empty or holds the first tokens of the
         hit. A blob's shapes are compared with those of `base_cache` before any tensor is used.
@@ -417,7 +419,8 @@ def pages_suffice(spec: CacheSpec) -> bool:
     """Return whether full pages are enough to resume a prefix.
 
     They are not if a layer has a window, a recurrent state, rows kept dense after the
-    sealed pages, or sinks in open pages.
+    sealed pages (`tail`), no sealed pages in short sequences (`dense_until`), or sinks in open
+    pages.
     """
     return all(
         isinstance(recipe, LayerSpec)
@@ -468,7 +471,7 @@ def _name_tail_state(tokens: Sequence[int]) -> str:
     return f"a-{tail_digest.hex()[:16]}-{len(tokens)}"
 
 
-def _parse_tail_length(part: str) -> int:
-    """Return the length in the name of a tail state; -1 for other parts."""
+def _parse_prefix_length(part: str) -> int:
+    """Return the prefix length in the name of a tail state; -1 for other parts."""
     start, _, length = part.rpartition("-")
     return int(length) if start.startswith("a-") and length.isdecimal() else -1

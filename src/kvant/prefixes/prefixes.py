@@ -7,7 +7,7 @@ stores:
 
          cache of a request, at a checkpoint or its end      cache of a new request
                   |                                                 ^
-                  |  insert: fork                                   |  match: fork, rewind
+                  |  insert: merge                                  |  match: fork, rewind
                   v                                                 |
     memory     entries of a PrefixTree: caches over shared pools ---+---- evict: free
                   |                                ^
@@ -116,9 +116,10 @@ class Prefixes:
         self.close()
 
     def close(self) -> None:
-        """Finish pending store writes and free all prefixes; nothing is written afterwards.
+        """Finish pending store writes and free all prefixes.
 
-        Stop waiting for the writes if a store does not answer.
+        Stop waiting for the writes if a store does not answer. Nothing is written afterwards,
+        unless `store` was given as `Tiers`: those stay open.
         """
         if self.prefix_store is not None:
             self.prefix_store.close()

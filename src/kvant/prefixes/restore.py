@@ -1,4 +1,4 @@
-"""Restore prefixes from a store in parallel, until a deadline, if a prefill would take longer.
+"""Parts of a restore from a store: time estimates, a deadline, parallel reads, daemon threads.
 
 RestoreTimes     estimates whether a restore is faster than a prefill
 LookupDeadline   says when the request gives up; frees the memory of a cancelled lookup
@@ -235,11 +235,11 @@ class PageReader:
     def _list_runs(self) -> list[tuple[int, range]]:
         """Return runs of consecutive missing pages, and their groups, in the order of positions."""
         runs = []
-        for group, slots in self.buffer.missing_slots.items():
+        for group, slots_by_number in self.buffer.missing_slots.items():
             max_pages = MAX_RUN_BYTES // max(self.layouts[group].nbytes, 1)
             max_pages = min(MAX_RUN_PAGES, max(1, max_pages))
-            numbers = np.array(list(slots), np.int64)
-            for run, _ in find_runs(numbers, numbers):  # slices of page numbers
+            numbers = np.array(list(slots_by_number), np.int64)
+            for run, _ in find_runs(numbers, numbers):  # each a slice of consecutive numbers
                 for begin in range(run.start, run.stop, max_pages):
                     runs.append((group, range(begin, min(begin + max_pages, run.stop))))
         return sorted(runs, key=lambda run: (run[1][0] * self.page_sizes[run[0]], run[0]))

@@ -7,7 +7,7 @@ Each node is a token page: 64 tokens, whatever page size the layers have. It is 
 and its tokens are compared as well. An entry is a cache of one sequence over shared pools, at the
 node of its last whole page. An entry *serves* a length if a prompt with the same first tokens can
 resume at this length. Every entry serves its own length. If pages suffice (no window, state or
-dense tail), it also serves the end of each page.
+dense tail), it also serves each length at which KV pages of all layers end.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class PrefixEntry:
 
 
 class PrefixMiss(Protocol):
-    """Why no longer prefix of a prompt was found."""
+    """The reason why the cached prefix of a prompt is not longer."""
 
     def describe(self, tokenizer: Any, locate: Callable[[int], str]) -> str:
-        """Return a sentence; `locate` returns the part of the prompt that has a token."""
+        """Return a sentence; `locate` describes the message that has the token at a position."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PrefixMatch:
 
 
 class PrefixTree:
-    """The entries under one root key."""
+    """The entries of one tree key: of one model, adapter, spec and salt."""
 
     def __init__(self, root_key: bytes, alignment: int | None) -> None:
         """With an `alignment`, serve only multiples of it, and only prefilled tokens."""

@@ -215,7 +215,9 @@ window=N | all tokens \
     | bounded memory at any length
 sinks=N | {DEFAULT_WINDOW_SINKS} with a window, else 0 | keeps the first N tokens, dense \
     | models attend to them; 0 with a window evicts them
-select=N | all | each token reads the first sealed page, and N others or P% of them | speed
+select=N | all \
+    | each token reads the first sealed page, the last 256 sealed rows, and N or P% of the others \
+    | speed
 prune=SCORE:KEEP | all | after a prompt each head keeps its best rows | memory
 tail=N | by format | the last N rows are read dense | less loss at few bits
 start=N | 0 | rows stay dense until a sequence has N tokens | short prompts without loss

@@ -12,9 +12,14 @@ class GreedySizer(DraftSizer):
     """Verifies all drafts, whatever that takes."""
 
     def choose_num_drafts(
-        self, proposals: Sequence[Proposal], limit: int, *, recomputes: bool = False
+        self,
+        proposals: Sequence[Proposal],
+        limit: int,
+        *,
+        recomputes: bool = False,
+        draft_seconds: float = 0.0,
     ) -> int:
-        return min(limit, max((len(drafts) for drafts, _ in proposals), default=0))
+        return min(limit, max((num_drafts for num_drafts, _ in proposals), default=0))
 
 
 class EvenClock:

@@ -337,7 +337,7 @@ def test_acceptance_counts_proposals_that_were_not_verified() -> None:
 
 def make_proposals(count: int, *, accepted: bool) -> list[Proposal]:
     share = (100.0, 0.1) if accepted else (0.1, 100.0)
-    return [Proposal([7] * 8, Acceptance(*share)) for _ in range(count)]
+    return [Proposal(8, Acceptance(*share)) for _ in range(count)]
 
 
 def make_sizer(seconds_by_rows: dict[int, float], num_sequences: int = 1) -> DraftSizer:
@@ -355,7 +355,7 @@ def test_as_many_drafts_are_verified_as_pay() -> None:
     assert sizer.choose_num_drafts(sure, 8) == 8
     assert sizer.choose_num_drafts(sure, 3) == 2
     assert sizer.choose_num_drafts(wrong, 8) == 0
-    assert sizer.choose_num_drafts([Proposal([], Acceptance())], 8) == 0
+    assert sizer.choose_num_drafts([Proposal(0, Acceptance())], 8) == 0
     memory_bound = make_sizer({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.1, 9: 3.0})
     assert memory_bound.choose_num_drafts(sure, 8) == 4
     compute_bound = make_sizer({1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 9: 9.0})
@@ -386,7 +386,7 @@ def test_decodes_without_drafts_are_measured_again() -> None:
 def test_rejections_on_recurrent_layers_cost_a_forward() -> None:
     sizer, unsure = (
         make_sizer({1: 1.0, 2: 1.2, 3: 1.3, 5: 1.4, 9: 1.5}),
-        [Proposal([7] * 8, Acceptance(1.0, 1.0))],
+        [Proposal(8, Acceptance(1.0, 1.0))],
     )
     assert sizer.choose_num_drafts(unsure, 8) > 0
     assert sizer.choose_num_drafts(unsure, 8, recomputes=True) == 0

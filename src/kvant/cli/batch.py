@@ -102,7 +102,7 @@ def batch(
                 max_context=engine_options.max_context,
                 backend=engine_options.backend,
                 pack=engine_options.pack,
-                draft=engine_options.draft,
+                draft=engine_options.load_draft(),
             ) as engine,
         ):
             begin = time.perf_counter()

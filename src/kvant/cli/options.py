@@ -15,7 +15,7 @@ from typer import Option
 
 from kvant import checkpoints
 from kvant.errors import CacheError, CacheFileError
-from kvant.generation.settings import check_engine_draft
+from kvant.generation.settings import NGRAM
 from kvant.platform.devices import check_device, check_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
@@ -30,6 +30,9 @@ Model = Annotated[
     str | None, Option(help="Folder or name on the hub; default: the model inside the package.")
 ]
 Json = Annotated[bool, Option(help="Print only one JSON object.")]
+Draft = Annotated[
+    str | None, Option(help="Speculative decoding: ngram, or the name of a smaller model.")
+]
 Stats = Annotated[bool, Option(help="Print speed and memory.")]
 BACKENDS = ["native", "triton", "reference", "dequantize", "interpreted"]  # of kvant.attention
 
@@ -93,6 +96,7 @@ class CacheOptions(ModelOptions):
         bool,
         Option(help="Test the format on the model, for at most 2 s, and warn if it does harm."),
     ] = True
+    draft: Draft = None
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -120,6 +124,14 @@ class CacheOptions(ModelOptions):
         check_device(self.device)
         check_dtype(self.dtype)
         checkpoints.check_checkpoint(self.model)
+        if self.draft not in (None, NGRAM):
+            checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
+
+    def load_draft(self) -> Any:
+        """Return the method of drafts, or load the draft model."""
+        if self.draft in (None, NGRAM):
+            return self.draft
+        return checkpoints.load_model(self.draft, flag="--draft", **self.load_options)
 
 
 @dataclass(frozen=True)
@@ -128,9 +140,6 @@ class EngineOptions(CacheOptions):
 
     max_bytes: Annotated[str | None, Option(help="Limit on all caches together: 8GiB.")] = None
     max_sequences: Annotated[int, Option(min=1, help="Limit on concurrent sequences.")] = 16
-    draft: Annotated[str | None, Option(help="Speculative decoding where it is faster: ngram.")] = (
-        None
-    )
 
     @property
     def spec(self) -> str:
@@ -139,7 +148,6 @@ class EngineOptions(CacheOptions):
     def check(self) -> None:
         if self.max_bytes is not None:
             parse_size(self.max_bytes)
-        check_engine_draft(self.draft)
         super().check()
 
 

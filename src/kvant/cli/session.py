@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from typer import Option
 
-from kvant import checkpoints
 from kvant.cli import print_note, print_table
 from kvant.cli.options import (
     CacheOptions,
@@ -63,9 +62,6 @@ class SessionOptions(CacheOptions):
         str | None, Option(help="Limit on the bytes of an `adaptive` cache: 64MiB.")
     ] = None
     prefill_chunk: Annotated[int, Option(min=1, help="Tokens per prefill step.")] = 512
-    draft: Annotated[
-        str | None, Option(help="Speculative decoding: ngram, or the name of a smaller model.")
-    ] = None
     load_path: Annotated[Path | None, Option("--load", help="Saved conversation to continue.")] = (
         None
     )
@@ -109,8 +105,6 @@ class SessionOptions(CacheOptions):
         if self.store and self.budget is not None:
             raise ValueError("--budget with --store: a store holds one format; drop one of them")
         self.check()
-        if self.draft not in (None, "ngram"):
-            checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
         if self.load_path is not None:
             self._check_file(self.load_path)
 
@@ -161,18 +155,13 @@ class SessionOptions(CacheOptions):
             strategy=self.strategy,
             threshold=self.threshold,
             budget=self.budget_bytes,
-            draft=self._load_draft(),
+            draft=self.load_draft(),
             backend=self.backend,
             prefixes=prefixes,
         )
         if self.load_path is not None:
             session.resume(self.load_path)
         return session
-
-    def _load_draft(self) -> Any:
-        if self.draft in (None, "ngram"):
-            return self.draft
-        return checkpoints.load_model(self.draft, flag="--draft", **self.load_options)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from os import PathLike
 from typing import Any, Unpack
 
 from kvant.adapters import Adapter, load_adapters
-from kvant.engine.batch import MAX_DRAFTS, Batch, max_idle
-from kvant.engine.drafts import DraftChooser
+from kvant.engine.batch import Batch, max_idle
+from kvant.engine.drafts import DraftChooser, DraftMethod
 from kvant.engine.embedding import EmbeddingFuture, Pooler
 from kvant.engine.memory import MemoryModel
 from kvant.engine.prefix_reuse import make_own_prefixes
@@ -38,12 +38,8 @@ from kvant.generation.conversation import (
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.loop import Step
 from kvant.generation.second_pass import SecondPass
-from kvant.generation.settings import (
-    SamplingOptions,
-    StopConditions,
-    check_engine_draft,
-    make_sampling,
-)
+from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
+from kvant.generation.speculation import DRAFT_SPEC
 from kvant.hf import attach, detach, get_attachments
 from kvant.planner import Plan, plan
 from kvant.platform import c_libraries
@@ -59,14 +55,15 @@ from kvant.weights import packing
 log = logging.getLogger("kvant")
 
 MAX_PREFILL_CHUNK = 512  # tokens
-MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # by which a prefill chunk may delay decodes
+DEFAULT_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # by which a prefill chunk may delay decodes
 
 
 class Engine:
     """A thread that serves requests on one model, which stays attached until `close`.
 
-    Change the model only while no request is open. Prefixes are keyed by its weights. The weights
-    are checked when a request arrives at an idle engine, and then once a second.
+    Change the model only while no request is open. Prefixes are keyed by its weights. When a prompt
+    is matched or inserted, the weights are checked if the last check is a second old. After the
+    engine was idle, or a request was cancelled, they are checked at the next use.
 
     >>> with kvant.Engine(model, tokenizer, max_bytes="64MiB") as engine:
     ...     streams = [engine.submit(text, max_new_tokens=4) for text in ("import ", "def ")]
@@ -97,7 +94,7 @@ class Engine:
         prefixes: Prefixes | None = None,
         store: str | Store | abc.Sequence[str | Store] | None = None,
         adapters: abc.Mapping[str, str | PathLike[str]] | None = None,
-        draft: str | None = None,
+        draft: Any = None,
         max_drafts: int = 8,
     ) -> None:
         """Limit all caches to `max_bytes`, and decodes to `max_sequences` sequences at a time.
@@ -108,12 +105,12 @@ class Engine:
         prefills of several prompts delay it by up to 4 times as much.
         `pack` packs 16-bit weights on a CPU until the engine is closed; `weights` rounds them, as
         `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
-        `max_bytes` and are evicted if needed. A `store` gives this engine prefixes of its own.
-        `adapters` are LoRA adapters: folders of PEFT by name. With `draft="ngram"`, a decode also
-        verifies up to `max_drafts` tokens that followed earlier copies of the last ones, where
-        that is faster; replies stay the same, up to rounding.
+        `max_bytes` and are evicted if needed. With a `store`, the engine makes its own
+        prefixes, which are also written to the store and restored from it.
+        `adapters` are LoRA adapters: folders of PEFT by name. A `draft` proposes up to `max_drafts`
+        tokens, which a decode verifies where that is faster: those that followed an earlier copy of
+        the newest ones ("ngram"), or those of a smaller model. Replies stay equal, up to rounding.
         """
-        _check_drafts(draft, max_drafts)
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
         if tokenizer is None:
@@ -123,11 +120,11 @@ class Engine:
             raise TypeError("an engine serves models of transformers: load one")
         self.tokenizer, self.end_tokens = tokenizer, decoder.end_tokens
         self.model = model = decoder.model
+        draft_method = DraftMethod.make(draft, max_drafts, model)
         self.adapters = load_adapters(adapters or {}, model)
         spec = decoder.make_cache(kv_cache, tokenizer).spec
         empty_cache = decoder.make_cache(spec.with_checkpoints(1))  # to rewind a failed forward
-        self._has_drafts, num_drafts = draft is not None, 0 if draft is None else max_drafts
-        empty_cache.ensure_slack(1 + num_drafts)
+        empty_cache.ensure_slack(1 + draft_method.max_drafts)
         self._spec = empty_cache.spec
         memory_plan = plan(model, self._spec, context=1)
         self.kv_cache = describe_spec(spec)
@@ -140,11 +137,11 @@ class Engine:
         context = min(limits, default=None)
         self.stop_conditions = StopConditions(max_context=context, vocab_size=decoder.vocab_size)
         chunk_sizer = _make_chunk_sizer(decoder, limits, prefixes)
-        seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
-        num_batches = (1 + len({*self.adapters.values()})) * decoder.captures_graphs
-        num_idle = num_batches * max_idle(max_sequences)
+        seconds = DEFAULT_CHUNK_SECONDS.get(model.device.type, DEFAULT_CHUNK_SECONDS["cpu"])
+        num_padded_batches = (1 + len({*self.adapters.values()})) * decoder.captures_graphs
+        num_idle = num_padded_batches * max_idle(max_sequences)
         scheduler = Scheduler(
-            _make_memory_model(memory_plan, model, chunk_sizer, num_idle, num_drafts),
+            _make_memory_model(memory_plan, model, chunk_sizer, num_idle, draft_method),
             chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
@@ -154,27 +151,37 @@ class Engine:
         )
         self._request_numbers = count()
         batch = Batch(decoder, empty_cache, backend)
-        self._worker = EngineWorker(batch, scheduler, DraftChooser(batch, max_drafts))
+        self._worker = EngineWorker(batch, scheduler, DraftChooser(batch, draft_method))
         _round_weights(model, weights)
-        cleanup = self._prepare_model(model, own_prefixes, backend, pack=pack)
+        cleanup = self._prepare_models(model, draft_method, own_prefixes, backend, pack=pack)
         warn_of_slow_weights(model, log.warning)
         c_libraries.release_threads()  # the engine's thread computes from now on
         self._worker.start(cleanup)
 
-    def _prepare_model(
-        self, model: Any, own_prefixes: Prefixes | None, backend: str | None, *, pack: bool
+    def _prepare_models(
+        self,
+        model: Any,
+        draft_method: DraftMethod,
+        own_prefixes: Prefixes | None,
+        backend: str | None,
+        *,
+        pack: bool,
     ) -> ExitStack:
-        """Attach and pack the model, and open its prefixes; return what undoes this."""
+        """Attach and pack the models, and open the prefixes; return what undoes this."""
+        specs: dict[Any, AnySpec] = {model: self._spec}
+        if draft_method.decoder is not None:
+            specs[draft_method.decoder.model] = DRAFT_SPEC
         with ExitStack() as undo:
             if own_prefixes is not None:
                 undo.callback(own_prefixes.close)
             undo.callback(self._worker.store_lookups.close)
-            if not get_attachments(model):
-                attach(model, self._spec, backend=backend)
-                undo.callback(detach, model)
-            if pack and not packing.is_packed(model):
-                undo.callback(packing.unpack, model)
-                packing.pack(model)
+            for each, spec in specs.items():
+                if not get_attachments(each):
+                    attach(each, spec, backend=backend)
+                    undo.callback(detach, each)
+                if pack and not packing.is_packed(each):
+                    undo.callback(packing.unpack, each)
+                    packing.pack(each)
             if self.prefixes is not None:  # after packing, which changes the key of the weights
                 self._worker.prefix_reuse.attach(self.prefixes)
             return undo.pop_all()
@@ -208,11 +215,11 @@ class Engine:
     ) -> Stream:
         """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        The `options` are the fields of `Sampling`, and `sampling`: an instance of it, whose fields
-        the others replace. Each step has the log-probabilities of the `logprobs` likeliest
+        The `options` are fields of `Sampling`. One more, `sampling`, is an instance of it; the
+        others replace its fields. Each step has the log-probabilities of the `logprobs` likeliest
         tokens. Higher `priority` first; among equals, the `tenant` with the fewest running
-        sequences. Prefixes are shared only among requests of the same `salt` and `adapter`, which
-        is the name of one of this engine's.
+        sequences. Prefixes are shared only among requests of the same `salt` and `adapter`.
+        `adapter` is the name of one of the engine's adapters.
         `on_step` is called with each step in the engine's thread; an error in it fails the request.
         Invalid arguments raise here.
         """
@@ -242,13 +249,12 @@ class Engine:
             salt=salt,
             last_token_time=now,
         )
-        second_pass = None if max_new == 1 else self._second_pass  # one token is known before it
+        # The second pass scores the rows of a prompt for a prune; the first token comes before it.
+        second_pass = None if max_new == 1 else self._second_pass
         if second_pass is not None and second_pass.drops_rows(len(tokens)):
             request.repetition = second_pass.start(tokens)
         self._worker.scheduler.check_request(request)
-        request.add_choices(
-            tokens, self.tokenizer, sampling, conditions, has_drafts=self._has_drafts
-        )
+        request.add_choices(tokens, self.tokenizer, sampling, conditions)
         request.branch_points = find_branch_points(self.tokenizer, prompt, tokens)
         # The caller may change the messages before a miss is described.
         messages = None if self.prefixes is None else deepcopy(parse_messages(prompt))
@@ -270,8 +276,9 @@ class Engine:
         """Request the embedding of a prompt: text, token ids, or messages with roles.
 
         It is pooled from the hidden states after the model's last norm, as `pooling` says;
-        `kvant.checkpoints.find_pooling` reads the one of a checkpoint. The prompt is prefilled
-        like any other, in this engine's format, but shares no prefix: every token is computed.
+        `kvant.checkpoints.find_pooling(name).require()` returns the pooling of a checkpoint. The
+        prompt is prefilled like any other, in this engine's format, but shares no prefix: every
+        token is computed.
         Invalid arguments raise here.
         """
         check_counts(priority=priority)
@@ -349,7 +356,10 @@ class Engine:
 def _make_chunk_sizer(
     decoder: TransformersDecoder, limits: list[int], prefixes: Prefixes | None
 ) -> ChunkSizer:
-    """Return the sizer of a model's chunks; `limits` bound a prompt that must be one chunk."""
+    """Return the chunk sizer of a model.
+
+    Without chunked prefill, a chunk is a whole prompt; the largest of `limits` bounds its tokens.
+    """
     supports_chunks = decoder.supports_chunked_prefill
     return ChunkSizer(
         MAX_PREFILL_CHUNK if supports_chunks else max(limits, default=1 << 20),
@@ -359,21 +369,20 @@ def _make_chunk_sizer(
 
 
 def _make_memory_model(
-    memory_plan: Plan, model: Any, chunk_sizer: ChunkSizer, num_idle: int, max_drafts: int
+    memory_plan: Plan,
+    model: Any,
+    chunk_sizer: ChunkSizer,
+    num_idle: int,
+    draft_method: DraftMethod,
 ) -> MemoryModel:
     return MemoryModel.from_plan(
         memory_plan,
         chunk_sizer.max_chunk,
         spare_divisor=0 if model.device.type == "cpu" else 8,
         num_idle=num_idle,
-        max_drafts=max_drafts,
+        max_drafts=draft_method.max_drafts,
+        draft_memory=draft_method.make_memory_model(chunk_sizer.max_chunk),
     )
-
-
-def _check_drafts(draft: str | None, max_drafts: int) -> None:
-    check_engine_draft(draft)
-    if not 1 <= max_drafts <= MAX_DRAFTS:
-        raise ValueError(f"max_drafts={max_drafts}: 1 to {MAX_DRAFTS} is needed")
 
 
 def _check_plan(memory_plan: Plan, model: Any, max_bytes: int | str) -> None:

@@ -32,7 +32,7 @@ def generate_many(
     stop: str | Sequence[str] = (),
     ignore_end: bool = False,
     backend: str | None = None,
-    draft: str | None = None,
+    draft: Any = None,
     quiet: bool = False,
     **options: Unpack[SamplingOptions],
 ) -> list[Result]:

@@ -24,7 +24,6 @@ from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
 from kvant.generation.second_pass import Repetition
 from kvant.generation.settings import Sampling, StopConditions
-from kvant.generation.speculation import Acceptance, NGramDrafter
 from kvant.hf import TransformersCache
 from kvant.page_table import Ints
 from kvant.prefixes import PrefixNamespace
@@ -50,8 +49,6 @@ class Sequence:
     choice: int = 0  # which continuation of its prompt it is
     adapter: Adapter | None = field(default=None, repr=False)  # of its forwards
     num_prefilled: int = 0  # first tokens that were prefilled, not decoded
-    drafter: NGramDrafter | None = field(default=None, repr=False)  # None: no drafts
-    acceptance: Acceptance = field(default_factory=Acceptance, repr=False)  # of its drafts
     cache: TransformersCache | None = field(default=None, repr=False)
     swap_file: Path | None = None  # holds its pages while it is swapped out
 
@@ -153,13 +150,10 @@ class Request:
         tokenizer: Any,
         sampling: Sampling,
         conditions: StopConditions,
-        *,
-        has_drafts: bool = False,
     ) -> None:
         """Make the sequence, the sampler and the output of each continuation."""
         for choice in range(self.num_choices):
             sequence = Sequence([*tokens], choice, self.adapter)
-            sequence.drafter = NGramDrafter() if has_drafts else None
             self.sequences.append(sequence)
             self.outputs.append(Output(tokenizer, conditions, sequence.tokens))
             matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)

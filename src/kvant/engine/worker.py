@@ -290,7 +290,7 @@ class EngineWorker:
             self._start_decoding(request, request.prompt_logits)
 
     def _fork_choices(self, request: Request) -> None:
-        """Give the other continuations of a prompt its rows, if more than one token may come."""
+        """Fork the prompt's cache for its other continuations, unless each is just one token."""
         if request.max_new_tokens == 1:
             return
         for sequence in request.sequences[1:]:
@@ -339,7 +339,7 @@ class EngineWorker:
             return
         decoded = [index for index in range(len(pairs)) if index not in errors]
         pairs, drafts = [pairs[i] for i in decoded], [drafts[i] for i in decoded]
-        drafts = [verified[: logits.shape[1] - 1] for verified in drafts]
+        drafts = [row[: logits.shape[1] - 1] for row in drafts]  # [] each if none were verified
         tokens = sample_tokens(pairs, logits, drafts)
         if logits.shape[1] < num_new:
             self.drafts.record_failure(len(sequences), num_new)
@@ -420,6 +420,7 @@ class EngineWorker:
                 self.scheduler.finish_sequence(request)
                 self.prefix_reuse.insert_prefix(request, sequence)
                 self.batch.caches.release([sequence])
+                self.drafts.forget([sequence])
                 if not request.sequences:
                     self._metrics.finished += 1
                     self._finish(request)
@@ -438,6 +439,7 @@ class EngineWorker:
                 request.repetition.drop_fork()
             for index, sequence in enumerate(request.sequences):
                 if isinstance(action, SwapOut):
+                    self.drafts.forget([sequence])
                     path = self.swap_folder / f"{request.number}-{index}.kv"
                     self.batch.caches.swap_out(sequence, path, is_decoding=request.is_decoding)
                 else:
@@ -461,7 +463,8 @@ class EngineWorker:
             if error is None and self.is_open:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
+        self.drafts.forget(request.sequences)
         request.repetition = None  # and its fork
-        request.namespace = None  # so that it can end: the last action may keep the request alive
+        request.namespace = None  # frees it: the last action may keep the request alive
         future.finish(error, request.flush_outputs())
         del self.requests[request]

@@ -374,7 +374,7 @@ class GenerationLoop:
         drafts = drafter.propose_drafts(output.tokens, limit, target) if limit > 0 else []
         if self._draft_sizer is not None:
             self._acceptance.record_proposal(output.tokens, drafts)
-            proposals = [Proposal(drafts, self._acceptance)]
+            proposals = [Proposal(len(drafts), self._acceptance)]
             recomputes = cache.is_recurrent
             size = self._draft_sizer.choose_num_drafts(proposals, limit, recomputes=recomputes)
             drafts = drafts[:size]

@@ -153,12 +153,6 @@ class StopConditions:
         return min(self.max_new_tokens, self.max_context - num_tokens)
 
 
-def check_engine_draft(draft: str | None) -> None:
-    """Raise for a kind of drafts that an engine does not know."""
-    if draft not in (None, NGRAM):
-        raise ValueError(f"draft={draft}: an engine drafts by {NGRAM!r}, or not at all (None)")
-
-
 def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:
     """Raise for an unknown strategy or invalid numbers."""
     if budget is not None and name != "adaptive":

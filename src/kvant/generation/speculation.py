@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvant.generation.decoder import LogitsFunction, make_decoder
+from kvant.generation.decoder import Decoder, LogitsFunction, make_decoder
 from kvant.generation.prefiller import Prefiller
 from kvant.generation.sampling import NEGATIVE_INFINITY, Sampler
 from kvant.prefixes.tree import count_shared_prefix
@@ -34,6 +34,7 @@ NGRAM_SIZES = (4, 3, 2)  # the longest n-gram of drafts with an earlier copy is 
 MAX_INDEXED_TOKENS = 1 << 15  # of a text, at first: 12 MB
 MAX_TOKENS_PER_CALL = 1 << 10  # to index: about 3 ms
 NUM_RECENT_TOKENS = 16  # compared to notice that a text is another one
+DRAFT_SPEC = "raw"  # of a draft model's cache
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,31 @@ class NGramDrafter:
 class ModelDrafter:
     """Propose drafts with a smaller model of the same tokenizer, which has its own cache."""
 
-    def __init__(self, model: nn.Module | LogitsFunction) -> None:
-        decoder = make_decoder(model)
-        self._prefiller = Prefiller(decoder, decoder.make_cache("raw"))
+    def __init__(self, decoder: Decoder) -> None:
+        self._prefiller = Prefiller(decoder, decoder.make_cache(DRAFT_SPEC))
+
+    def catch_up(self, tokens: Sequence[int], max_tokens: int) -> bool:
+        """Prefill some of the tokens, if more than `max_tokens` are not cached yet.
+
+        Return whether drafts can be proposed with a shorter prefill.
+        """
+        prefiller = self._prefiller
+        prefiller.align_cache(tokens)
+        begin = prefiller.cache.length
+        if not self._can_read(tokens, begin):
+            return False
+        if len(tokens) - begin <= max_tokens:
+            return True
+        prefiller.prefill(tokens[: begin + max_tokens])
+        return False
 
     def propose_drafts(
         self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
     ) -> list[int]:
         text = list(tokens)
         decoder = self._prefiller.decoder
-        if decoder.vocab_size is not None and max(text) >= decoder.vocab_size:
-            return []  # the draft model's vocabulary is smaller and lacks a token
+        if not self._can_read(text):
+            return []
         if decoder.max_context is not None:
             max_drafts = min(max_drafts, decoder.max_context - len(text) + 1)
         self._prefiller.cache.ensure_slack(max_drafts + 1)
@@ -135,6 +150,14 @@ class ModelDrafter:
         copy._prefiller = self._prefiller.fork()
         return copy
 
+    def _can_read(self, tokens: Sequence[int], begin: int = 0) -> bool:
+        """Whether the draft model's vocabulary and context hold the tokens from `begin` on."""
+        decoder = self._prefiller.decoder
+        vocab_size, max_context = decoder.vocab_size, decoder.max_context
+        if vocab_size is not None and max(tokens[begin:], default=0) >= vocab_size:
+            return False
+        return max_context is None or len(tokens) <= max_context
+
 
 def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
     """Make a drafter from "ngram", a `Drafter` or a draft model."""
@@ -144,7 +167,7 @@ def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
         return draft
     if isinstance(draft, str):
         raise ValueError(f"draft={draft!r}: 'ngram', a model, or None is needed")
-    return ModelDrafter(draft)
+    return ModelDrafter(make_decoder(draft))
 
 
 # ---- the number of drafts
@@ -187,9 +210,9 @@ class Acceptance:
 
 
 class Proposal(NamedTuple):
-    """The drafts of one sequence, and how likely they are accepted."""
+    """The number of drafts of one sequence, and how likely they are accepted."""
 
-    drafts: list[int]
+    num_drafts: int
     acceptance: Acceptance
 
 
@@ -225,14 +248,20 @@ class DraftSizer:
         times.newest = self._num_forwards
 
     def choose_num_drafts(
-        self, proposals: Sequence[Proposal], limit: int, *, recomputes: bool = False
+        self,
+        proposals: Sequence[Proposal],
+        limit: int,
+        *,
+        recomputes: bool = False,
+        draft_seconds: float = 0.0,
     ) -> int:
         """Return how many drafts to verify in each of the sequences, at most `limit`.
 
-        With `recomputes`, a rejection costs another forward, as it does on recurrent layers.
+        With `recomputes`, a rejection costs another forward, as it does on recurrent layers. One
+        draft of each sequence takes `draft_seconds`.
         """
-        longest = min(limit, max((len(drafts) for drafts, _ in proposals), default=0))
-        most = sum(a.estimate_tokens(min(longest, len(drafts))) for drafts, a in proposals)
+        longest = min(limit, max((num_drafts for num_drafts, _ in proposals), default=0))
+        most = sum(a.estimate_tokens(min(longest, num_drafts)) for num_drafts, a in proposals)
         if most <= MIN_GAIN * len(proposals):  # even if drafts took no time
             return 0
         plain = self._predict_seconds(len(proposals), 1)
@@ -240,9 +269,10 @@ class DraftSizer:
             return 0
         best_count, best_rate = 0, MIN_GAIN * len(proposals) / plain
         for count in (count for count in self._counts if count <= longest):
-            expected = (a.estimate_tokens(min(count, len(drafts))) for drafts, a in proposals)
+            expected = (a.estimate_tokens(min(count, num_drafts)) for num_drafts, a in proposals)
             seconds = self._predict_seconds(len(proposals), 1 + count)
             assert seconds is not None
+            seconds += count * draft_seconds
             if recomputes:
                 seconds += plain * (1 - min(a.acceptance_rate**count for _, a in proposals))
             if (rate := sum(expected) / seconds) > best_rate:

@@ -43,7 +43,7 @@ log = logging.getLogger("kvant")
 
 # The settings that are keyword arguments of Engine, under the same names.
 ENGINE_SETTINGS = {"max_bytes", "max_sequences", "max_context", "chunk_seconds", "backend", "pack"}
-ENGINE_SETTINGS |= {"adapters", "draft"}
+ENGINE_SETTINGS |= {"adapters"}
 MAX_ENCODED_TOKENS = 1 << 17  # limit of /tokenize, unless the context is longer
 TEMPLATE_LOOKBACK_TOKENS = 512  # at the end of a prompt, searched for the start of a reply
 MAX_OPEN_INPUTS = 4  # of a request for embeddings: prompts are prefilled one at a time
@@ -307,7 +307,7 @@ def open_service(
     c_libraries.keep_freed_memory()
     if prefixes is None and settings.shares_prefixes:
         prefixes = Prefixes(settings.max_prefix_bytes)
-    options = settings.model_dump(include=ENGINE_SETTINGS)
+    options = settings.model_dump(include=ENGINE_SETTINGS) | {"draft": settings.load_draft()}
     with Engine(model, tokenizer, spec, prefixes=prefixes, **options) as engine:
         yield Service(
             engine,

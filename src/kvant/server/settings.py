@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -19,6 +19,7 @@ from kvant import checkpoints
 from kvant.adapters import check_adapters
 from kvant.attention import check_backend
 from kvant.errors import SpecError
+from kvant.generation.settings import NGRAM
 from kvant.platform.devices import parse_device, parse_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
@@ -74,7 +75,7 @@ class ServerSettings(BaseModel):
     pack: bool = True
     weights: str | None = None
     guard: bool = True
-    draft: Literal["ngram"] | None = None
+    draft: str | None = None  # "ngram", or the name of a smaller model
     adapters: dict[str, str] = {}  # folders of PEFT, by name of the model for clients
     device: str | None = None
     dtype: str = "auto"
@@ -93,6 +94,8 @@ class ServerSettings(BaseModel):
         parse_device(self.device)
         parse_dtype(self.dtype)
         checkpoints.check_checkpoint(self.model)
+        if self.draft not in (None, NGRAM):
+            checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
         if self.store and not self.shares_prefixes:
             raise SpecError(
                 f"--store with --kv-cache {self.kv_cache}: a row pruned for one prompt may matter "
@@ -105,13 +108,22 @@ class ServerSettings(BaseModel):
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer."""
-        return checkpoints.load(
-            self.model,
-            trust_code=self.trust_remote_code,
-            device=self.device,
-            dtype=self.dtype,
-            weights=self.weights or (RAW_WEIGHTS if self.pack else None),
-        )
+        return checkpoints.load(self.model, **self._load_options)
+
+    def load_draft(self) -> Any:
+        """Return the method of drafts, or load the draft model."""
+        if self.draft in (None, NGRAM):
+            return self.draft
+        return checkpoints.load_model(self.draft, flag="--draft", **self._load_options)
+
+    @property
+    def _load_options(self) -> dict[str, Any]:
+        return {
+            "trust_code": self.trust_remote_code,
+            "device": self.device,
+            "dtype": self.dtype,
+            "weights": self.weights or (RAW_WEIGHTS if self.pack else None),
+        }
 
     @property
     def max_prefix_bytes(self) -> str | None:

@@ -55,7 +55,7 @@ def test_engine_tokens_equal_those_of_each_alone() -> None:
         [step.token for step in generate(model, Numbers(), prompt, kv_cache=SELECTS, **options)]
         for prompt in prompts
     ]
-    with kvant.Engine(model, Numbers(), SELECTS) as engine:
+    with kvant.Engine(model, Numbers(), SELECTS, chunk_seconds=60) as engine:
         streams = [engine.submit(prompt, **options) for prompt in prompts]
         assert [list(stream.result().tokens) for stream in streams] == single
 

@@ -323,12 +323,12 @@ def start_server(*words: str) -> tuple[subprocess.Popen[str], str]:
 def test_serve_shuts_down_cleanly_and_stores_prefixes(tmp_path: Path) -> None:
     store, body_ = str(tmp_path / "kept"), {"prompt": PROMPT * 30, "max_tokens": 200}
     for restored in (False, True):
-        process, url = start_server("--store", store)
+        process, url = start_server("--store", store, "--grace", "120")
         responses: list[httpx.Response] = []
 
         def ask(url: str = url, responses: list[httpx.Response] = responses, **more: Any) -> None:
             body = body_ | {"ignore_eos": True} | more
-            responses.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+            responses.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120))
 
         ask(max_tokens=2)
         details = responses[0].json()["usage"]["prompt_tokens_details"]
@@ -339,7 +339,7 @@ def test_serve_shuts_down_cleanly_and_stores_prefixes(tmp_path: Path) -> None:
         while not httpx.get(f"{url}/v1/stats").json()["running"]:
             assert time.monotonic() < until
         process.send_signal(signal.SIGTERM)
-        under_way.join(60)
+        under_way.join(120)
         assert responses[1].status_code == 200  # accepted requests are answered
         assert responses[1].json()["usage"]["completion_tokens"] == 200
         out, error = process.communicate(timeout=60)

@@ -253,7 +253,8 @@ def _judge(measured: MeasuredSpec, max_kl: float) -> FormatTrial:
 def _find_better_spec(evaluator: SpecEvaluator, spec: AnySpec) -> tuple[AnySpec, str]:
     if not isinstance(spec, str):
         return "raw", "kvant does not change recipes"
-    return next(pair for pair in list_promotions(spec) if evaluator.try_format(pair[0]).harmless)
+    *promotions, raw = list_promotions(spec)
+    return next((pair for pair in promotions if evaluator.try_format(pair[0]).harmless), raw)
 
 
 def format_spec(spec: AnySpec) -> str:

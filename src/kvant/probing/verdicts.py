@@ -91,10 +91,9 @@ def assess(
     progress: ProbeProgress = ignore_progress,
 ) -> Verdict:
     """Read the text [1, T] until the verdict is certain, the text ends or the time is up."""
-    deadline, count = monotonic() + seconds, ids.shape[1] - 1
-    if not any(layer.seals for layer in iterate_attention(*spec.layers)):
-        return Verdict(True, 0.0, 1.0, 0, count)  # all rows stay as they are
+    deadline = monotonic() + seconds
     begin, judged_from = _find_sealed_positions(spec)
+    count = ids.shape[1] - 1
     raw_cache, spec_cache = make_empty_cache(model, "raw"), None
     parts: list[Divergence] = []
     num_read, token_seconds = 0, 0.0  # token_seconds: predicted for a token of one cache

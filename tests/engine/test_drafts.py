@@ -38,7 +38,12 @@ SPECS = (
     "raw,capacity=200",
 )
 FAMILIES = ("llama", "gemma3", "mistral", "gpt_oss", "llama4", "bloom", "falcon_h1", "qwen3_next")
-CELLS = [(name, spec) for spec in SPECS for name in FAMILIES if valid_spec(name, spec) == spec]
+CELLS = [
+    (name, spec)
+    for spec in SPECS
+    for name in FAMILIES
+    if valid_spec(name, spec) == spec and not ("window" in spec and name == "bloom")
+]  # bloom's own attention cannot apply a window
 WITHOUT_DRAFTS = ("llama4", "bloom")  # their attention does not support them in batches
 REPLY = 40
 
@@ -279,7 +284,7 @@ def test_a_layer_that_refuses_drafts_is_decoded_without(known_texts: list[list[i
     with make_engine(model, draft="ngram", chunk_seconds=60) as engine:
         assert submit_all(engine, prompts) == expected
         batch = engine._worker.batch
-        assert batch.ragged and not batch._verifies_drafts_in_batch
+        assert batch.ragged and not batch.verifies_drafts_in_batch
 
 
 def test_invalid_drafts_are_refused() -> None:

@@ -401,3 +401,30 @@ def test_drafts_that_were_slow_are_tried_again() -> None:
     for _ in range(600):
         sizer.record_forward(1, 1, 1.0)
     assert sizer.choose_num_drafts(sure, 8) == 8
+
+
+def test_drafts_that_take_long_to_make_are_fewer() -> None:
+    sizer, sure = make_sizer({1: 1.0}), make_proposals(1, accepted=True)
+    counts = [
+        sizer.choose_num_drafts(sure, 8, draft_seconds=seconds) for seconds in (0.0, 0.3, 1.0)
+    ]
+    assert counts == [8, 8, 0]
+    unsure = [Proposal(8, Acceptance(2.0, 1.0))]
+    counts = [
+        sizer.choose_num_drafts(unsure, 8, draft_seconds=seconds) for seconds in (0.0, 0.2, 0.9)
+    ]
+    assert counts[0] > counts[1] > counts[2] == 0
+
+
+def test_a_new_size_waits_until_it_would_have_saved_its_capture() -> None:
+    sizer, sure = make_sizer({1: 1.0}), make_proposals(1, accepted=True)
+    sizer.record_capture(2, 9, 100.0)
+    counts = [sizer.choose_num_drafts(sure, 8) for _ in range(10)]
+    assert counts == [0] * 3 + [8] * 7, "9 tokens take 8.6 s, or 1.8 s with drafts"
+    sizer.record_capture(1, 9, 200.0)
+    assert sizer.choose_num_drafts(sure, 8) == 8, "its capture has begun"
+    for _ in range(3):
+        sizer.record_forward(1, 9, 5.0)
+    sizer.record_capture(1, 9, 1e6)  # accepted drafts of a recurrent model are computed again
+    assert sizer.choose_num_drafts(sure, 8) == 8
+    assert sizer.choose_num_drafts(sure, 4) == 0

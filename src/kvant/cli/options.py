@@ -131,7 +131,8 @@ class CacheOptions(ModelOptions):
         """Return the method of drafts, or load the draft model."""
         if self.draft in (None, NGRAM):
             return self.draft
-        return checkpoints.load_model(self.draft, flag="--draft", **self.load_options)
+        options = self.load_options | {"weights": RAW_WEIGHTS if self.pack else None}
+        return checkpoints.load_model(self.draft, flag="--draft", **options)
 
 
 @dataclass(frozen=True)

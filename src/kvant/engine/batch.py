@@ -216,7 +216,7 @@ class Batch:
         self._max_lengths = [limit for limit in limits if limit is not None]  # of a sequence
         # The sequences of a batch must be rewound to lengths of their own.
         cannot_rewind = empty_cache.is_recurrent or empty_cache.spec.retains_queries
-        self._verifies_drafts_in_batch = self.verifies_drafts and self.ragged and not cannot_rewind
+        self.verifies_drafts_in_batch = self.verifies_drafts and self.ragged and not cannot_rewind
         empty_cache.backend = backend
         self.caches = SequenceCaches(empty_cache)
         self._adapter_switch = AdapterSwitch(decoder.model)
@@ -253,7 +253,7 @@ class Batch:
     def count_max_drafts(self, sequences: list[Sequence]) -> int:
         """Return how many drafts of each of these sequences one decode can verify."""
         in_batch = len(sequences) > 1
-        if not (self._verifies_drafts_in_batch if in_batch else self.verifies_drafts):
+        if not (self.verifies_drafts_in_batch if in_batch else self.verifies_drafts):
             return 0
         caches = {self.caches.locate(sequence)[0] for sequence in sequences}
         states = [cache.state for cache in caches if cache is not None]
@@ -400,14 +400,14 @@ class Batch:
 
     def _disable_drafts(self, error: Exception, *, in_batch: bool) -> None:
         """Decode without drafts from now on; if a batch was refused, only in batches."""
-        self._verifies_drafts_in_batch = False
+        self.verifies_drafts_in_batch = False
         self.verifies_drafts = self.verifies_drafts and in_batch
         name, where = type(self.decoder.model).__name__, " in batches" if in_batch else ""
         log.info("%s: decoding without drafts%s: %s", name, where, str(error))
 
     def _disable_batching(self, error: Exception) -> None:
         """Decode one sequence at a time from now on."""
-        self.ragged = self._verifies_drafts_in_batch = False
+        self.ragged = self.verifies_drafts_in_batch = False
         for adapter in [*self._idle_sequences]:
             self._resize_idle(adapter, 0)
         self.caches.extract_all()

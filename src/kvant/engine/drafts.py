@@ -10,16 +10,17 @@ are dropped from the caches afterwards.
 from __future__ import annotations
 
 import logging
-import math
+import sys
 import time
 from collections import abc, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
-from kvant.engine.batch import MAX_DRAFTS, Batch
+from torch import nn
+
+from kvant.engine.batch import MAX_DRAFTS, PADDING_TOKEN, Batch
 from kvant.engine.memory import MemoryModel
-from kvant.engine.request import Request, Sequence
+from kvant.engine.request import Request, Sequence, clear_traceback_frames
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.settings import NGRAM
 from kvant.generation.speculation import (
@@ -27,7 +28,6 @@ from kvant.generation.speculation import (
     Acceptance,
     DraftSizer,
     DraftTarget,
-    ModelDrafter,
     NGramDrafter,
     Proposal,
 )
@@ -38,9 +38,10 @@ log = logging.getLogger("kvant")
 Pairs = abc.Sequence[tuple[Request, Sequence]]
 # Returns the number of drafts by the proposals, and the seconds that one draft of each takes.
 ChooseCount = abc.Callable[[list[Proposal], float], int]
-MAX_CAUGHT_UP = 256  # tokens of a sequence that the draft model prefills between two decodes
-NUM_SKIPPED = 64  # decodes without drafts after which a draft model is tried again
+CATCH_UP_CHUNK = 256  # tokens that the draft model may prefill before a decode
+PROBE_INTERVAL = 63  # decodes without drafts, after which a draft model proposes one again
 MAX_DRAFT_TIMES = 5  # the newest ones, of which the fastest counts
+MAX_FAILURES = 3  # of the draft model, after which it is not used any more
 
 
 @dataclass(frozen=True)
@@ -51,27 +52,42 @@ class DraftMethod:
     decoder: TransformersDecoder | None = None  # of the draft model
 
     @classmethod
-    def make(cls, draft: Any, max_drafts: int, model: Any) -> DraftMethod:
+    def make(cls, draft: Any, max_drafts: int, model: nn.Module) -> DraftMethod:
         """Check the arguments of an engine of `model`."""
         if not 1 <= max_drafts <= MAX_DRAFTS:
             raise ValueError(f"max_drafts={max_drafts}: 1 to {MAX_DRAFTS} is needed")
         if draft is None:
             return cls()
-        if draft == NGRAM:
+        if isinstance(draft, str) and draft == NGRAM:
             return cls(max_drafts)
-        decoder = None if isinstance(draft, str) else make_decoder(draft)
-        if not isinstance(decoder, TransformersDecoder):
-            name = repr(draft) if isinstance(draft, str) else type(draft).__name__
-            raise ValueError(f"draft={name}: {NGRAM!r}, a model of transformers, or None is needed")
+        if not isinstance(draft, nn.Module):
+            raise ValueError(
+                f"draft={draft!r}: {NGRAM!r}, a model of transformers, or None is needed"
+            )
+        decoder = make_decoder(draft)
+        assert isinstance(decoder, TransformersDecoder)
+        name = type(decoder.model).__name__
         if decoder.model is model:
-            raise ValueError("draft: the model itself: pass a smaller model of the same tokenizer")
+            raise ValueError(
+                f"draft={name}: it is the model itself: pass a smaller one, or {NGRAM!r}"
+            )
+        if not Batch(decoder, decoder.make_cache(DRAFT_SPEC)).verifies_drafts_in_batch:
+            raise ValueError(
+                f"draft={name}: its sequences cannot be decoded and rewound in one batch: pass a "
+                f"model with attention layers alone, or {NGRAM!r}"
+            )
         return cls(max_drafts, decoder)
 
-    def make_memory_model(self, max_chunk: int) -> MemoryModel | None:
+    def make_memory_model(self, num_idle: int, spare_divisor: int) -> MemoryModel | None:
         """Return what the caches of the draft model need, if there is one."""
         if self.decoder is None:
             return None
-        return MemoryModel.from_plan(plan(self.decoder.model, DRAFT_SPEC, context=1), max_chunk)
+        return MemoryModel.from_plan(
+            plan(self.decoder.model, DRAFT_SPEC, context=1),
+            CATCH_UP_CHUNK,
+            spare_divisor=spare_divisor,
+            num_idle=num_idle * self.decoder.captures_graphs,
+        )
 
 
 class DraftChooser:
@@ -81,9 +97,9 @@ class DraftChooser:
         self._batch = batch
         self._max_drafts = method.max_drafts
         self._sizer = DraftSizer(max(1, method.max_drafts))
-        self._drafts: NGramDrafts | ModelDrafts = (
-            NGramDrafts() if method.decoder is None else ModelDrafts(method.decoder, batch)
-        )
+        self._drafts: Drafts = NGramDrafts()
+        if method.decoder is not None:
+            self._drafts = ModelDrafts(method.decoder, batch.decoder.vocab_size)
 
     def choose_drafts(self, pairs: Pairs) -> list[list[int]]:
         """Return the drafts of each sequence that the next decode verifies."""
@@ -108,20 +124,38 @@ class DraftChooser:
         return self._drafts.propose_drafts(pairs, limits, choose_count)
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Free what was kept to draft for these sequences."""
+        """Free what was kept to draft for finished sequences."""
         self._drafts.forget(sequences)
 
-    def record_decode(self, num_sequences: int, num_new: int, seconds: float) -> None:
+    def release_caches(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Free the caches of the draft model of sequences that are swapped out."""
+        self._drafts.release_caches(sequences)
+
+    def clear(self) -> None:
+        """Free all memory, and forget the times: forwards are captured again."""
+        self._drafts.clear()
+        self._sizer = DraftSizer(max(1, self._max_drafts))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the caches of the draft model."""
+        return self._drafts.nbytes
+
+    def record_decode(
+        self, num_sequences: int, num_new: int, seconds: float, *, is_steady: bool
+    ) -> None:
         """Add the time of a decode of `num_new` tokens of each sequence.
 
-        Ignore it if the sequences are decoded one by one.
+        Ignore it if the sequences are decoded one by one. A decode before or during a capture is
+        not steady.
         """
         if self._batch.ragged or num_sequences == 1:
-            self._sizer.record_forward(num_sequences, num_new, seconds)
+            record = self._sizer.record_forward if is_steady else self._sizer.record_capture
+            record(num_sequences, num_new, seconds)
 
     def record_failure(self, num_sequences: int, num_new: int) -> None:
         """Record that such a decode failed: it is not tried again soon."""
-        self._sizer.record_forward(num_sequences, num_new, math.inf)
+        self._sizer.record_failure(num_sequences, num_new)
 
 
 class Drafts(Protocol):
@@ -133,6 +167,13 @@ class Drafts(Protocol):
         """Return the drafts of each sequence, at most its limit and the chosen number."""
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None: ...
+
+    def release_caches(self, sequences: abc.Iterable[Sequence]) -> None: ...
+
+    def clear(self) -> None: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass
@@ -146,104 +187,213 @@ class NGramState:
 class NGramDrafts:
     """Drafts that followed earlier copies; they cost next to nothing, so all are looked up."""
 
+    nbytes = 0
+
     def __init__(self) -> None:
-        self._states: WeakKeyDictionary[Sequence, NGramState] = WeakKeyDictionary()
+        self._states: dict[Sequence, NGramState] = {}
 
     def propose_drafts(
         self, pairs: Pairs, limits: list[int], choose_count: ChooseCount
     ) -> list[list[int]]:
-        drafts, proposals = list[list[int]](), list[Proposal]()
+        all_drafts, proposals = list[list[int]](), list[Proposal]()
         for (_, sequence), limit in zip(pairs, limits, strict=True):
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = NGramState(NGramDrafter())
-            found = state.drafter.propose_drafts(sequence.tokens, limit) if limit else []
-            state.acceptance.record_proposal(sequence.tokens, found)
-            drafts.append(found)
-            proposals.append(Proposal(len(found), state.acceptance))
+            drafts = state.drafter.propose_drafts(sequence.tokens, limit) if limit else []
+            state.acceptance.record_proposal(sequence.tokens, drafts)
+            all_drafts.append(drafts)
+            proposals.append(Proposal(len(drafts), state.acceptance))
         count = choose_count(proposals, 0.0)
-        return [found[:count] for found in drafts]
+        return [drafts[:count] for drafts in all_drafts]
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._states.pop(sequence, None)
+
+    def release_caches(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Do nothing: indexes are kept."""
+
+    def clear(self) -> None:
+        self._states.clear()
 
 
 @dataclass
 class ModelState:
-    """The draft model's cache of a sequence, and how often its drafts are accepted."""
+    """A sequence of the draft model, and how often its drafts are accepted.
 
-    drafter: ModelDrafter
+    All tokens of the sequence but the newest are cached.
+    """
+
+    sequence: Sequence
+    num_equal: int = 0  # first tokens that are known to be those of the engine's sequence
+    is_readable: bool = True  # whether the draft model has all of its tokens
     acceptance: Acceptance = field(default_factory=Acceptance)
+
+    def find_divergence(self, tokens: list[int]) -> int:
+        """Return how many first tokens are those of `tokens`."""
+        own = self.sequence.tokens
+        equal, shortest = self.num_equal, min(len(own), len(tokens))
+        while equal < shortest and own[equal] == tokens[equal]:
+            equal += 1
+        self.num_equal = equal
+        return equal
 
 
 class ModelDrafts:
-    """Drafts of a smaller model, which reads each sequence into a cache of its own.
+    """Drafts of a smaller model, whose sequences decode in one batch, too.
 
-    A forward for each draft costs time. So the number is chosen first, and where drafts do not pay,
-    one is proposed now and then, to see whether it still is so. A long prompt is read in parts,
-    between decodes.
+        tokens of the engine    ... a b c      c is the newest
+        draft model             ... a b [c]    forward of c: d, of d: e, of e: f
+        verified                ... a b c d e x
+        draft model             ... a b c d e  rewound; the next forward is of x
+
+    A forward for each draft costs time. So the number is chosen first. Where drafts do not pay, one
+    is proposed now and then and compared with the token that comes. Prompts are read in parts,
+    before the decodes for which drafts would pay.
     """
 
-    def __init__(self, decoder: TransformersDecoder, batch: Batch) -> None:
-        self._decoder = decoder
-        self._batch = batch
-        self._states: WeakKeyDictionary[Sequence, ModelState] = WeakKeyDictionary()
-        self._draft_times: deque[float] = deque(maxlen=MAX_DRAFT_TIMES)  # of one draft
+    def __init__(self, decoder: TransformersDecoder, vocab_size: int | None) -> None:
+        self._batch = Batch(decoder, decoder.make_cache(DRAFT_SPEC))
+        self._vocab_size = vocab_size  # of the engine's model
+        self._states: dict[Sequence, ModelState] = {}
+        self._draft_times: deque[float] = deque(maxlen=MAX_DRAFT_TIMES)  # of one of each sequence
         self._num_skipped = 0  # decodes since drafts were proposed
-        self._has_failed = False
+        self._num_failures = 0
+
+    @property
+    def nbytes(self) -> int:
+        pools = self._batch.caches.stats([])
+        return pools["nbytes_held"] + pools["nbytes_free"]
 
     def propose_drafts(
         self, pairs: Pairs, limits: list[int], choose_count: ChooseCount
     ) -> list[list[int]]:
-        no_drafts = [list[int]()] * len(pairs)
-        if self._has_failed:
-            return no_drafts
         try:
-            return self._propose(pairs, limits, choose_count) or no_drafts
+            return self._propose(pairs, limits, choose_count)
         except Exception as error:  # the requests do not depend on drafts
-            self._has_failed = True
-            self._states.clear()
-            log.warning("drafts end: the draft model failed: %r", error)
-            return no_drafts
+            clear_traceback_frames(error)
+            self.forget([sequence for _, sequence in pairs])
+            self._num_failures += 1
+            log.warning(
+                "the draft model failed %d of at most %d times: %r",
+                *(self._num_failures, MAX_FAILURES, error),
+            )
+            return [list[int]()] * len(pairs)
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:
+        sequences = [*sequences]
+        self.release_caches(sequences)
         for sequence in sequences:
             self._states.pop(sequence, None)
+
+    def release_caches(self, sequences: abc.Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            if (state := self._states.get(sequence)) is not None:
+                self._batch.caches.release([state.sequence])
+                state.sequence, state.num_equal = Sequence([]), 0
+
+    def clear(self) -> None:
+        self._states.clear()
+        self._batch.clear()
 
     def _propose(
         self, pairs: Pairs, limits: list[int], choose_count: ChooseCount
     ) -> list[list[int]]:
-        """Return the drafts of each sequence; an empty list if none are worth their time."""
+        no_drafts = [list[int]()] * len(pairs)
+        if self._num_failures >= MAX_FAILURES:
+            return no_drafts
         states = [self._get_state(sequence) for _, sequence in pairs]
+        max_context = self._batch.decoder.max_context or sys.maxsize
         counts = [
-            limit if limit and state.drafter.catch_up(sequence.tokens, MAX_CAUGHT_UP) else 0
+            state.is_readable * max(0, min(limit, max_context - len(sequence.tokens)))
             for (_, sequence), limit, state in zip(pairs, limits, states, strict=True)
         ]
-        num_ready = sum(count > 0 for count in counts)
         proposals = [Proposal(n, s.acceptance) for n, s in zip(counts, states, strict=True)]
-        chosen = choose_count(proposals, num_ready * min(self._draft_times, default=0.0))
-        if not chosen:
-            self._num_skipped += 1
-            if self._num_skipped < NUM_SKIPPED or not num_ready:
-                return []
-            chosen = 1
+        chosen = choose_count(proposals, min(self._draft_times, default=0.0))
+        is_probe = not chosen
+        self._num_skipped += is_probe
+        if is_probe and self._num_skipped < PROBE_INTERVAL:
+            return no_drafts
+        ready = self._catch_up(
+            [pair for pair, count in zip(pairs, counts, strict=True) if count],
+            [state for state, count in zip(states, counts, strict=True) if count],
+        )
+        counts = [min(chosen or 1, n) * (s in ready) for n, s in zip(counts, states, strict=True)]
+        if not any(counts):
+            return no_drafts
         self._num_skipped = 0
-        begin, drafts = time.perf_counter(), list[list[int]]()
-        vocab_size = self._batch.decoder.vocab_size or 0
-        for (request, sequence), count, state in zip(pairs, counts, states, strict=True):
-            target = DraftTarget(request.samplers[sequence.choice], vocab_size)
-            found = list[int]()
-            if count:
-                found = state.drafter.propose_drafts(sequence.tokens, min(chosen, count), target)
-            state.acceptance.record_proposal(sequence.tokens, found)
-            drafts.append(found)
-        if num_drafts := sum(map(len, drafts)):
-            self._draft_times.append((time.perf_counter() - begin) / num_drafts)
-        return drafts
+        drafts = self._decode_drafts(pairs, states, counts)
+        for (_, sequence), state, proposal in zip(pairs, states, drafts, strict=True):
+            state.acceptance.record_proposal(sequence.tokens, proposal)
+        return no_drafts if is_probe else drafts
 
     def _get_state(self, sequence: Sequence) -> ModelState:
         state = self._states.get(sequence)
         if state is None:
-            state = self._states[sequence] = ModelState(ModelDrafter(self._decoder))
+            state = self._states[sequence] = ModelState(Sequence([]))
         return state
+
+    def _catch_up(self, pairs: Pairs, states: list[ModelState]) -> list[ModelState]:
+        """Rewind rejected drafts, and prefill what is missing; return the sequences that lack at
+        most the two newest tokens.
+        """
+        caches, vocab_size = self._batch.caches, self._batch.decoder.vocab_size
+        for (_, sequence), state in zip(pairs, states, strict=True):
+            own, equal = state.sequence, state.find_divergence(sequence.tokens)
+            # Now all but the newest are cached, and the newest is right, too.
+            length = min(equal, caches.count_tokens(own), len(sequence.tokens) - 1)
+            unread = sequence.tokens[length:]
+            state.is_readable = vocab_size is None or max(unread) < vocab_size
+            own.tokens = sequence.tokens[: length + 1]
+            state.num_equal = length + 1
+        caches.rewind([state.sequence for state in states])
+        budget, ready = CATCH_UP_CHUNK, list[ModelState]()
+        for (_, sequence), state in zip(pairs, states, strict=True):
+            own, tokens = state.sequence, sequence.tokens
+            num_missing = len(tokens) - len(own.tokens)
+            if not state.is_readable:
+                continue
+            is_new = num_missing > 0 and len(own.tokens) == 1
+            if (num_missing > 1 or is_new) and (count := min(num_missing, budget)):
+                budget -= count
+                caches.extract([own])
+                length = len(own.tokens) - 1
+                own.tokens = tokens[: length + count]
+                self._batch.prefill(own, count)
+                own.tokens = tokens[: length + count + 1]
+                state.num_equal = len(own.tokens)
+                num_missing -= count
+            if num_missing <= 1 and len(own.tokens) > 1:
+                ready.append(state)
+        return ready
+
+    def _decode_drafts(
+        self, pairs: Pairs, states: list[ModelState], counts: list[int]
+    ) -> list[list[int]]:
+        """Return so many drafts of each sequence, fewer where none can be sampled."""
+        drafts, begin = [list[int]() for _ in pairs], time.perf_counter()
+        active = [index for index, count in enumerate(counts) if count]
+        newest = [pairs[i][1].tokens[len(states[i].sequence.tokens) :] for i in active]
+        while active:
+            sequences = [states[index].sequence for index in active]
+            logits, errors = self._batch.decode(sequences, newest)
+            for error in errors.values():
+                raise error
+            next_active = list[int]()
+            for index, extra, rows in zip(active, newest, logits, strict=True):
+                request, sequence = pairs[index]
+                target = DraftTarget(request.samplers[sequence.choice], self._vocab_size)
+                own = states[index].sequence
+                own.tokens += extra
+                token = target.sample_draft(rows[len(extra)], [*sequence.tokens, *drafts[index]])
+                drafts[index] += [] if token is None else [token]
+                own.tokens.append(PADDING_TOKEN if token is None else token)
+                if token is not None and len(drafts[index]) < counts[index]:
+                    next_active.append(index)
+            if any(newest):
+                self._batch.caches.rewind(sequences)  # drops padding
+            active, newest = next_active, [[] for _ in next_active]
+        if rounds := max(map(len, drafts), default=0):
+            self._draft_times.append((time.perf_counter() - begin) / rounds)
+        return drafts

@@ -118,9 +118,9 @@ class Engine:
         decoder = make_decoder(model)
         if not isinstance(decoder, TransformersDecoder):
             raise TypeError("an engine serves models of transformers: load one")
+        draft_method = DraftMethod.make(draft, max_drafts, decoder.model)
         self.tokenizer, self.end_tokens = tokenizer, decoder.end_tokens
         self.model = model = decoder.model
-        draft_method = DraftMethod.make(draft, max_drafts, model)
         self.adapters = load_adapters(adapters or {}, model)
         spec = decoder.make_cache(kv_cache, tokenizer).spec
         empty_cache = decoder.make_cache(spec.with_checkpoints(1))  # to rewind a failed forward
@@ -175,13 +175,13 @@ class Engine:
             if own_prefixes is not None:
                 undo.callback(own_prefixes.close)
             undo.callback(self._worker.store_lookups.close)
-            for each, spec in specs.items():
-                if not get_attachments(each):
-                    attach(each, spec, backend=backend)
-                    undo.callback(detach, each)
-                if pack and not packing.is_packed(each):
-                    undo.callback(packing.unpack, each)
-                    packing.pack(each)
+            for prepared, spec in specs.items():
+                if not get_attachments(prepared):
+                    attach(prepared, spec, backend=backend)
+                    undo.callback(detach, prepared)
+                if pack and not packing.is_packed(prepared):
+                    undo.callback(packing.unpack, prepared)
+                    packing.pack(prepared)
             if self.prefixes is not None:  # after packing, which changes the key of the weights
                 self._worker.prefix_reuse.attach(self.prefixes)
             return undo.pop_all()
@@ -375,13 +375,14 @@ def _make_memory_model(
     num_idle: int,
     draft_method: DraftMethod,
 ) -> MemoryModel:
+    spare_divisor = 0 if model.device.type == "cpu" else 8
     return MemoryModel.from_plan(
         memory_plan,
         chunk_sizer.max_chunk,
-        spare_divisor=0 if model.device.type == "cpu" else 8,
+        spare_divisor=spare_divisor,
         num_idle=num_idle,
         max_drafts=draft_method.max_drafts,
-        draft_memory=draft_method.make_memory_model(chunk_sizer.max_chunk),
+        draft_memory=draft_method.make_memory_model(num_idle, spare_divisor),
     )
 
 

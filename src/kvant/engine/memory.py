@@ -30,9 +30,7 @@ class MemoryModel:
     A slot is a page of a pool, or room for `STATE_COPIES` copies of a recurrent state. Counts are
     arrays in this order:
 
-        [open of group 0, sealed of group 0, open of group 1, ..., state, draft model]
-
-    The cache of a draft model is one slot of a byte for each byte.
+        [open of group 0, sealed of group 0, open of group 1, ..., state, those of the draft model]
     """
 
     groups: tuple[LayerGroup, ...]
@@ -40,7 +38,7 @@ class MemoryModel:
     max_chunk: int  # tokens of a prefill chunk
     num_idle: int = 0  # sequences that pad a batch
     max_drafts: int = 0  # tokens that a decode stores until they are rejected
-    draft_memory: MemoryModel | None = None  # of the draft model
+    draft_memory: MemoryModel | None = None  # of the draft model, which has pools of its own
 
     @classmethod
     def from_plan(
@@ -61,7 +59,9 @@ class MemoryModel:
         sizes = [size for open_sealed in plan.page_nbytes.values() for size in open_sealed]
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
-        sizes += [STATE_COPIES * plan.state_nbytes, 1]
+        sizes.append(STATE_COPIES * plan.state_nbytes)
+        if draft_memory is not None:
+            sizes += draft_memory.slot_nbytes.tolist()
         groups = tuple(plan.page_nbytes)
         return cls(groups, np.array(sizes), max_chunk, num_idle, max_drafts, draft_memory)
 
@@ -72,14 +72,21 @@ class MemoryModel:
             num_open, num_sealed = _max_pages(group, group.capacity or length)
             copies = 1 if group.pruning is None else 2  # a prune stores before it frees
             counts += [copies * num_open, copies * num_sealed]
-        return np.array([*counts, length > 0, self._count_draft_nbytes(length)])
+        return self._append_drafts([*counts, length > 0])
 
-    def _count_draft_nbytes(self, length: int) -> int:
-        """Return the bytes of the draft model's cache, whose pools are its own."""
-        memory = self.draft_memory
-        if memory is None or not length:
-            return 0
-        return int((memory.count_slots(length) + memory.pool_overhead) @ memory.slot_nbytes)
+    def count_draft_slots(self, length: int) -> Ints:
+        """Return the peak slots of the draft model's cache of such a sequence."""
+        counts = [0] * (2 * len(self.groups) + 1)
+        if self.draft_memory is None:
+            return np.array(counts)
+        return self._append_drafts(counts, self.draft_memory.count_slots(length))
+
+    def _append_drafts(self, counts: list[int], draft_counts: Ints = NO_SLOTS) -> Ints:
+        """Append the slots of the draft model, if there is one, to those of the model."""
+        if self.draft_memory is None:
+            return np.array(counts)
+        size = len(self.draft_memory.slot_nbytes)
+        return np.concatenate([counts, np.broadcast_to(draft_counts, size)])
 
     def count_shared_slots(self, length: int) -> Ints:
         """Return the slots that forks made at `length` keep sharing, however long they grow."""
@@ -88,7 +95,7 @@ class MemoryModel:
             is_permanent = group.window is None and group.pruning is None
             counts.append(length // group.page if is_permanent and not group.seals else 0)
             counts.append(group.paging.count_due_pages(length) if is_permanent else 0)
-        return np.array([*counts, 0, 0])
+        return self._append_drafts([*counts, 0])
 
     def count_page_slots(
         self, pages: Mapping[LayerGroup, tuple[int, int]], num_caches: int = 0
@@ -98,7 +105,7 @@ class MemoryModel:
         The states of `STATE_COPIES` caches fit in one slot.
         """
         counts = [count for group in self.groups for count in pages.get(group, (0, 0))]
-        return np.array([*counts, -(-num_caches // STATE_COPIES), 0])
+        return self._append_drafts([*counts, -(-num_caches // STATE_COPIES)])
 
     @cached_property
     def pool_overhead(self) -> Ints:
@@ -111,7 +118,9 @@ class MemoryModel:
         for group in self.groups:
             num_outside = 0 if group.window is None else self.max_chunk // group.page + 2
             counts += [num_outside + Pools.make(group).open.step - 1] * 2
-        return np.array([*counts, 0, 0]) + self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
+        drafts = NO_SLOTS if self.draft_memory is None else self.draft_memory.pool_overhead
+        idle = self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
+        return self._append_drafts([*counts, 0], drafts) + idle
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
         """Return the extra pages while a prompt of this length is prefilled.
@@ -125,7 +134,7 @@ class MemoryModel:
             if group.seals and group.window is None:
                 num_sealed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
             counts += [min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0]
-        return np.array([*counts, 0, 0])
+        return self._append_drafts([*counts, 0])
 
     def count_fork_slots(self, num_prompt_tokens: int, num_fork_tokens: int) -> Ints:
         """Return the slots of a fork that repeats a prompt, besides those of the prompt.
@@ -137,7 +146,7 @@ class MemoryModel:
             num_due = group.paging.count_due_pages(num_prompt_tokens + num_fork_tokens)
             num_due -= group.paging.count_due_pages(num_prompt_tokens)
             counts += [num_fork_tokens // group.page + 2, num_due]
-        return np.array([*counts, 1, 0])
+        return self._append_drafts([*counts, 1])
 
 
 # With a tight limit this is called for every sequence and token.
@@ -275,6 +284,8 @@ class MemoryBudget:
         They share the pages of the prompt, unless they may be swapped out.
         """
         slots = num_sequences * self.memory_model.count_slots(length)
+        if request.max_new_tokens > 1:
+            slots = slots + num_sequences * self.memory_model.count_draft_slots(length)
         if num_sequences == 1 or self.may_swap:
             return slots
         shared = self.memory_model.count_shared_slots(request.num_prompt_tokens)

@@ -175,6 +175,7 @@ class EngineWorker:
             **self._metrics.stats(),
             "max_bytes": self.scheduler.max_bytes,
             **self.batch.caches.stats(sequences),
+            "nbytes_drafts": self.drafts.nbytes,
         }
 
     # ---- in the thread
@@ -211,6 +212,7 @@ class EngineWorker:
             request.repetition = None
         self.requests.clear()
         self.batch.clear()
+        self.drafts.clear()
 
     def _stop(self) -> None:
         self.is_open = False
@@ -236,6 +238,7 @@ class EngineWorker:
         else:  # FreePools
             self.prefix_reuse.drop_waiting_matches()
             self.batch.clear()
+            self.drafts.clear()
             self.scheduler.complete(action)
 
     def _prefill(self, action: Prefill) -> None:
@@ -343,8 +346,10 @@ class EngineWorker:
         tokens = sample_tokens(pairs, logits, drafts)
         if logits.shape[1] < num_new:
             self.drafts.record_failure(len(sequences), num_new)
-        elif self.batch.decoder.num_unsteady_forwards == num_unsteady:
-            self.drafts.record_decode(len(pairs), num_new, time.perf_counter() - begin)
+        else:
+            is_steady = self.batch.decoder.num_unsteady_forwards == num_unsteady
+            seconds = time.perf_counter() - begin
+            self.drafts.record_decode(len(pairs), num_new, seconds, is_steady=is_steady)
         self._emit_tokens(pairs, tokens, drafts)
 
     def _emit_tokens(
@@ -439,7 +444,7 @@ class EngineWorker:
                 request.repetition.drop_fork()
             for index, sequence in enumerate(request.sequences):
                 if isinstance(action, SwapOut):
-                    self.drafts.forget([sequence])
+                    self.drafts.release_caches([sequence])
                     path = self.swap_folder / f"{request.number}-{index}.kv"
                     self.batch.caches.swap_out(sequence, path, is_decoding=request.is_decoding)
                 else:

@@ -388,9 +388,11 @@ class GenerationLoop:
         decoder, num_new, begin = self.prefiller.decoder, 1 + len(drafts), time.perf_counter()
         num_unsteady = decoder.num_unsteady_forwards
         rows = self.prefiller.compute_next_logits([*tokens, *drafts], num_new)
-        if self._draft_sizer is not None and decoder.num_unsteady_forwards == num_unsteady:
+        if (sizer := self._draft_sizer) is not None:
             float(rows[0, 0])  # waits for a GPU
-            self._draft_sizer.record_forward(1, num_new, time.perf_counter() - begin)
+            is_steady = decoder.num_unsteady_forwards == num_unsteady
+            record = sizer.record_forward if is_steady else sizer.record_capture
+            record(1, num_new, time.perf_counter() - begin)
         return rows
 
     def replace_cache(self, cache: SequenceCache, tokens: Sequence[int]) -> None:

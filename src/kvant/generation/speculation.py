@@ -12,14 +12,17 @@ seed.
 
 A forward of more tokens takes longer. `DraftSizer` chooses the number of drafts with the highest
 predicted tokens per second, from the times of forwards and the share of accepted proposals. A
-proposal that was not verified counts as accepted if its tokens were sampled.
+proposal that was not verified counts as accepted if its tokens were sampled. The first forwards of
+a size are slow, as they are captured. So a new size waits until it would have saved a part of that.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -42,16 +45,21 @@ class DraftTarget:
     """What drafts aim at: a sampler, and the size of its vocabulary."""
 
     sampler: Sampler
-    vocab_size: int
+    vocab_size: int | None
 
-    def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> int:
+    def sample_draft(self, logits: Tensor, previous_tokens: Sequence[int]) -> int | None:
         """Sample a draft from another model's logits, padded to the target's vocabulary.
 
         The random number is that of the target's token, so a similar model samples the same one.
+        Return None if the model has no token that is possible here.
         """
-        missing = self.vocab_size - len(logits)
+        missing = 0 if self.vocab_size is None else self.vocab_size - len(logits)
         padded = pad(logits, (0, missing), value=NEGATIVE_INFINITY)
-        return self.sampler.sample(padded, previous_tokens).token
+        try:
+            sampled = self.sampler.sample(padded, previous_tokens)
+        except ValueError:  # all probabilities are NaN
+            return None
+        return sampled.token if math.isfinite(sampled.logprob) else None
 
 
 @runtime_checkable
@@ -111,28 +119,13 @@ class ModelDrafter:
     def __init__(self, decoder: Decoder) -> None:
         self._prefiller = Prefiller(decoder, decoder.make_cache(DRAFT_SPEC))
 
-    def catch_up(self, tokens: Sequence[int], max_tokens: int) -> bool:
-        """Prefill some of the tokens, if more than `max_tokens` are not cached yet.
-
-        Return whether drafts can be proposed with a shorter prefill.
-        """
-        prefiller = self._prefiller
-        prefiller.align_cache(tokens)
-        begin = prefiller.cache.length
-        if not self._can_read(tokens, begin):
-            return False
-        if len(tokens) - begin <= max_tokens:
-            return True
-        prefiller.prefill(tokens[: begin + max_tokens])
-        return False
-
     def propose_drafts(
         self, tokens: Sequence[int], max_drafts: int, target: DraftTarget
     ) -> list[int]:
         text = list(tokens)
         decoder = self._prefiller.decoder
-        if not self._can_read(text):
-            return []
+        if decoder.vocab_size is not None and max(text) >= decoder.vocab_size:
+            return []  # the draft model's vocabulary is smaller and lacks a token
         if decoder.max_context is not None:
             max_drafts = min(max_drafts, decoder.max_context - len(text) + 1)
         self._prefiller.cache.ensure_slack(max_drafts + 1)
@@ -142,21 +135,15 @@ class ModelDrafter:
                 self._prefiller.cache.checkpoint()
             else:
                 logits = self._prefiller.compute_next_logits(text)[-1]
-            text.append(target.sample_draft(logits, text))
+            if (token := target.sample_draft(logits, text)) is None:
+                break
+            text.append(token)
         return text[len(tokens) :]
 
     def fork(self) -> ModelDrafter:
         copy = ModelDrafter.__new__(ModelDrafter)
         copy._prefiller = self._prefiller.fork()
         return copy
-
-    def _can_read(self, tokens: Sequence[int], begin: int = 0) -> bool:
-        """Whether the draft model's vocabulary and context hold the tokens from `begin` on."""
-        decoder = self._prefiller.decoder
-        vocab_size, max_context = decoder.vocab_size, decoder.max_context
-        if vocab_size is not None and max(tokens[begin:], default=0) >= vocab_size:
-            return False
-        return max_context is None or len(tokens) <= max_context
 
 
 def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
@@ -219,9 +206,11 @@ class Proposal(NamedTuple):
 DRAFT_COUNTS = (1, 2, 4, 8)  # few: forwards of each are captured once
 MIN_SAMPLES = 2  # forwards of a size before its time is known
 MAX_SAMPLES = 5  # the newest ones, of which the fastest counts: others were interrupted
+MAX_CAPTURES = 4  # forwards before and during the capture of a size, at most
 SAMPLE_LIFETIME = 500  # forwards after which a time is measured again
 DEFAULT_ROW_COST = 0.1  # of a forward of one token, for each more, before any was measured
 MIN_GAIN = 1.05  # predicted tokens a second against those without drafts
+CAPTURE_SHARE = 0.25  # of the seconds of a capture, which a new size would have saved
 
 
 @dataclass
@@ -237,7 +226,10 @@ class DraftSizer:
 
     def __init__(self, max_drafts: int) -> None:
         self._counts = [*(count for count in DRAFT_COUNTS if count < max_drafts), max_drafts]
-        self._times: dict[tuple[int, int], ForwardTimes] = {}  # by sequences and tokens of each
+        # By sequences and tokens of each:
+        self._times: dict[tuple[int, int], ForwardTimes] = {}
+        self._capture_times: dict[tuple[int, int], list[float]] = {}
+        self._saved_seconds = defaultdict[tuple[int, int], float](float)  # had they been verified
         self._num_forwards = 0
 
     def record_forward(self, num_sequences: int, num_new: int, seconds: float) -> None:
@@ -246,6 +238,17 @@ class DraftSizer:
         self._num_forwards += 1
         times.seconds.append(seconds)
         times.newest = self._num_forwards
+
+    def record_capture(self, num_sequences: int, num_new: int, seconds: float) -> None:
+        """Add the time of a forward with drafts before or during a capture."""
+        times = self._capture_times.setdefault((num_sequences, num_new), [])
+        if num_new > 1 and len(times) < MAX_CAPTURES:
+            times.append(seconds)
+
+    def record_failure(self, num_sequences: int, num_new: int) -> None:
+        """Record that such a forward failed: it is not tried again soon."""
+        for _ in range(MAX_SAMPLES):
+            self.record_forward(num_sequences, num_new, math.inf)
 
     def choose_num_drafts(
         self,
@@ -264,20 +267,44 @@ class DraftSizer:
         most = sum(a.estimate_tokens(min(longest, num_drafts)) for num_drafts, a in proposals)
         if most <= MIN_GAIN * len(proposals):  # even if drafts took no time
             return 0
-        plain = self._predict_seconds(len(proposals), 1)
-        if plain is None or self._is_old(len(proposals), 1):
+        num_sequences = len(proposals)
+        plain = self._predict_seconds(num_sequences, 1)
+        if plain is None or self._is_old(num_sequences, 1):
             return 0
-        best_count, best_rate = 0, MIN_GAIN * len(proposals) / plain
+        # Predictions, by number of drafts: tokens, seconds, and tokens per second.
+        expected, seconds = {0: 1.0 * num_sequences}, {0: plain}
+        rates = {0: MIN_GAIN * num_sequences / plain}
         for count in (count for count in self._counts if count <= longest):
-            expected = (a.estimate_tokens(min(count, num_drafts)) for num_drafts, a in proposals)
-            seconds = self._predict_seconds(len(proposals), 1 + count)
-            assert seconds is not None
-            seconds += count * draft_seconds
+            expected[count] = sum(
+                a.estimate_tokens(min(count, num_drafts)) for num_drafts, a in proposals
+            )
+            forward_seconds = self._predict_seconds(num_sequences, 1 + count)
+            assert forward_seconds is not None
+            seconds[count] = forward_seconds + count * draft_seconds
             if recomputes:
-                seconds += plain * (1 - min(a.acceptance_rate**count for _, a in proposals))
-            if (rate := sum(expected) / seconds) > best_rate:
-                best_count, best_rate = count, rate
-        return best_count
+                rejection = 1 - min(a.acceptance_rate**count for _, a in proposals)
+                seconds[count] += plain * rejection
+            rates[count] = expected[count] / seconds[count]
+        best = max(rates, key=rates.__getitem__)
+        is_known = partial(self._is_known, num_sequences)
+        known = max(filter(is_known, rates), key=rates.__getitem__)
+        if best == known:
+            return best
+        size = num_sequences, 1 + best
+        self._saved_seconds[size] += expected[best] / rates[known] - seconds[best]
+        is_worth_capture = self._saved_seconds[size] >= CAPTURE_SHARE * self._capture_cost
+        return best if is_worth_capture else known
+
+    def _is_known(self, num_sequences: int, num_drafts: int) -> bool:
+        """Whether forwards of this size were used before."""
+        size = num_sequences, 1 + num_drafts
+        return not num_drafts or size in self._times or size in self._capture_times
+
+    @property
+    def _capture_cost(self) -> float:
+        """The seconds that captures of forwards with drafts took on average; 0 before any."""
+        captures = [sum(times) for times in self._capture_times.values() if times]
+        return sum(captures) / max(1, len(captures))
 
     def _predict_seconds(self, num_sequences: int, num_new: int) -> float | None:
         """Return the seconds of a forward; None before the first measurement."""
@@ -288,7 +315,7 @@ class DraftSizer:
         measured = {
             sequences * new: seconds
             for sequences, new in self._times
-            if (seconds := self._get_seconds(sequences, new)) is not None
+            if math.isfinite(seconds := self._get_seconds(sequences, new) or math.inf)
         }
         if not measured:
             return None

@@ -173,7 +173,8 @@ class EngineReplica:
         prefixes, max_bytes = stats["prefixes"], stats["max_bytes"]
         if not max_bytes:
             return {USED_METRIC: 0.0}
-        return {USED_METRIC: (stats["nbytes_held"] - prefixes["nbytes_idle"]) / max_bytes}
+        used = stats["nbytes_held"] + stats["nbytes_drafts"] - prefixes["nbytes_idle"]
+        return {USED_METRIC: used / max_bytes}
 
     def check_health(self) -> None:
         if not self._service.is_ready:

@@ -66,7 +66,7 @@ class ServerMetrics(Collector):
         """Yield the counters of the engine."""
         stats = self._engine.stats()
         max_bytes = stats["max_bytes"]
-        usage = stats["nbytes_held"] / max_bytes if max_bytes else 0.0
+        usage = (stats["nbytes_held"] + stats["nbytes_drafts"]) / max_bytes if max_bytes else 0.0
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for family_type, name, description, value in (
             (gauge, "vllm:num_requests_running", "Running requests", stats["running"]),

@@ -114,7 +114,8 @@ class ServerSettings(BaseModel):
         """Return the method of drafts, or load the draft model."""
         if self.draft in (None, NGRAM):
             return self.draft
-        return checkpoints.load_model(self.draft, flag="--draft", **self._load_options)
+        options = self._load_options | {"weights": RAW_WEIGHTS if self.pack else None}
+        return checkpoints.load_model(self.draft, flag="--draft", **options)
 
     @property
     def _load_options(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ std::vector<Kernels> list_kernels() {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 #if KVANT_HAS_amx
-    if (wide && has_tiles()) list.push_back(KVANT_KERNELS("amx", amx, avx512));
+    if (wide && has_vnni() && has_tiles()) list.push_back(KVANT_KERNELS("amx", amx, avx512));
 #endif
     if (wide) list.push_back(KVANT_KERNELS("avx512", avx512, avx512));
 #endif

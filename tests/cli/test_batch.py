@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from kvant import demo
+
 KVANT = str(Path(sys.executable).with_name("kvant"))
 
 
@@ -45,6 +47,16 @@ def test_json_reports_the_figures_of_a_run(call: Any, tmp_path: Path) -> None:
     assert (code, error) == (0, "")
     assert report["tokens"] == report["engine"]["completion_tokens"] > 0 and report["seconds"] > 0
     assert report["tokens_a_second"] == report["tokens"] / report["seconds"]
+
+
+def test_drafts_of_a_model_change_no_reply(call: Any, tmp_path: Path) -> None:
+    file, replies = write_prompts(tmp_path / "in", 3), list[list[Any]]()
+    for draft in ((), ("--draft", str(demo.PATH))):
+        out = tmp_path / f"out{len(draft)}"
+        words = ("batch", str(file), "--out", str(out), "--dtype", "float32", "--no-guard", *draft)
+        assert call(*words, "--max-new-tokens", "9", "--seed", "3", "--json")[0] == 0
+        replies.append([line["text"] for line in read_replies(out)])
+    assert replies[0] == replies[1]
 
 
 def test_progress_bar_starts_with_the_total(

@@ -1,6 +1,6 @@
 // Attention and linear layers on processors with matrix tiles of 16-bit floats (AMX), for many
-// positions. Other requests use AVX-512, or AVX-VNNI: these processors add products of integers in
-// half the time of products of 16-bit floats.
+// positions. Other requests use AVX-512. Codes of few positions use AVX-VNNI: these processors take
+// half the time for products of integers, and less for fp8 in float32, than for 16-bit floats.
 #include "few_rows.hpp"
 #include "kernels.hpp"
 #include "many_rows.hpp"
@@ -8,11 +8,11 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Up to this many positions (a draft and the token before it) pass over all rows separately
-// (attend.cpp).
-constexpr int64_t MAX_SEPARATE_QUERIES = 9;
+// Up to this many positions (a draft and the token before it) pass over all rows separately here,
+// and up to so many where rows are not multiplied on tiles (attend.cpp).
+constexpr int64_t MAX_SEPARATE_QUERIES = 9, MAX_SEPARATE_WITHOUT_TILES = 16;
 
-// Whether AVX-512 multiplies these codes as 16-bit floats, and AVX-VNNI as integers.
+// Whether AVX-512 multiplies the codes of this side as 16-bit floats.
 static bool are_floats(const kvant_side &side) {
     return side.format != KVANT_RAW && !has_bytes(side);
 }
@@ -20,7 +20,9 @@ static bool are_floats(const kvant_side &side) {
 void attend(const kvant_request &request) {
     if (request.queries > MAX_SEPARATE_QUERIES && !request.chosen && in_pairs(request))
         return AttendMany<uint32_t>(request).run();
-    if (are_floats(*request.keys) && are_floats(*request.values)) return avxvnni::attend(request);
+    const bool few = request.queries <= MAX_SEPARATE_WITHOUT_TILES || request.chosen;
+    if (few && are_floats(*request.keys) && are_floats(*request.values))
+        return avxvnni::attend(request);
     avx512::attend(request);
 }
 

@@ -416,6 +416,15 @@ def test_drafts_that_take_long_to_make_are_fewer() -> None:
     assert counts[0] > counts[1] > counts[2] == 0
 
 
+def test_a_draft_that_could_not_be_made_counts_as_rejected() -> None:
+    acceptance, rates = Acceptance(), list[float]()
+    for _ in range(10):
+        acceptance.record_rejection()
+        rates.append(acceptance.acceptance_rate)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.1
+
+
 def test_a_new_size_waits_until_it_would_have_saved_its_capture() -> None:
     sizer, sure = make_sizer({1: 1.0}), make_proposals(1, accepted=True)
     sizer.record_capture(2, 9, 100.0)
@@ -428,3 +437,5 @@ def test_a_new_size_waits_until_it_would_have_saved_its_capture() -> None:
     sizer.record_capture(1, 9, 1e6)  # accepted drafts of a recurrent model are computed again
     assert sizer.choose_num_drafts(sure, 8) == 8
     assert sizer.choose_num_drafts(sure, 4) == 0
+    sizer.forget_captures()
+    assert sizer.choose_num_drafts(sure, 8) == 0, "it must be captured again"

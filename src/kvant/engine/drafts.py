@@ -10,7 +10,6 @@ are dropped from the caches afterwards.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import abc, deque
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import nn
 from kvant.engine.batch import MAX_DRAFTS, PADDING_TOKEN, Batch
 from kvant.engine.memory import MemoryModel
 from kvant.engine.request import Request, Sequence, clear_traceback_frames
+from kvant.errors import CacheError
 from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.settings import NGRAM
 from kvant.generation.speculation import (
@@ -64,9 +64,9 @@ class DraftMethod:
             raise ValueError(
                 f"draft={draft!r}: {NGRAM!r}, a model of transformers, or None is needed"
             )
-        decoder = make_decoder(draft)
-        assert isinstance(decoder, TransformersDecoder)
-        name = type(decoder.model).__name__
+        decoder, name = make_decoder(draft), type(draft).__name__
+        if not isinstance(decoder, TransformersDecoder):
+            raise ValueError(f"draft={name}: {NGRAM!r}, a model of transformers, or None is needed")
         if decoder.model is model:
             raise ValueError(
                 f"draft={name}: it is the model itself: pass a smaller one, or {NGRAM!r}"
@@ -99,7 +99,7 @@ class DraftChooser:
         self._sizer = DraftSizer(max(1, method.max_drafts))
         self._drafts: Drafts = NGramDrafts()
         if method.decoder is not None:
-            self._drafts = ModelDrafts(method.decoder, batch.decoder.vocab_size)
+            self._drafts = ModelDrafts(method.decoder, batch)
 
     def choose_drafts(self, pairs: Pairs) -> list[list[int]]:
         """Return the drafts of each sequence that the next decode verifies."""
@@ -132,9 +132,9 @@ class DraftChooser:
         self._drafts.release_caches(sequences)
 
     def clear(self) -> None:
-        """Free all memory, and forget the times: forwards are captured again."""
+        """Free all memory. Forwards are captured again."""
         self._drafts.clear()
-        self._sizer = DraftSizer(max(1, self._max_drafts))
+        self._sizer.forget_captures()
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +218,7 @@ class NGramDrafts:
         self._states.clear()
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelState:
     """A sequence of the draft model, and how often its drafts are accepted.
 
@@ -253,18 +253,20 @@ class ModelDrafts:
     before the decodes for which drafts would pay.
     """
 
-    def __init__(self, decoder: TransformersDecoder, vocab_size: int | None) -> None:
-        self._batch = Batch(decoder, decoder.make_cache(DRAFT_SPEC))
-        self._vocab_size = vocab_size  # of the engine's model
+    def __init__(self, decoder: TransformersDecoder, batch: Batch) -> None:
+        """Draft with the model of `decoder` for the sequences of `batch`."""
+        backend = batch.caches.empty_cache.backend
+        self._batch = Batch(decoder, decoder.make_cache(DRAFT_SPEC), backend)
+        self._vocab_size = batch.decoder.vocab_size
         self._states: dict[Sequence, ModelState] = {}
-        self._draft_times: deque[float] = deque(maxlen=MAX_DRAFT_TIMES)  # of one of each sequence
+        # Seconds of one draft of each sequence, by the number of sequences.
+        self._draft_times: dict[int, deque[float]] = {}
         self._num_skipped = 0  # decodes since drafts were proposed
         self._num_failures = 0
 
     @property
     def nbytes(self) -> int:
-        pools = self._batch.caches.stats([])
-        return pools["nbytes_held"] + pools["nbytes_free"]
+        return self._batch.caches.stats([])["nbytes_held"]
 
     def propose_drafts(
         self, pairs: Pairs, limits: list[int], choose_count: ChooseCount
@@ -275,9 +277,10 @@ class ModelDrafts:
             clear_traceback_frames(error)
             self.forget([sequence for _, sequence in pairs])
             self._num_failures += 1
+            text = repr(error)  # a log handler may store the error, and with it our caches
             log.warning(
-                "the draft model failed %d of at most %d times: %r",
-                *(self._num_failures, MAX_FAILURES, error),
+                "the draft model failed %d of at most %d times: %s",
+                *(self._num_failures, MAX_FAILURES, text),
             )
             return [list[int]()] * len(pairs)
 
@@ -304,13 +307,11 @@ class ModelDrafts:
         if self._num_failures >= MAX_FAILURES:
             return no_drafts
         states = [self._get_state(sequence) for _, sequence in pairs]
-        max_context = self._batch.decoder.max_context or sys.maxsize
         counts = [
-            state.is_readable * max(0, min(limit, max_context - len(sequence.tokens)))
-            for (_, sequence), limit, state in zip(pairs, limits, states, strict=True)
+            self._limit_count(pair, limit, state)
+            for pair, limit, state in zip(pairs, limits, states, strict=True)
         ]
-        proposals = [Proposal(n, s.acceptance) for n, s in zip(counts, states, strict=True)]
-        chosen = choose_count(proposals, min(self._draft_times, default=0.0))
+        chosen = choose_count(*self._price(states, counts))
         is_probe = not chosen
         self._num_skipped += is_probe
         if is_probe and self._num_skipped < PROBE_INTERVAL:
@@ -319,14 +320,37 @@ class ModelDrafts:
             [pair for pair, count in zip(pairs, counts, strict=True) if count],
             [state for state, count in zip(states, counts, strict=True) if count],
         )
-        counts = [min(chosen or 1, n) * (s in ready) for n, s in zip(counts, states, strict=True)]
+        if len(ready) < sum(count > 0 for count in counts):  # fewer drafts may not pay
+            counts = [n * (s in ready) for n, s in zip(counts, states, strict=True)]
+            chosen = chosen and choose_count(*self._price(states, counts))
+        counts = [min(1 if is_probe else chosen, count) for count in counts]
         if not any(counts):
             return no_drafts
         self._num_skipped = 0
         drafts = self._decode_drafts(pairs, states, counts)
-        for (_, sequence), state, proposal in zip(pairs, states, drafts, strict=True):
+        for (_, sequence), state, count, proposal in zip(
+            pairs, states, counts, drafts, strict=True
+        ):
+            if count and not proposal:  # as good as a wrong draft
+                state.acceptance.record_rejection()
             state.acceptance.record_proposal(sequence.tokens, proposal)
         return no_drafts if is_probe else drafts
+
+    def _limit_count(self, pair: tuple[Request, Sequence], limit: int, state: ModelState) -> int:
+        """Return how many drafts of a sequence may be made, at most `limit`."""
+        request, sequence = pair
+        num_tokens, max_context = len(sequence.tokens), self._batch.decoder.max_context
+        num_unread = num_tokens - len(state.sequence.tokens)
+        num_remaining = request.outputs[sequence.choice].num_remaining
+        if not state.is_readable or num_unread // CATCH_UP_CHUNK >= num_remaining:
+            return 0
+        return limit if max_context is None else max(0, min(limit, max_context - num_tokens))
+
+    def _price(self, states: list[ModelState], counts: list[int]) -> tuple[list[Proposal], float]:
+        """Return the proposals, and the seconds that one draft of each sequence takes."""
+        proposals = [Proposal(n, s.acceptance) for n, s in zip(counts, states, strict=True)]
+        times = self._draft_times.get(sum(count > 0 for count in counts), ())
+        return proposals, min(times, default=0.0)
 
     def _get_state(self, sequence: Sequence) -> ModelState:
         state = self._states.get(sequence)
@@ -371,29 +395,37 @@ class ModelDrafts:
     def _decode_drafts(
         self, pairs: Pairs, states: list[ModelState], counts: list[int]
     ) -> list[list[int]]:
-        """Return so many drafts of each sequence, fewer where none can be sampled."""
-        drafts, begin = [list[int]() for _ in pairs], time.perf_counter()
+        """Return `counts[i]` drafts of each sequence, fewer where none can be sampled."""
+        drafts, texts = [list[int]() for _ in pairs], [[*sequence.tokens] for _, sequence in pairs]
         active = [index for index, count in enumerate(counts) if count]
+        num_sequences, begin = len(active), time.perf_counter()
+        num_unsteady = self._batch.decoder.num_unsteady_forwards
         newest = [pairs[i][1].tokens[len(states[i].sequence.tokens) :] for i in active]
         while active:
             sequences = [states[index].sequence for index in active]
             logits, errors = self._batch.decode(sequences, newest)
             for error in errors.values():
                 raise error
+            if logits.shape[1] <= max(map(len, newest)):
+                raise CacheError("a forward of two tokens of each sequence failed")
             next_active = list[int]()
             for index, extra, rows in zip(active, newest, logits, strict=True):
                 request, sequence = pairs[index]
                 target = DraftTarget(request.samplers[sequence.choice], self._vocab_size)
                 own = states[index].sequence
                 own.tokens += extra
-                token = target.sample_draft(rows[len(extra)], [*sequence.tokens, *drafts[index]])
-                drafts[index] += [] if token is None else [token]
+                token = target.sample_draft(rows[len(extra)], texts[index])
                 own.tokens.append(PADDING_TOKEN if token is None else token)
-                if token is not None and len(drafts[index]) < counts[index]:
-                    next_active.append(index)
+                if token is not None:
+                    drafts[index].append(token)
+                    texts[index].append(token)
+                    if len(drafts[index]) < counts[index]:
+                        next_active.append(index)
             if any(newest):
                 self._batch.caches.rewind(sequences)  # drops padding
             active, newest = next_active, [[] for _ in next_active]
-        if rounds := max(map(len, drafts), default=0):
-            self._draft_times.append((time.perf_counter() - begin) / rounds)
+        num_drafts = max(map(len, drafts))
+        if num_drafts and self._batch.decoder.num_unsteady_forwards == num_unsteady:
+            times = self._draft_times.setdefault(num_sequences, deque(maxlen=MAX_DRAFT_TIMES))
+            times.append((time.perf_counter() - begin) / num_drafts)
         return drafts

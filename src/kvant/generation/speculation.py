@@ -57,7 +57,7 @@ class DraftTarget:
         padded = pad(logits, (0, missing), value=NEGATIVE_INFINITY)
         try:
             sampled = self.sampler.sample(padded, previous_tokens)
-        except ValueError:  # all probabilities are NaN
+        except ValueError:  # no probability is a number
             return None
         return sampled.token if math.isfinite(sampled.logprob) else None
 
@@ -190,6 +190,11 @@ class Acceptance:
             expected = 1.0 + rate * expected
         return expected
 
+    def record_rejection(self) -> None:
+        """Count a draft that could not even be made."""
+        self.accepted *= ACCEPTANCE_DECAY
+        self.rejected = ACCEPTANCE_DECAY * self.rejected + 1
+
     @property
     def acceptance_rate(self) -> float:
         """The probability that a draft is accepted if those before it are."""
@@ -230,10 +235,12 @@ class DraftSizer:
         self._times: dict[tuple[int, int], ForwardTimes] = {}
         self._capture_times: dict[tuple[int, int], list[float]] = {}
         self._saved_seconds = defaultdict[tuple[int, int], float](float)  # had they been verified
+        self._known = set[tuple[int, int]]()  # since captures were forgotten
         self._num_forwards = 0
 
     def record_forward(self, num_sequences: int, num_new: int, seconds: float) -> None:
         """Add the time of a forward of `num_new` tokens of each sequence."""
+        self._known.add((num_sequences, num_new))
         times = self._times.setdefault((num_sequences, num_new), ForwardTimes())
         self._num_forwards += 1
         times.seconds.append(seconds)
@@ -241,6 +248,7 @@ class DraftSizer:
 
     def record_capture(self, num_sequences: int, num_new: int, seconds: float) -> None:
         """Add the time of a forward with drafts before or during a capture."""
+        self._known.add((num_sequences, num_new))
         times = self._capture_times.setdefault((num_sequences, num_new), [])
         if num_new > 1 and len(times) < MAX_CAPTURES:
             times.append(seconds)
@@ -249,6 +257,11 @@ class DraftSizer:
         """Record that such a forward failed: it is not tried again soon."""
         for _ in range(MAX_SAMPLES):
             self.record_forward(num_sequences, num_new, math.inf)
+
+    def forget_captures(self) -> None:
+        """Treat all sizes as new: their captures were dropped."""
+        self._known.clear()
+        self._saved_seconds.clear()
 
     def choose_num_drafts(
         self,
@@ -296,9 +309,8 @@ class DraftSizer:
         return best if is_worth_capture else known
 
     def _is_known(self, num_sequences: int, num_drafts: int) -> bool:
-        """Whether forwards of this size were used before."""
-        size = num_sequences, 1 + num_drafts
-        return not num_drafts or size in self._times or size in self._capture_times
+        """Whether forwards of this size are captured, or will be soon."""
+        return not num_drafts or (num_sequences, 1 + num_drafts) in self._known
 
     @property
     def _capture_cost(self) -> float:

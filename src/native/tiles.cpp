@@ -9,7 +9,7 @@
 namespace kvant::KVANT_TARGET {
 
 // Up to this many positions (a draft and the token before it) pass over all rows separately here,
-// and up to so many where rows are not multiplied on tiles (attend.cpp).
+// and up to the other number where tiles are not used (attend.cpp).
 constexpr int64_t MAX_SEPARATE_QUERIES = 9, MAX_SEPARATE_WITHOUT_TILES = 16;
 
 // Whether AVX-512 multiplies the codes of this side as 16-bit floats.

@@ -207,6 +207,14 @@ def test_the_draft_model_is_prepared_and_restored() -> None:
     assert not packing.is_packed(draft)
 
 
+def test_another_vocabulary_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    for size, count in ((128, 0), (120, 0), (300, 1)):
+        with make_engine(model, draft=build("llama", vocab_size=size)):
+            pass
+        assert sum("its vocabulary has" in text for text in caplog.messages) == count
+
+
 def test_unsuitable_draft_models_are_refused() -> None:
     model = build("llama")
     for draft, message in (

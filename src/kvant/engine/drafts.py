@@ -41,6 +41,7 @@ ChooseCount = abc.Callable[[list[Proposal], float], int]
 CATCH_UP_CHUNK = 256  # tokens that the draft model may prefill before a decode
 PROBE_INTERVAL = 63  # decodes without drafts, after which a draft model proposes one again
 MAX_DRAFT_TIMES = 5  # the newest ones, of which the fastest counts
+MAX_VOCABULARY_DIFFERENCE = 0.1  # of a model with the same tokenizer, whose size is padded
 MAX_FAILURES = 3  # of the draft model, after which it is not used any more
 
 
@@ -75,6 +76,13 @@ class DraftMethod:
             raise ValueError(
                 f"draft={name}: its sequences cannot be decoded and rewound in one batch: pass a "
                 f"model with attention layers alone, or {NGRAM!r}"
+            )
+        own, others = decoder.vocab_size or 0, make_decoder(model).vocab_size or 0
+        if abs(own - others) > MAX_VOCABULARY_DIFFERENCE * others:
+            log.warning(
+                "draft=%s: its vocabulary has %d tokens, that of %s %d: drafts of another "
+                "tokenizer are not accepted",
+                *(name, own, type(model).__name__, others),
             )
         return cls(max_drafts, decoder)
 

@@ -15,7 +15,7 @@ from typer import Option
 
 from kvant import checkpoints
 from kvant.errors import CacheError, CacheFileError
-from kvant.generation.settings import NGRAM
+from kvant.generation.settings import check_draft, load_draft
 from kvant.platform.devices import check_device, check_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
@@ -124,15 +124,11 @@ class CacheOptions(ModelOptions):
         check_device(self.device)
         check_dtype(self.dtype)
         checkpoints.check_checkpoint(self.model)
-        if self.draft not in (None, NGRAM):
-            checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
+        check_draft(self.draft)
 
     def load_draft(self) -> Any:
         """Return the method of drafts, or load the draft model."""
-        if self.draft in (None, NGRAM):
-            return self.draft
-        options = self.load_options | {"weights": RAW_WEIGHTS if self.pack else None}
-        return checkpoints.load_model(self.draft, flag="--draft", **options)
+        return load_draft(self.draft, pack=self.pack, **self.load_options)
 
 
 @dataclass(frozen=True)

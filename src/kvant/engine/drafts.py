@@ -53,22 +53,20 @@ class DraftMethod:
     decoder: TransformersDecoder | None = None  # of the draft model
 
     @classmethod
-    def make(cls, draft: Any, max_drafts: int, model: nn.Module) -> DraftMethod:
-        """Check the arguments of an engine of `model`."""
+    def make(cls, draft: Any, max_drafts: int, target: TransformersDecoder) -> DraftMethod:
+        """Check the arguments of an engine of the model of `target`."""
         if not 1 <= max_drafts <= MAX_DRAFTS:
             raise ValueError(f"max_drafts={max_drafts}: 1 to {MAX_DRAFTS} is needed")
         if draft is None:
             return cls()
         if isinstance(draft, str) and draft == NGRAM:
             return cls(max_drafts)
-        if not isinstance(draft, nn.Module):
-            raise ValueError(
-                f"draft={draft!r}: {NGRAM!r}, a model of transformers, or None is needed"
-            )
-        decoder, name = make_decoder(draft), type(draft).__name__
+        is_model = isinstance(draft, nn.Module)
+        name = type(draft).__name__ if is_model else repr(draft)
+        decoder = make_decoder(draft) if is_model else None
         if not isinstance(decoder, TransformersDecoder):
             raise ValueError(f"draft={name}: {NGRAM!r}, a model of transformers, or None is needed")
-        if decoder.model is model:
+        if decoder.model is target.model:
             raise ValueError(
                 f"draft={name}: it is the model itself: pass a smaller one, or {NGRAM!r}"
             )
@@ -77,12 +75,12 @@ class DraftMethod:
                 f"draft={name}: its sequences cannot be decoded and rewound in one batch: pass a "
                 f"model with attention layers alone, or {NGRAM!r}"
             )
-        own, others = decoder.vocab_size or 0, make_decoder(model).vocab_size or 0
+        own, others = decoder.vocab_size or 0, target.vocab_size or 0
         if abs(own - others) > MAX_VOCABULARY_DIFFERENCE * others:
             log.warning(
                 "draft=%s: its vocabulary has %d tokens, that of %s %d: drafts of another "
                 "tokenizer are not accepted",
-                *(name, own, type(model).__name__, others),
+                *(name, own, type(target.model).__name__, others),
             )
         return cls(max_drafts, decoder)
 

@@ -118,7 +118,7 @@ class Engine:
         decoder = make_decoder(model)
         if not isinstance(decoder, TransformersDecoder):
             raise TypeError("an engine serves models of transformers: load one")
-        draft_method = DraftMethod.make(draft, max_drafts, decoder.model)
+        draft_method = DraftMethod.make(draft, max_drafts, decoder)
         self.tokenizer, self.end_tokens = tokenizer, decoder.end_tokens
         self.model = model = decoder.model
         self.adapters = load_adapters(adapters or {}, model)

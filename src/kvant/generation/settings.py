@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from kvant import checkpoints
 from kvant.errors import ContextError, PromptError, SpecError
 from kvant.platform.sizes import as_bytes
+from kvant.recipes import RAW_WEIGHTS
 
 if TYPE_CHECKING:
     from kvant.generation.grammar import Grammar
@@ -151,6 +153,20 @@ class StopConditions:
         if self.max_context is None:
             return self.max_new_tokens
         return min(self.max_new_tokens, self.max_context - num_tokens)
+
+
+def check_draft(name: str | None) -> None:
+    """Raise if a value of --draft names a model that cannot be loaded."""
+    if name not in (None, NGRAM):
+        checkpoints.check_checkpoint(name, flag="--draft", tokenizer=False)
+
+
+def load_draft(name: str | None, *, pack: bool, **options: Unpack[checkpoints.LoadOptions]) -> Any:
+    """Return the method of drafts that --draft names, or load its model, packed if requested."""
+    if name in (None, NGRAM):
+        return name
+    options |= {"flag": "--draft", "weights": RAW_WEIGHTS if pack else None}
+    return checkpoints.load_model(name, **options)
 
 
 def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:

@@ -249,9 +249,9 @@ class DraftSizer:
     def record_capture(self, num_sequences: int, num_new: int, seconds: float) -> None:
         """Add the time of a forward with drafts before or during a capture."""
         self._known.add((num_sequences, num_new))
-        times = self._capture_times.setdefault((num_sequences, num_new), [])
-        if num_new > 1 and len(times) < MAX_CAPTURES:
-            times.append(seconds)
+        if num_new > 1:
+            times = self._capture_times.setdefault((num_sequences, num_new), [])
+            times += [seconds] if len(times) < MAX_CAPTURES else []
 
     def record_failure(self, num_sequences: int, num_new: int) -> None:
         """Record that such a forward failed: it is not tried again soon."""
@@ -315,8 +315,8 @@ class DraftSizer:
     @property
     def _capture_cost(self) -> float:
         """The seconds that captures of forwards with drafts took on average; 0 before any."""
-        captures = [sum(times) for times in self._capture_times.values() if times]
-        return sum(captures) / max(1, len(captures))
+        total = sum(map(sum, self._capture_times.values()))
+        return total / max(1, len(self._capture_times))
 
     def _predict_seconds(self, num_sequences: int, num_new: int) -> float | None:
         """Return the seconds of a forward; None before the first measurement."""

@@ -19,7 +19,7 @@ from kvant import checkpoints
 from kvant.adapters import check_adapters
 from kvant.attention import check_backend
 from kvant.errors import SpecError
-from kvant.generation.settings import NGRAM
+from kvant.generation.settings import check_draft, load_draft
 from kvant.platform.devices import parse_device, parse_dtype
 from kvant.platform.sizes import parse_size
 from kvant.recipes import RAW_WEIGHTS
@@ -94,8 +94,7 @@ class ServerSettings(BaseModel):
         parse_device(self.device)
         parse_dtype(self.dtype)
         checkpoints.check_checkpoint(self.model)
-        if self.draft not in (None, NGRAM):
-            checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
+        check_draft(self.draft)
         if self.store and not self.shares_prefixes:
             raise SpecError(
                 f"--store with --kv-cache {self.kv_cache}: a row pruned for one prompt may matter "
@@ -112,10 +111,7 @@ class ServerSettings(BaseModel):
 
     def load_draft(self) -> Any:
         """Return the method of drafts, or load the draft model."""
-        if self.draft in (None, NGRAM):
-            return self.draft
-        options = self._load_options | {"weights": RAW_WEIGHTS if self.pack else None}
-        return checkpoints.load_model(self.draft, flag="--draft", **options)
+        return load_draft(self.draft, pack=self.pack, **self._load_options)
 
     @property
     def _load_options(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ RANKS = (
     "pages/ weights/",
     "cache/ models/ demo/ stores/ adapters/",
     "hf/ gguf/",
+    "vision/",
     "planner pooling checkpoints",
     "probing/ prefixes/ replay/",
     "generation/",

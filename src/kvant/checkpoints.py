@@ -69,7 +69,7 @@ def _load(
     dtype: str = AUTO_DTYPE,
     weights: WeightFormats | None = None,
 ) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     torch_device, torch_dtype = parse_device(device), parse_dtype(dtype)
     if (file := find_gguf(name, flag)) is not None:
@@ -83,7 +83,8 @@ def _load(
     checkpoint = _resolve_checkpoint(name, flag)
     with _report_loading_errors(checkpoint, flag) as hub_options:
         options = {**hub_options, "trust_remote_code": trust_code}
-        model, info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(checkpoint, **options)
+        model, info = _choose_model_class(config).from_pretrained(
             checkpoint,
             dtype=torch_dtype,
             use_safetensors=True,
@@ -103,6 +104,41 @@ def _load(
         if weights != RAW_WEIGHTS and not packing.has_rounded_layers:
             raise ValueError(f"--weights {weights}: no layer can be rounded: {packing}")
     return model, loaded
+
+
+def _choose_model_class(config: Any) -> Any:
+    """Return transformers' class for a model that continues text, with images if it reads them."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    if reads_images and type(config) not in AutoModelForCausalLM._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def load_processor(
+    name: str | None, model: Any, tokenizer: Any, *, flag: str = "--model", trust_code: bool = False
+) -> Any:
+    """Return the processor of a loaded checkpoint if it reads images, else its tokenizer.
+
+    If the processor cannot be loaded, a warning says why; the model reads text alone then.
+    """
+    from transformers import AutoProcessor
+
+    from kvant.vision import VISION_FAMILIES
+
+    if find_gguf(name, flag) is not None or model.config.model_type not in VISION_FAMILIES:
+        return tokenizer
+    checkpoint = _resolve_checkpoint(name, flag)
+    try:
+        with _report_loading_errors(checkpoint, flag) as hub_options:
+            return AutoProcessor.from_pretrained(
+                checkpoint, trust_remote_code=trust_code, **hub_options
+            )
+    except ValueError as error:
+        log.warning("images are refused, since their processor is missing: %s", error)
+        log.warning("it may need: pip install 'kvant[vision]'")
+        return tokenizer
 
 
 def _load_gguf(
@@ -412,9 +448,15 @@ def _ask_hub(name: str, flag: str) -> _CacheOnly | None:
 def make_meta_model(config: Any) -> Any:
     """Make the modules of a model on the meta device, without memory for weights."""
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
 
-    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel):
+    autos = AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModel
+    for auto in autos:
         if type(config) in auto._model_mapping:
             with torch.device("meta"):
                 return auto.from_config(config).eval()

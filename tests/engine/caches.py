@@ -34,7 +34,7 @@ class SimulatedBatch:
 
     def __init__(self, memory_model: MemoryModel) -> None:
         self.layer_groups = memory_model.groups
-        self.slot_nbytes = memory_model.slot_nbytes[:-1]
+        self.slot_nbytes = memory_model.slot_nbytes[:-2]  # without states and images
         self.clear()
 
     def clear(self) -> None:
@@ -139,7 +139,7 @@ class SimulatedBatch:
     ) -> Ints:
         """Count the whole pages of the first tokens that are in `masks`, by pool."""
         cache, index = self._locate(sequence)
-        counts = np.zeros(len(self._pools) + 1, np.int64)
+        counts = np.zeros(len(self._pools) + 2, np.int64)  # with states and images
         if cache is None or not cache.state.batch:
             return counts
         for number, (group, page_table) in enumerate(

@@ -11,21 +11,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.caches import SimulatedBatch, SimulatedSequence, Slots
-from kvant.engine.memory import MemoryModel
-from kvant.engine.request import Request
-from kvant.engine.scheduler import (
-    CHUNK_ALIGNMENT,
+from kvant.engine.actions import (
     Action,
-    ChunkSizer,
     Decode,
     Evict,
     LookUpStore,
     MatchPrefix,
     Prefill,
-    Scheduler,
     SwapIn,
     SwapOut,
 )
+from kvant.engine.chunk_sizer import CHUNK_ALIGNMENT, ChunkSizer
+from kvant.engine.memory import MemoryModel
+from kvant.engine.request import Request
+from kvant.engine.scheduler import Scheduler
 from kvant.page_table import LayerGroup, Paging
 
 RAW = LayerGroup(Paging(CHUNK_ALIGNMENT, None))  # open pages of 64 tokens, nothing is sealed
@@ -43,7 +42,7 @@ CHUNK_MS = 250.0  # of prefill between two tokens, for each prompt
 
 def make_memory_model(*groups: LayerGroup) -> MemoryModel:
     sizes = [size for group in groups for size in (OPEN_NBYTES, SEALED_NBYTES * group.seals)]
-    return MemoryModel(groups, np.array([*sizes, STATE_NBYTES]), MAX_CHUNK)
+    return MemoryModel(groups, np.array([*sizes, STATE_NBYTES, 0]), MAX_CHUNK)
 
 
 MEMORY_MODEL = make_memory_model(RAW)
@@ -291,7 +290,7 @@ class Simulation:
                 if (needed > scheduled.shared_slots).any():
                     self.drop_match(scheduled)
         counts = [int(mask.sum()) for mask in masks]
-        self.scheduler.set_prefix_slots(np.array([*counts, len(self.prefixes)]))
+        self.scheduler.set_prefix_slots(np.array([*counts, len(self.prefixes), 0]))
 
     def run(self, requests: list[SimulatedRequest]) -> None:
         """Add requests at their arrival times and run until all are finished."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.test_engine import make_engine, make_prompts, no_leaks, wait_until_idle  # noqa: F401
 from hf.zoo import build
 from kvant.engine import Engine
+from kvant.engine.actions import Prefill
 from kvant.engine.request import Request
-from kvant.engine.scheduler import Prefill
 from kvant.errors import CacheError, ContextError, PromptError
 from kvant.generation import TransformersDecoder
 from kvant.hf import get_model_without_head

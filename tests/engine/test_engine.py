@@ -19,7 +19,8 @@ from hf.reading import text
 from hf.zoo import FAMILIES, build
 from kvant import Engine
 from kvant.engine import Stream
-from kvant.engine.scheduler import Action, Scheduler, SwapOut
+from kvant.engine.actions import Action, SwapOut
+from kvant.engine.scheduler import Scheduler
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache, get_attachments
 from kvant.native import get_library

@@ -22,9 +22,10 @@ from kvant.cache.reports import measure_pools
 from kvant.cache.row_attention import RowAttention
 from kvant.engine import Engine
 from kvant.engine import engine as engine_module
+from kvant.engine.actions import Decode, Prefill, Repeat
 from kvant.engine.batch import Batch
+from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.request import Request, Sequence
-from kvant.engine.scheduler import ChunkSizer, Decode, Prefill, Repeat
 from kvant.generation import TransformersDecoder, second_pass
 from kvant.generation.prefiller import Prefiller
 from kvant.generation.second_pass import Repetition, SecondPass

@@ -210,8 +210,8 @@ def test_errors_equal_those_of_a_single_server(deployment: str) -> None:
     unknown = send(deployment, "POST", "/v1/completions", {"prompt": "a", "nothing": 1})
     assert unknown.status == 400 and unknown.body["error"]["param"] == "nothing"
     assert send(deployment, "POST", "/v1/completions", b"{").status == 400
-    large = send(deployment, "POST", "/v1/completions", b" " * ((4 << 20) + 1))
-    assert large.status == 413 and "4194304 bytes" in large.body["error"]["message"]
+    large = send(deployment, "POST", "/v1/completions", b" " * ((32 << 20) + 1))
+    assert large.status == 413 and "33554432 bytes" in large.body["error"]["message"]
     assert send(deployment, "GET", "/nowhere").status == 404
 
 

@@ -147,8 +147,8 @@ def test_too_many_continuations_is_no_context_error(
 
 
 def test_unsupported_content_parts_are_named(running: tuple[Any, str]) -> None:
-    image = {"type": "image_url", "image_url": {"url": "http://localhost/secret"}}
-    body = {"messages": [{"role": "user", "content": [image]}]}
+    sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    body = {"messages": [{"role": "user", "content": [sound]}]}
     response = httpx.post(f"{running[1]}/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("messages.0.content.0")

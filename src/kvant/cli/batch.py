@@ -94,7 +94,7 @@ def batch(
             open_prefixes(store, quiet=json, max_bytes=max_prefix_bytes) as prefixes,
             Engine(
                 loaded,
-                tokenizer,
+                engine_options.load_processor(loaded, tokenizer),
                 attached_spec,
                 prefixes=prefixes,
                 max_bytes=max_bytes,

@@ -38,6 +38,7 @@ from kvant.platform.terminal import ProgressBar, print_error
 
 if TYPE_CHECKING:
     from kvant.generation import Session
+    from kvant.vision import ProcessedImage
 
 
 @expand_options
@@ -75,6 +76,7 @@ class ChatLoop:
     stats: bool
     quiet: bool
     forks: list[Session] = field(default_factory=list)  # saved branches
+    images: list[ProcessedImage] = field(default_factory=list)  # of the next message
     tokens_per_second: float | None = None  # of the last reply
 
     def run(self) -> None:
@@ -104,13 +106,17 @@ class ChatLoop:
         num_recodes = len(session.stats()["recoded"])
         with ProgressBar("reading the prompt", quiet=self.quiet) as reading:
             try:
-                steps = session.send(line, **self.send_options, progress=reading.update)
+                steps = session.send(
+                    line, images=self.images, **self.send_options, progress=reading.update
+                )
                 reply.print_steps(steps, reading, prefix="", quiet=self.quiet)
             except KeyboardInterrupt:
                 print()
             except CacheError as error:  # the context is full, or the template rejects the message
-                print_error(str(error))
+                print_error(str(error) + "; its images are dropped" * bool(self.images))
+                self.images = []
                 return
+        self.images = []
         self.tokens_per_second = reply.tokens_per_second
         if self.stats:
             reply.print_stats(self.cache_name, session, num_recodes)
@@ -128,7 +134,7 @@ def _read_line(interactive: bool) -> str | None:
 
 COMMANDS_HELP = (
     "/stats  /rewind [TURNS]  /fork (save this branch; /fork N switches to branch N)  "
-    "/save FILE  /load FILE  /reset  /quit"
+    "/image FILE (with the next message)  /save FILE  /load FILE  /reset  /quit"
 )
 
 
@@ -179,6 +185,14 @@ def _describe_length(session: Session) -> str:
     )
 
 
+def _add_image(chat_loop: ChatLoop, argument: str) -> str:
+    path = _parse_path(argument, "/image")
+    check_readable(path, "/image")
+    chat_loop.images += chat_loop.session.process_images([path.read_bytes()])
+    count = format_count(sum(image.num_tokens for image in chat_loop.images), "token")
+    return f"{format_count(len(chat_loop.images), 'image')} of {count} with the next message"
+
+
 def _save(chat_loop: ChatLoop, argument: str) -> str:
     path = _parse_path(argument, "/save")
     check_writable(path, "/save")
@@ -190,12 +204,14 @@ def _load(chat_loop: ChatLoop, argument: str) -> str:
     path = _parse_path(argument, "/load")
     check_readable(path, "/load")
     chat_loop.session.resume(path)
+    chat_loop.images = []
     turns = [f"> {turn.message}\n{turn.reply}" for turn in chat_loop.session.turns]
     return "\n".join([*turns, f"{_describe_length(chat_loop.session)} from {path}"])
 
 
 def _reset(chat_loop: ChatLoop, argument: str) -> str:
     chat_loop.session.reset()
+    chat_loop.images = []
     return "a new conversation"
 
 
@@ -216,6 +232,7 @@ COMMANDS: dict[str, Callable[[ChatLoop, str], str]] = {
     "/stats": _show_stats,
     "/rewind": _rewind,
     "/fork": _fork,
+    "/image": _add_image,
     "/save": _save,
     "/load": _load,
     "/reset": _reset,

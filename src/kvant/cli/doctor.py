@@ -23,7 +23,7 @@ from kvant.platform.terminal import make_table
 if TYPE_CHECKING:
     from kvant.contracts import View
 
-EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "otel", "gpu")
+EXTRAS = ("server", "ray", "redis", "object", "grammar", "vision", "plot", "otel", "gpu")
 LABEL_WIDTH = 19  # characters; equal in both tables, so that their columns align
 TESTED_FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
 HEADS, TOKENS, DIM = 2, 300, 64  # of the test cache

@@ -23,7 +23,7 @@ from kvant.spec.language import check_spec_or_auto
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seconds to import
     from kvant.cache.files import CacheFileHeader
-    from kvant.generation.session import Transcript
+    from kvant.generation.transcript import Transcript
 
 
 Model = Annotated[
@@ -59,6 +59,12 @@ class ModelOptions:
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer."""
         return checkpoints.load(self.model, **self.load_options)
+
+    def load_processor(self, model: Any, tokenizer: Any) -> Any:
+        """Return the processor of the loaded model if it reads images, else its tokenizer."""
+        return checkpoints.load_processor(
+            self.model, model, tokenizer, trust_code=self.trust_remote_code
+        )
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -286,7 +292,7 @@ def check_transcript(path: Path, model: str | None) -> Transcript:
     """
     check_readable(path, "--load")
     from kvant.cache.files import read_header
-    from kvant.generation.session import Transcript
+    from kvant.generation.transcript import Transcript
 
     head = read_header(path)
     transcript = Transcript.from_header(path, head.about)

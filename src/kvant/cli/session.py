@@ -146,7 +146,7 @@ class SessionOptions(CacheOptions):
         initial_spec = "raw" if self.load_path is not None else self.spec
         session = Session(
             model,
-            tokenizer,
+            self.load_processor(model, tokenizer),
             attach_model(model, initial_spec, tokenizer, self.guard),
             system=system,
             template=template,

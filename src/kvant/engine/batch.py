@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -28,13 +29,14 @@ from kvant.cache.files import save
 from kvant.cache.pruning import count_tokens_until_prune
 from kvant.cache.reports import measure_pools
 from kvant.engine.memory import MAX_IDLE_TOKENS
-from kvant.engine.request import ChunkForward, Sequence, compute_last_logits
+from kvant.engine.request import ChunkForward, Request, Sequence, compute_last_logits
 from kvant.errors import UnsupportedView
 from kvant.generation import TransformersDecoder
 from kvant.generation.second_pass import Repetition
 from kvant.hf import SupportLevel, TransformersCache, load_cache
 from kvant.pages.advance import MAX_DRAFT_COLUMNS
 from kvant.replay import ReplayBuffers, Replayer
+from kvant.vision import ImageFeatures, ProcessedImage
 
 log = logging.getLogger("kvant")
 
@@ -220,6 +222,10 @@ class Batch:
         empty_cache.backend = backend
         self.caches = SequenceCaches(empty_cache)
         self._adapter_switch = AdapterSwitch(decoder.model)
+        # Requests and cached prefixes keep features alive, so that equal images share them.
+        self._features: WeakValueDictionary[tuple[Adapter | None, str, bytes], ImageFeatures] = (
+            WeakValueDictionary()
+        )
         # By number of sequences, tokens of each, and adapter: a capture computes one adapter.
         self._replayers: dict[tuple[int, int, Adapter | None], Replayer] = {}
         self._replay_buffers = ReplayBuffers()  # shared by the replayers
@@ -240,6 +246,21 @@ class Batch:
             sequence.num_prefilled += count
         self.caches.adopt_pools(cache)
         return output
+
+    def encode_image(self, request: Request, image: ProcessedImage) -> bool:
+        """Give a request the features of an image; return whether they were computed now.
+
+        Requests of one salt and adapter share features.
+        """
+        assert request.images is not None
+        key = request.adapter, request.salt, image.digest
+        features = self._features.get(key)
+        is_new = features is None
+        if features is None:
+            with self._adapter_switch.use(request.adapter):
+                features = request.images.vision_model.compute_features(image)
+        self._features[key] = request.images.features[image.digest] = features
+        return is_new
 
     def repeat(self, sequence: Sequence, repetition: Repetition, count: int) -> None:
         """Run `count` tokens of the second pass over a prompt; the last ones prune its cache."""
@@ -345,7 +366,8 @@ class Batch:
             cache.speculation_mode(),
             self._adapter_switch.use(adapter),
         ):
-            self.decoder.compute_logits(sequence.tokens[cache.length : -1], cache)
+            missing = sequence.tokens[cache.length : -1]
+            self.decoder.compute_logits(missing, cache, position_offset=sequence.position_offset)
         self.decoder.num_unsteady_forwards += 1
         cache.states.holder.free_retired_pages()
 
@@ -369,7 +391,7 @@ class Batch:
             self._replayers[key] = replayer
         tokens = [[*sequence.tokens[-1:], *drafts.get(sequence, ())] for sequence in sequences]
         padded = [row + [PADDING_TOKEN] * (num_new - len(row)) for row in tokens]
-        positions = [len(sequence.tokens) - 1 for sequence in sequences]
+        positions = [len(s.tokens) - 1 + s.position_offset for s in sequences]
         with _rewind_on_error(cache), self._adapter_switch.use(adapter):
             logits = self.decoder.compute_batch_logits(padded, positions, cache, replayer)
         cache.states.holder.free_retired_pages()

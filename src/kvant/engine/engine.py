@@ -19,15 +19,16 @@ from typing import Any, Unpack
 
 from kvant.adapters import Adapter, load_adapters
 from kvant.engine.batch import Batch, max_idle
+from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.drafts import DraftChooser, DraftMethod
 from kvant.engine.embedding import EmbeddingFuture, Pooler
 from kvant.engine.memory import MemoryModel
 from kvant.engine.prefix_reuse import make_own_prefixes
 from kvant.engine.request import Request, Sequence, check_counts
-from kvant.engine.scheduler import ChunkSizer, Scheduler
+from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import Stream
 from kvant.engine.worker import EngineWorker
-from kvant.errors import CacheError, RenamedAttribute
+from kvant.errors import CacheError, PromptError, RenamedAttribute
 from kvant.generation.conversation import (
     Prompt,
     describe_prefix_miss,
@@ -36,6 +37,7 @@ from kvant.generation.conversation import (
     parse_messages,
 )
 from kvant.generation.decoder import TransformersDecoder, make_decoder
+from kvant.generation.images import ImageReader
 from kvant.generation.loop import Step
 from kvant.generation.second_pass import SecondPass
 from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
@@ -50,6 +52,8 @@ from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec, WeightFormats
 from kvant.spec import describe_spec
 from kvant.stores import Store
+from kvant.vision import VisionModel
+from kvant.vision.processing import has_images
 from kvant.weights import packing
 
 log = logging.getLogger("kvant")
@@ -113,12 +117,11 @@ class Engine:
         """
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
-        if tokenizer is None:
-            raise TypeError("tokenizer=None: pass the model's tokenizer, to encode and decode text")
         decoder = make_decoder(model)
         if not isinstance(decoder, TransformersDecoder):
             raise TypeError("an engine serves models of transformers: load one")
         draft_method = DraftMethod.make(draft, max_drafts, decoder)
+        tokenizer, self._image_reader = ImageReader.from_processor(tokenizer, decoder.model)
         self.tokenizer, self.end_tokens = tokenizer, decoder.end_tokens
         self.model = model = decoder.model
         self.adapters = load_adapters(adapters or {}, model)
@@ -129,19 +132,20 @@ class Engine:
         memory_plan = plan(model, self._spec, context=1)
         self.kv_cache = describe_spec(spec)
         self.nbytes_per_token = memory_plan.nbytes_per_token
-        if max_bytes is not None:
-            _check_plan(memory_plan, model, max_bytes)
+        _check_plan(memory_plan, model, max_bytes)
         capacities = max_context or decoder.max_context, empty_cache.capacity
         limits = [capacity for capacity in capacities if capacity is not None]
+        self._chunk_alignment = None if prefixes is None else prefixes.memory.alignment
         self._second_pass = SecondPass.from_spec(spec, tokenizer, decoder.max_context)
         context = min(limits, default=None)
         self.stop_conditions = StopConditions(max_context=context, vocab_size=decoder.vocab_size)
         chunk_sizer = _make_chunk_sizer(decoder, limits, prefixes)
         seconds = DEFAULT_CHUNK_SECONDS.get(model.device.type, DEFAULT_CHUNK_SECONDS["cpu"])
-        num_padded_batches = (1 + len({*self.adapters.values()})) * decoder.captures_graphs
-        num_idle = num_padded_batches * max_idle(max_sequences)
+        num_idle = _count_idle(decoder, self.adapters, max_sequences)
         scheduler = Scheduler(
-            _make_memory_model(memory_plan, model, chunk_sizer, num_idle, draft_method),
+            _make_memory_model(
+                memory_plan, model, chunk_sizer, num_idle, draft_method, self.vision_model
+            ),
             chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
@@ -215,8 +219,9 @@ class Engine:
     ) -> Stream:
         """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        The `options` are fields of `Sampling`. One more, `sampling`, is an instance of it; the
-        others replace its fields. Each step has the log-probabilities of the `logprobs` likeliest
+        Messages may have images if the engine has a processor. The `options` are fields of
+        `Sampling`. One more, `sampling`, is an instance of it; the others replace its fields. Each
+        step has the log-probabilities of the `logprobs` likeliest
         tokens. Higher `priority` first; among equals, the `tenant` with the fewest running
         sequences. Prefixes are shared only among requests of the same `salt` and `adapter`.
         `adapter` is the name of one of the engine's adapters.
@@ -233,6 +238,8 @@ class Engine:
         )
         sampling = make_sampling(options)
         sampling.check_tokens(conditions.vocab_size)
+        max_context = self.stop_conditions.max_context
+        prompt = self._image_reader.process_images(prompt, max_context)
         tokens = self.encode_prompt(prompt)
         conditions.check_prompt(tokens)
         now, max_new = time.monotonic(), conditions.count_new_tokens(len(tokens))
@@ -251,6 +258,9 @@ class Engine:
         )
         # The second pass scores the rows of a prompt for a prune; the first token comes before it.
         second_pass = None if max_new == 1 else self._second_pass
+        if (images := self._image_reader.locate_images(prompt, tokens)) is not None:
+            images.check_cache(second_pass, self._chunk_alignment)
+            request.images, request.run_chunk = images, images.run_chunk
         if second_pass is not None and second_pass.drops_rows(len(tokens)):
             request.repetition = second_pass.start(tokens)
         self._worker.scheduler.check_request(request)
@@ -284,6 +294,8 @@ class Engine:
         check_counts(priority=priority)
         if self.is_bidirectional:
             raise ValueError(f"{type(self.model).__name__}: {BIDIRECTIONAL_MESSAGE}")
+        if (messages := parse_messages(prompt)) is not None and has_images(messages.messages):
+            raise PromptError("an image in a prompt to embed: only text is embedded")
         tokens = self.encode_prompt(prompt)
         self.stop_conditions.check_prompt(tokens, num_new=0)
         used_adapter = self._get_adapter(adapter)
@@ -319,6 +331,11 @@ class Engine:
         return self._worker.is_open
 
     @property
+    def vision_model(self) -> VisionModel | None:
+        """The image side of the model; None if this engine reads text alone."""
+        return self._image_reader.vision_model
+
+    @property
     def max_sequences(self) -> int:
         return self._worker.scheduler.max_sequences
 
@@ -334,6 +351,7 @@ class Engine:
     def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
         """Return the tokens of a prompt; refuse texts far beyond `limit` (default: the context)."""
         limit = self.stop_conditions.max_context if limit is None else limit
+        prompt = self._image_reader.process_images(prompt, limit)
         return encode_prompt(self.tokenizer, prompt, limit)
 
     def __repr__(self) -> str:
@@ -368,12 +386,21 @@ def _make_chunk_sizer(
     )
 
 
+def _count_idle(
+    decoder: TransformersDecoder, adapters: abc.Mapping[str, Adapter], max_sequences: int
+) -> int:
+    """Return how many sequences may pad the batches of the model and of its adapters."""
+    num_padded_batches = (1 + len({*adapters.values()})) * decoder.captures_graphs
+    return num_padded_batches * max_idle(max_sequences)
+
+
 def _make_memory_model(
     memory_plan: Plan,
     model: Any,
     chunk_sizer: ChunkSizer,
     num_idle: int,
     draft_method: DraftMethod,
+    vision_model: VisionModel | None,
 ) -> MemoryModel:
     spare_divisor = 0 if model.device.type == "cpu" else 8
     return MemoryModel.from_plan(
@@ -383,12 +410,13 @@ def _make_memory_model(
         num_idle=num_idle,
         max_drafts=draft_method.max_drafts,
         draft_memory=draft_method.make_memory_model(num_idle, spare_divisor),
+        image_token_nbytes=0 if vision_model is None else vision_model.token_nbytes,
     )
 
 
-def _check_plan(memory_plan: Plan, model: Any, max_bytes: int | str) -> None:
-    """Raise if the plan of a model does not count all bytes of its caches."""
-    if memory_plan.uncounted_layers or not memory_plan.nbytes:
+def _check_plan(memory_plan: Plan, model: Any, max_bytes: int | str | None) -> None:
+    """Raise if bytes are limited, and the plan of a model does not count all of its caches."""
+    if max_bytes is not None and (memory_plan.uncounted_layers or not memory_plan.nbytes):
         raise CacheError(
             f"max_bytes={max_bytes} for {type(model).__name__}: some layers have state of "
             "unknown size; bound max_sequences and max_context instead"

@@ -30,7 +30,9 @@ class MemoryModel:
     A slot is a page of a pool, or room for `STATE_COPIES` copies of a recurrent state. Counts are
     arrays in this order:
 
-        [open of group 0, sealed of group 0, open of group 1, ..., state, those of the draft model]
+        [open of group 0, sealed of group 0, open of group 1, ..., state, image, draft slots]
+
+    The image column counts tokens of images, whose features lie outside the pools.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -39,6 +41,14 @@ class MemoryModel:
     num_idle: int = 0  # sequences that pad a batch
     max_drafts: int = 0  # tokens that a decode stores until they are rejected
     draft_memory: MemoryModel | None = None  # of the draft model, which has pools of its own
+
+    @cached_property
+    def is_pooled(self) -> Ints:
+        """1 for slots of pools, which keep their peak; 0 for others."""
+        counts = [1] * (2 * len(self.groups) + 1)
+        if self.draft_memory is None:
+            return self._append_others(counts)
+        return self._append_others(counts, self.draft_memory.is_pooled)
 
     @classmethod
     def from_plan(
@@ -50,8 +60,9 @@ class MemoryModel:
         num_idle: int = 0,
         max_drafts: int = 0,
         draft_memory: MemoryModel | None = None,
+        image_token_nbytes: int = 0,
     ) -> MemoryModel:
-        """Take slot sizes from `plan`.
+        """Take slot sizes from `plan`; `image_token_nbytes` are those of an image token's features.
 
         A `spare_divisor` adds 1 / `spare_divisor` to each page: on a GPU, a pool that grows
         reserves that much more than it needs.
@@ -59,7 +70,7 @@ class MemoryModel:
         sizes = [size for open_sealed in plan.page_nbytes.values() for size in open_sealed]
         if spare_divisor:
             sizes = [size + -(-size // spare_divisor) for size in sizes]
-        sizes.append(STATE_COPIES * plan.state_nbytes)
+        sizes += [STATE_COPIES * plan.state_nbytes, image_token_nbytes]
         if draft_memory is not None:
             sizes += draft_memory.slot_nbytes.tolist()
         groups = tuple(plan.page_nbytes)
@@ -72,17 +83,24 @@ class MemoryModel:
             num_open, num_sealed = _max_pages(group, group.capacity or length)
             copies = 1 if group.pruning is None else 2  # a prune stores before it frees
             counts += [copies * num_open, copies * num_sealed]
-        return self._append_drafts([*counts, length > 0])
+        return self._append_others([*counts, length > 0])
+
+    def count_image_slots(self, num_tokens: int) -> Ints:
+        """Return the slots of the features of so many image tokens."""
+        return self._append_others([0] * (2 * len(self.groups) + 1), num_image_tokens=num_tokens)
 
     def count_draft_slots(self, length: int) -> Ints:
         """Return the peak slots of the draft model's cache of such a sequence."""
         counts = [0] * (2 * len(self.groups) + 1)
         if self.draft_memory is None:
-            return np.array(counts)
-        return self._append_drafts(counts, self.draft_memory.count_slots(length))
+            return self._append_others(counts)
+        return self._append_others(counts, self.draft_memory.count_slots(length))
 
-    def _append_drafts(self, counts: list[int], draft_counts: Ints = NO_SLOTS) -> Ints:
-        """Append the slots of the draft model, if there is one, to those of the model."""
+    def _append_others(
+        self, counts: list[int], draft_counts: Ints = NO_SLOTS, num_image_tokens: int = 0
+    ) -> Ints:
+        """Append the slots of images, and of the draft model if there is one, to the model's."""
+        counts = [*counts, num_image_tokens]
         if self.draft_memory is None:
             return np.array(counts)
         size = len(self.draft_memory.slot_nbytes)
@@ -95,7 +113,7 @@ class MemoryModel:
             is_permanent = group.window is None and group.pruning is None
             counts.append(length // group.page if is_permanent and not group.seals else 0)
             counts.append(group.paging.count_due_pages(length) if is_permanent else 0)
-        return self._append_drafts([*counts, 0])
+        return self._append_others([*counts, 0])
 
     def count_page_slots(
         self, pages: Mapping[LayerGroup, tuple[int, int]], num_caches: int = 0
@@ -105,7 +123,7 @@ class MemoryModel:
         The states of `STATE_COPIES` caches fit in one slot.
         """
         counts = [count for group in self.groups for count in pages.get(group, (0, 0))]
-        return self._append_drafts([*counts, -(-num_caches // STATE_COPIES)])
+        return self._append_others([*counts, -(-num_caches // STATE_COPIES)])
 
     @cached_property
     def pool_overhead(self) -> Ints:
@@ -120,7 +138,7 @@ class MemoryModel:
             counts += [num_outside + Pools.make(group).open.step - 1] * 2
         drafts = NO_SLOTS if self.draft_memory is None else self.draft_memory.pool_overhead
         idle = self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
-        return self._append_drafts([*counts, 0], drafts) + idle
+        return self._append_others([*counts, 0], drafts) + idle
 
     def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
         """Return the extra pages while a prompt of this length is prefilled.
@@ -134,7 +152,7 @@ class MemoryModel:
             if group.seals and group.window is None:
                 num_sealed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
             counts += [min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0]
-        return self._append_drafts([*counts, 0])
+        return self._append_others([*counts, 0])
 
     def count_fork_slots(self, num_prompt_tokens: int, num_fork_tokens: int) -> Ints:
         """Return the slots of a fork that repeats a prompt, besides those of the prompt.
@@ -146,7 +164,7 @@ class MemoryModel:
             num_due = group.paging.count_due_pages(num_prompt_tokens + num_fork_tokens)
             num_due -= group.paging.count_due_pages(num_prompt_tokens)
             counts += [num_fork_tokens // group.page + 2, num_due]
-        return self._append_drafts([*counts, 1])
+        return self._append_others([*counts, 1])
 
 
 # With a tight limit this is called for every sequence and token.
@@ -204,6 +222,7 @@ class MemoryBudget:
         chunk_end = request.num_computed_tokens + self.memory_model.max_chunk
         chunk = self.memory_model.count_slots(min(request.num_prompt_tokens, chunk_end))
         chunk = chunk - request.shared_slots + self.count_transient([request])
+        chunk = chunk + self.memory_model.count_image_slots(request.num_image_tokens)
         if not self.fits(self.count_allocated(running) + chunk):
             return False
         return self.compute_fresh_nbytes(committed) <= self.overcommit * self.max_bytes
@@ -217,7 +236,7 @@ class MemoryBudget:
 
     def record_slots(self, slots: Ints) -> None:
         """Raise the peak to `slots`."""
-        self.peak_slots = np.maximum(self.peak_slots, slots)
+        self.peak_slots = np.maximum(self.peak_slots, slots * self.memory_model.is_pooled)
 
     # ---- slots of requests
 
@@ -284,6 +303,8 @@ class MemoryBudget:
         They share the pages of the prompt, unless they may be swapped out.
         """
         slots = num_sequences * self.memory_model.count_slots(length)
+        if request.num_image_tokens:
+            slots = slots + self.memory_model.count_image_slots(request.num_image_tokens)
         if request.max_new_tokens > 1:
             slots = slots + num_sequences * self.memory_model.count_draft_slots(length)
         if num_sequences == 1 or self.may_swap:

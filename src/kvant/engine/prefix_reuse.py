@@ -18,10 +18,11 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kvant.engine.actions import Evict
 from kvant.engine.batch import Batch
 from kvant.engine.future import RequestFuture
 from kvant.engine.request import Request, Sequence, clear_traceback_frames
-from kvant.engine.scheduler import Evict, Scheduler
+from kvant.engine.scheduler import Scheduler
 from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes, PrefixNamespace
 from kvant.prefixes.memory import EvictionRules
 from kvant.prefixes.restore import STORE_TIMEOUT_S, start_daemon
@@ -100,13 +101,19 @@ class PrefixReuse:
         assert namespace is not None
         try:
             length = caches.count_tokens(sequence)
-            cache, num_prefilled = namespace.match_prefix(
-                sequence.tokens, caches.empty_cache.fork(), 0
-            )
-            if cache.length > length:
-                length, sequence.num_prefilled = cache.length, num_prefilled
+            tokens = sequence.prefix_tokens
+            cache, num_prefilled = namespace.match_prefix(tokens, caches.empty_cache.fork(), 0)
+            found = request.find_resumable(cache.length, cache.find_exact_rewind)
+            if found > length:
+                cache.rewind(found)
+                length = found
+                sequence.num_prefilled = min(num_prefilled, length)
                 sequence.cache = caches.import_cache(cache)  # it may be in other pools
-            checkpoints = namespace.plan_checkpoints(sequence.tokens, length, request.branch_points)
+            checkpoints = [
+                end
+                for point in namespace.plan_checkpoints(tokens, length, request.branch_points)
+                if (end := request.clip_length(point)) > length
+            ]
             miss = namespace.last_miss
         except Exception as error:  # the prompt can still be prefilled
             clear_traceback_frames(error)
@@ -114,7 +121,7 @@ class PrefixReuse:
             caches.release([sequence])
             length, checkpoints = 0, []
         self.requests[request].set_prefix_usage(length, request.restored_range, miss)
-        request.set_match(self.scheduler.prefix_version, length, tuple(checkpoints))
+        request.set_match(self.scheduler.prefix_version, length, tuple(sorted({*checkpoints})))
         self.update_prefix_slots()
 
     def insert_prefix(self, request: Request, sequence: Sequence) -> None:
@@ -126,8 +133,9 @@ class PrefixReuse:
         try:
             if namespace is not None and cache is not None:
                 single = cache if sequence.cache is not None else cache.extract(index)
-                tokens = sequence.tokens[: single.length]
-                namespace.insert_prefix(tokens, single, sequence.num_prefilled)
+                tokens = sequence.prefix_tokens[: single.length]
+                features = {} if request.images is None else {**request.images.features}
+                namespace.insert_prefix(tokens, single, sequence.num_prefilled, features)
         except Exception as error:  # no answer depends on it
             clear_traceback_frames(error)
             log.warning("a prefix was not inserted: %r", error)
@@ -136,7 +144,8 @@ class PrefixReuse:
     def reject_restored_prefix(self, request: Request) -> None:
         """Drop the restored prefix of a request: the model failed on it."""
         if request.restored_range and request.namespace is not None:
-            request.namespace.reject(request.sequences[0].tokens[: request.restored_range.stop])
+            tokens = request.sequences[0].prefix_tokens
+            request.namespace.reject(tokens[: request.restored_range.stop])
             self.update_prefix_slots()
 
     def record_lookup(self, request: Request) -> None:
@@ -206,7 +215,8 @@ class PrefixReuse:
                     self.batch.caches.release(request.sequences)
                     request.set_match()
         slots = memory_model.count_page_slots(usage.num_pages, len(usage.unique_nbytes))
-        self.scheduler.set_prefix_slots(slots)
+        num_image_tokens = self._namespace.pools.count_image_tokens()
+        self.scheduler.set_prefix_slots(slots + memory_model.count_image_slots(num_image_tokens))
 
     def _flush_store(self) -> None:
         """Flush pending store writes with a time limit, in a thread of its own."""
@@ -297,7 +307,7 @@ class StoreLookups:
         if not batch.caches.empty_cache.has_shapes:
             batch.prefill(Sequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or batch.caches.empty_cache).fork()
-        tokens, num_cached = list(sequence.tokens), base_cache.length
+        tokens, num_cached = list(sequence.prefix_tokens), base_cache.length
         deadline.allocate(lambda: base_cache)  # so that a cancel frees this fork, too
 
         def look_up() -> None:
@@ -357,7 +367,8 @@ class StoreLookups:
         caches, restored = self._reuse.batch.caches, restore.restored
         assert namespace is not None
         num_before = caches.count_tokens(sequence)
-        length = namespace.count_usable_tokens(restore, len(sequence.tokens) - 1)
+        find = partial(namespace.count_usable_tokens, restore)
+        length = request.find_resumable(find(len(sequence.tokens) - 1), find)
         if length <= num_before:
             return num_before
         if sequence.cache is not None:

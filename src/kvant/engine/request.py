@@ -20,6 +20,7 @@ from kvant.adapters import Adapter
 from kvant.engine.timeline import Timeline
 from kvant.generation import TransformersDecoder
 from kvant.generation.grammar import make_matcher
+from kvant.generation.images import PromptImages
 from kvant.generation.loop import Output
 from kvant.generation.sampling import SampledToken, Sampler, sample_batch
 from kvant.generation.second_pass import Repetition
@@ -27,6 +28,7 @@ from kvant.generation.settings import Sampling, StopConditions
 from kvant.hf import TransformersCache
 from kvant.page_table import Ints
 from kvant.prefixes import PrefixNamespace
+from kvant.vision import ImageLayout, ProcessedImage
 
 AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
 # Runs one chunk of a prompt over its cache; returns its last logits, or the embedding so far.
@@ -51,6 +53,17 @@ class Sequence:
     num_prefilled: int = 0  # first tokens that were prefilled, not decoded
     cache: TransformersCache | None = field(default=None, repr=False)
     swap_file: Path | None = None  # holds its pages while it is swapped out
+    images: ImageLayout | None = field(default=None, repr=False)  # of its prompt
+
+    @property
+    def position_offset(self) -> int:
+        """Position minus index of each token after the prompt; images may share positions."""
+        return 0 if self.images is None else self.images.position_offset
+
+    @property
+    def prefix_tokens(self) -> list[int]:
+        """The tokens as keys of cached prefixes: those of an image are hashes of it."""
+        return self.tokens if self.images is None else self.images.make_prefix_tokens(self.tokens)
 
 
 @dataclass(eq=False)
@@ -78,6 +91,7 @@ class Request:
     is_swapped_out: bool = False
     is_active: bool = False  # its sequences count towards max_sequences
     store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
+    images: PromptImages | None = None
 
     # ---- for the engine's thread
     run_chunk: ChunkForward = compute_last_logits
@@ -119,6 +133,31 @@ class Request:
         return self.num_computed_tokens == self.num_prompt_tokens
 
     @property
+    def num_image_tokens(self) -> int:
+        """Tokens of images, whose features are kept until the request ends."""
+        return 0 if self.images is None else self.images.num_tokens
+
+    def fit_chunk_end(self, end: int) -> int:
+        """Move the end of the next chunk to where a chunk of the prompt may end."""
+        if self.images is None:
+            return end
+        return self.images.fit_chunk_end(self.num_computed_tokens, end)
+
+    def clip_length(self, length: int) -> int:
+        """Return the longest length <= `length` at which a prefix of the prompt may end."""
+        return length if self.images is None else self.images.prompt.clip_length(length)
+
+    def find_resumable(self, length: int, find: Callable[[int], int]) -> int:
+        """Return the longest length <= `length` that the prompt's cache can be cut to."""
+        return length if self.images is None else self.images.prompt.find_resumable(length, find)
+
+    def find_unencoded_image(self, end: int) -> ProcessedImage | None:
+        """Return the first image that must be encoded before the prompt is prefilled to `end`."""
+        if self.images is None:
+            return None
+        return self.images.find_unencoded(self.num_computed_tokens, end)
+
+    @property
     def num_sequences(self) -> int:
         """Unfinished sequences, also those without a cache yet."""
         return self.num_choices - self.num_finished
@@ -154,6 +193,7 @@ class Request:
         """Make the sequence, the sampler and the output of each continuation."""
         for choice in range(self.num_choices):
             sequence = Sequence([*tokens], choice, self.adapter)
+            sequence.images = None if self.images is None else self.images.prompt
             self.sequences.append(sequence)
             self.outputs.append(Output(tokenizer, conditions, sequence.tokens))
             matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)

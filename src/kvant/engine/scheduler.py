@@ -31,78 +31,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvant.adapters import Adapter
+from kvant.engine.actions import (
+    Action,
+    Decode,
+    EncodeImage,
+    Evict,
+    ForwardAction,
+    FreePools,
+    LookUpStore,
+    MatchPrefix,
+    Prefill,
+    Repeat,
+    SwapIn,
+    SwapOut,
+)
+from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.memory import MemoryBudget, MemoryModel
 from kvant.engine.request import NO_SLOTS, Request
 from kvant.errors import CapacityError, ContextError
 from kvant.page_table import Ints
 from kvant.platform.sizes import format_size
-
-TIMING_DECAY = 0.9  # weight of earlier chunks against the newest one
-CHUNK_ALIGNMENT = 64  # chunks end at positions that are multiples of this
-# The last chunk of a prompt, or several chunks in a row, may take this multiple of the time limit.
-CHUNK_TIME_TOLERANCE = 1.1
-MAX_TIMED_PROMPTS = 4  # prompts in prefill that may each delay a token by `chunk_seconds`
-
-
-@dataclass(frozen=True)
-class RequestAction:
-    request: Request
-
-
-class MatchPrefix(RequestAction):
-    """Look up the prompt of a request in the cached prefixes."""
-
-
-@dataclass(frozen=True)
-class Evict:
-    """Evict unused prefixes until `nbytes` bytes are freed or none is left."""
-
-    nbytes: int
-    include_unwritten: bool = False  # also evict prefixes with pending store writes
-
-
-class LookUpStore(RequestAction):
-    """Look up the prompt of a request in a store; memory for it is reserved."""
-
-
-@dataclass(frozen=True)
-class Prefill(RequestAction):
-    """Prefill the next `count` tokens of the prompt of a request."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class Repeat(RequestAction):
-    """Run the next `count` tokens of the second pass over the prompt of a request."""
-
-    count: int
-    position: int  # tokens before these: the prompt, and those that a fork of its cache appended
-
-
-@dataclass(frozen=True)
-class Decode:
-    """Decode one token for each sequence of `requests`, which have the same adapter."""
-
-    requests: tuple[Request, ...]
-
-
-class SwapOut(RequestAction):
-    """Write the pages of a request to files and free them."""
-
-
-class SwapIn(RequestAction):
-    """Read the pages of a swapped-out request back."""
-
-
-@dataclass(frozen=True)
-class FreePools:
-    """Free all pools: neither a sequence nor a prefix is left in them."""
-
-
-ForwardAction = Prefill | Repeat | Decode
-Action = MatchPrefix | Evict | LookUpStore | ForwardAction | SwapOut | SwapIn | FreePools
 
 
 @dataclass
@@ -214,7 +162,7 @@ class Scheduler:
         action = self.chunk_sizer.choose_forward(running, self.chunk_seconds)
         if action is None:
             return FreePools() if self._has_reclaimable_memory and not running else None
-        if isinstance(action, Prefill) and self._needs_prefix_match(action.request):
+        if isinstance(action, Prefill | EncodeImage) and self._needs_prefix_match(action.request):
             return MatchPrefix(action.request)
         if self.overcommit > 1:
             slots = self._count_slots_after(action)
@@ -237,6 +185,8 @@ class Scheduler:
         elif isinstance(action, Repeat):
             self.chunk_sizer.record_forward(action, self.queue.running)
             action.request.num_output_tokens += action.request.is_decoding
+        elif isinstance(action, EncodeImage):
+            self.chunk_sizer.record_forward(action, self.queue.running)
         elif isinstance(action, Decode):
             self.chunk_sizer.record_forward(action, self.queue.running)
             for request in action.requests:
@@ -279,6 +229,8 @@ class Scheduler:
         if request in self.queue.running:
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
         new_slots = np.maximum(self.memory_model.count_slots(length) - counted, 0)
+        if request not in self.queue.running:  # else its features are counted
+            new_slots = new_slots + self.memory_model.count_image_slots(request.num_image_tokens)
         fits = budget.fits(budget.count_charged(self.queue.running) + new_slots)
         return budget.has_prefixes and fits
 
@@ -362,6 +314,8 @@ class Scheduler:
     def _count_slots_after(self, action: ForwardAction) -> Ints:
         """Return the slots of running requests after `action`, plus those used while it runs."""
         slots = self.memory_budget.count_allocated(self.queue.running)
+        if isinstance(action, EncodeImage):  # its features are counted since the admission
+            return slots
         if isinstance(action, Prefill | Repeat):
             request = action.request
             num_computed = request.num_computed_tokens
@@ -375,123 +329,3 @@ class Scheduler:
             length += self.memory_model.max_drafts
             slots = slots + self.memory_budget.count_growth(request, length, request.num_sequences)
         return slots
-
-
-class ChunkSizer:
-    """Choose the next forward, and the size of each prefill chunk by its predicted time.
-
-    Predictions come from a least-squares fit to measured chunks. For `count` tokens after
-    `num_computed` ones, it is
-
-        seconds = a + b * count + c * count * (num_computed + count / 2)
-    """
-
-    def __init__(
-        self, max_chunk: int, *, supports_chunks: bool = True, fixed_size: bool = False
-    ) -> None:
-        """Limit chunks to `max_chunk` tokens, or to whole prompts without `supports_chunks`.
-
-        With `fixed_size`, chunks end at multiples of `max_chunk`, whatever time they take.
-        """
-        self.fixed_size = fixed_size
-        self.max_chunk = max_chunk
-        self.supports_chunks = supports_chunks
-        self._normal_matrix = np.zeros((3, 3))  # of the normal equations of the fit
-        self._normal_vector = np.zeros(3)
-        self._last_was_oldest = False  # whether the last chunk was of the oldest prompt
-        # By adapter: the prefill time since its last decode, and the number of that decode.
-        self._decode_delays_s: dict[Adapter | None, float] = {}
-        self._last_turns: dict[Adapter | None, int] = {}
-        self._num_decodes = 0
-
-    def choose_forward(self, running: list[Request], chunk_seconds: float) -> ForwardAction | None:
-        """Return the next chunk if decodes can wait for it, else a decode of all that are ready.
-
-        The decode is of one adapter: the one that was decoded least recently.
-        """
-        active = [r for r in running if r.is_active and not r.store_deadline_ms]
-        prefilling = [request for request in active if not request.is_decoding]
-        decoding = [request for request in active if request.is_decoding]
-        if prefilling:
-            num_prompts = min(len(prefilling), MAX_TIMED_PROMPTS)
-            max_seconds = chunk_seconds * num_prompts if decoding else math.inf
-            action = self._make_chunk(self._choose_prefill(prefilling), max_seconds)
-            previous = max((self._decode_delays_s.get(r.adapter, 0.0) for r in decoding), default=0)
-            delay = previous + self._predict_chunk(action)
-            if not previous or delay <= CHUNK_TIME_TOLERANCE * max_seconds:
-                return action
-        if not decoding:
-            return None
-        adapter = min((r.adapter for r in decoding), key=lambda a: self._last_turns.get(a, -1))
-        return Decode(tuple(request for request in decoding if request.adapter is adapter))
-
-    def record_forward(self, action: ForwardAction, running: list[Request]) -> None:
-        """Update the delay of decodes; call this before the action's requests are updated."""
-        if isinstance(action, Decode):
-            for adapter in {request.adapter for request in action.requests}:
-                self._decode_delays_s[adapter] = 0.0
-                self._last_turns[adapter] = self._num_decodes
-            self._num_decodes += 1
-            return
-        self._last_was_oldest = not self._last_was_oldest
-        seconds = self._predict_chunk(action)
-        decoding = {other.adapter for other in running if other.is_decoding and other.is_active}
-        self._decode_delays_s = {a: self._decode_delays_s.get(a, 0.0) + seconds for a in decoding}
-
-    def _choose_prefill(self, prefilling: list[Request]) -> Request:
-        """Return, by turns, the oldest prompt and the one with the fewest tokens left."""
-        prefilling = sorted(prefilling, key=lambda request: request.number)
-        if not self._last_was_oldest:
-            return prefilling[0]
-        return min(prefilling, key=lambda request: request.num_tokens_left)
-
-    def _make_chunk(self, request: Request, max_seconds: float) -> Prefill | Repeat:
-        """Return the next forward of a prompt, or of the second pass over it."""
-        num_computed, repetition = request.num_computed_tokens, request.repetition
-        if request.is_computed:
-            assert repetition is not None
-            position, end = repetition.position, repetition.chunk_end
-            return Repeat(request, self.choose_chunk(position, end, max_seconds), position)
-        stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
-        stop = min([request.num_prompt_tokens, *stops])
-        return Prefill(request, self.choose_chunk(num_computed, stop, max_seconds))
-
-    def _predict_chunk(self, action: Prefill | Repeat) -> float:
-        num_computed = action.request.num_computed_tokens
-        position = action.position if isinstance(action, Repeat) else num_computed
-        return self.predict_seconds(action.count, position)
-
-    def choose_chunk(self, num_computed: int, end: int, max_seconds: float) -> int:
-        """Return the size of the next chunk, up to `end` and within `max_seconds` if possible."""
-        if not self.supports_chunks:
-            return end - num_computed
-        if self.fixed_size:
-            return min((num_computed // self.max_chunk + 1) * self.max_chunk, end) - num_computed
-        count, remaining = self.max_chunk, end - num_computed
-        if remaining <= count:
-            seconds = self.predict_seconds(remaining, num_computed)
-            if seconds <= CHUNK_TIME_TOLERANCE * max_seconds:
-                return remaining
-        while count > CHUNK_ALIGNMENT and self.predict_seconds(count, num_computed) > max_seconds:
-            count -= CHUNK_ALIGNMENT
-        stop = (num_computed + count) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
-        return min(stop if stop > num_computed else num_computed + count, end) - num_computed
-
-    def predict_seconds(self, count: int, num_computed: int) -> float:
-        """Return the predicted seconds of a chunk; 0 before the first measurement."""
-        if not self._normal_vector.any():
-            return 0.0
-        scale = np.sqrt(np.diag(self._normal_matrix)).clip(1e-12)
-        ridge = self._normal_matrix / np.outer(scale, scale) + 1e-6 * np.eye(3)
-        coefficients = np.linalg.solve(ridge, self._normal_vector / scale) / scale
-        return float(_make_features(count, num_computed) @ coefficients.clip(0.0))
-
-    def record_time(self, count: int, num_computed: int, seconds: float) -> None:
-        """Add a chunk to the fit, divided by its seconds: then errors are relative."""
-        row = _make_features(count, num_computed) / max(seconds, 1e-9)
-        self._normal_matrix = TIMING_DECAY * self._normal_matrix + np.outer(row, row)
-        self._normal_vector = TIMING_DECAY * self._normal_vector + row
-
-
-def _make_features(count: int, num_computed: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.array([1.0, count, count * (num_computed + count / 2)])

@@ -23,6 +23,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kvant.engine.actions import (
+    Action,
+    Decode,
+    EncodeImage,
+    Evict,
+    LookUpStore,
+    MatchPrefix,
+    Prefill,
+    Repeat,
+    SwapIn,
+    SwapOut,
+)
 from kvant.engine.batch import Batch
 from kvant.engine.drafts import DraftChooser
 from kvant.engine.future import RequestFuture, Usage
@@ -34,18 +46,7 @@ from kvant.engine.request import (
     is_accepted,
     sample_tokens,
 )
-from kvant.engine.scheduler import (
-    Action,
-    Decode,
-    Evict,
-    LookUpStore,
-    MatchPrefix,
-    Prefill,
-    Repeat,
-    Scheduler,
-    SwapIn,
-    SwapOut,
-)
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import CacheError, EngineError
 from kvant.generation.loop import Step
 from kvant.generation.sampling import SampledToken
@@ -220,6 +221,8 @@ class EngineWorker:
     def _perform(self, action: Action) -> None:
         if isinstance(action, Prefill):
             self._prefill(action)
+        elif isinstance(action, EncodeImage):
+            self._encode_image(action)
         elif isinstance(action, Repeat):
             self._repeat(action)
         elif isinstance(action, Decode):
@@ -244,14 +247,8 @@ class EngineWorker:
     def _prefill(self, action: Prefill) -> None:
         """Prefill a chunk; after the last one, sample first tokens or finish the embedding."""
         request, prompt = action.request, action.request.sequences[0]
+        self._start_prefill(request)
         begin = time.perf_counter()
-        self.store_lookups.cancel(request)
-        if not request.prefill_started:
-            request.prefill_started = True
-            request.timeline.end_phase("queue")
-            request.timeline.begin_phase("prefill")
-            self.prefix_reuse.record_lookup(request)
-            self._metrics.count_prefix_hits(self.requests[request].usage)
         is_last = request.num_computed_tokens + action.count == request.num_prompt_tokens
         try:
             output = self.batch.prefill(prompt, action.count, request.run_chunk)
@@ -273,6 +270,31 @@ class EngineWorker:
             request.prompt_logits = output
         elif is_last:
             self._start_decoding(request, output)
+
+    def _start_prefill(self, request: Request) -> None:
+        """Record that a request stops waiting for a prefix, before its first forward."""
+        self.store_lookups.cancel(request)
+        if not request.prefill_started:
+            request.prefill_started = True
+            request.timeline.end_phase("queue")
+            request.timeline.begin_phase("prefill")
+            self.prefix_reuse.record_lookup(request)
+            self._metrics.count_prefix_hits(self.requests[request].usage)
+
+    def _encode_image(self, action: EncodeImage) -> None:
+        """Compute the features of an image that the next chunk needs."""
+        request, image = action.request, action.image
+        self._start_prefill(request)
+        begin = time.perf_counter()
+        try:
+            is_new = self.batch.encode_image(request, image)
+        except Exception as error:
+            self._finish(request, error)
+            return
+        if is_new:
+            seconds = time.perf_counter() - begin
+            self.scheduler.chunk_sizer.record_image_time(image.num_tokens, seconds)
+        self.scheduler.complete(action)
 
     def _repeat(self, action: Repeat) -> None:
         """Run a forward of a second pass; after the last one, sample first tokens."""
@@ -442,6 +464,8 @@ class EngineWorker:
                 self.swap_folder = Path(folder)
             if request.repetition is not None:
                 request.repetition.drop_fork()
+            if request.images is not None and isinstance(action, SwapOut):
+                request.images.features.clear()
             for index, sequence in enumerate(request.sequences):
                 if isinstance(action, SwapOut):
                     self.drafts.release_caches([sequence])
@@ -469,7 +493,7 @@ class EngineWorker:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
         self.drafts.forget(request.sequences)
-        request.repetition = None  # and its fork
+        request.repetition = request.images = None  # and its fork, and features
         request.namespace = None  # frees it: the last action may keep the request alive
         future.finish(error, request.flush_outputs())
         del self.requests[request]

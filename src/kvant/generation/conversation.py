@@ -32,6 +32,7 @@ from transformers.utils import get_json_schema
 
 from kvant.errors import ContextError, PromptError
 from kvant.prefixes.tree import PrefixMiss, count_shared_prefix
+from kvant.vision.processing import expand_placeholders, has_images, list_images
 
 Message = Mapping[str, Any]  # role, content, and further fields of a template
 Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring
@@ -73,10 +74,10 @@ class Messages:
         return replace(self, messages=plain, tools=())
 
     def render_text(self, tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
-        """Render messages with the chat template and its options."""
+        """Render messages with the chat template and its options; expand processed images."""
         more = dict(self.options) | ({"tools": list(self.tools)} if self.tools else {})
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **more, **options)
-        return text
+        return expand_placeholders(text, list_images(messages))
 
 
 def encode_text(
@@ -321,8 +322,8 @@ def convert_tools_to_text(
     index = next((i for i, message in enumerate(candidates) if message.get("role") == role), None)
     if index is None:
         return [{"role": role, "content": text}, *plain]
-    content = _text(plain[index])
-    new_content = _paragraphs(content, text) if system else _paragraphs(text, content)
+    content = plain[index].get("content") or ""
+    new_content = _join_contents(content, text) if system else _join_contents(text, content)
     plain[index] = {**plain[index], "content": new_content}
     return plain
 
@@ -362,7 +363,7 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             fields = {name: value for name, value in message.items() if name != "tool_calls"}
             message = {**fields, "content": _paragraphs(_text(message), _json(call_list))}
         if joins and message["role"] == "user":
-            content = _paragraphs(_text(plain[-1]), _text(message))
+            content = _join_contents(plain[-1]["content"], message.get("content") or "")
             plain[-1] = {"role": "user", "content": content}
         else:
             plain.append(message)
@@ -399,6 +400,15 @@ def _text(message: Message) -> str:
         raise PromptError(
             f"messages: content that is no text, nor parts of text: {reprlib.repr(content)}"
         ) from None
+
+
+def _join_contents(*contents: Any) -> str | list[Any]:
+    """Join contents of messages: texts as paragraphs, with images as a list of parts."""
+    messages = [{"content": content} for content in contents]
+    if not has_images(messages):
+        return _paragraphs(*map(_text, messages))
+    texts = [[{"type": "text", "text": c}] if isinstance(c, str) else [*c] for c in contents if c]
+    return [part for parts in texts for part in parts]
 
 
 def _paragraphs(*texts: str) -> str:

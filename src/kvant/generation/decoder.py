@@ -46,6 +46,7 @@ from kvant.replay import (
 )
 from kvant.spec import describe_spec
 from kvant.spec.language import is_auto
+from kvant.vision import ChunkInputs
 
 LogitsFunction = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 
@@ -135,23 +136,43 @@ class TransformersDecoder:
 
     @torch.no_grad()
     def compute_logits(
-        self, ids: list[int], cache: SequenceCache | None, num_logits: int = 1
+        self,
+        ids: list[int],
+        cache: SequenceCache | None,
+        num_logits: int = 1,
+        *,
+        position_offset: int = 0,
     ) -> Tensor:
         """Return logits [num_logits, vocabulary] in float32 of the newest `ids`.
 
         The tokens are appended to the cache. Without a cache, `ids` is the whole sequence and
-        nothing is stored.
+        nothing is stored. A `position_offset` is added to the positions of the tokens.
         """
         device, first = self.model.device, 0 if cache is None else cache.length
         if cache is not None and first:
             if len(ids) == 1:
-                return self.compute_batch_logits([ids], [first], cast(TransformersCache, cache))[0]
+                position = first + position_offset
+                return self.compute_batch_logits([ids], [position], cast(TransformersCache, cache))[
+                    0
+                ]
             if not self.supports_chunked_prefill:
-                rows = [self.compute_logits([token], cache) for token in ids]
+                rows = [
+                    self.compute_logits([token], cache, position_offset=position_offset)
+                    for token in ids
+                ]
                 return torch.cat(rows[-num_logits:])
-        positions = torch.arange(first, first + len(ids), device=device)[None]
+        positions = torch.arange(first, first + len(ids), device=device)[None] + position_offset
         out = self._forward(torch.tensor([ids], device=device), positions, cache, num_logits)
         return out[0, -num_logits:].float()
+
+    @torch.no_grad()
+    def compute_image_logits(
+        self, ids: list[int], cache: TransformersCache, inputs: ChunkInputs
+    ) -> Tensor:
+        """Return the logits [1, vocabulary] after a chunk of a prompt with images."""
+        tokens = torch.tensor([ids], device=self.model.device)
+        out = self._forward(tokens, inputs.positions, cache, 1, **inputs.arguments)
+        return out[0, -1:].float()
 
     @torch.no_grad()
     def compute_batch_logits(
@@ -179,11 +200,11 @@ class TransformersDecoder:
         if replayer is None and (replayer := self.make_replayer(num_new=num_new)) is not None:
             replayers[num_new] = replayer
         ids = torch.tensor(tokens)
-        out = None if replayer is None else replayer.compute_logits(cache, ids)
+        position_ids = torch.tensor(positions)[:, None] + torch.arange(num_new)
+        out = None if replayer is None else replayer.compute_logits(cache, ids, position_ids)
         self.num_unsteady_forwards += replayer is not None and replayer.is_warming_up
         if out is not None:
             return out[:, -num_new:].to(torch.float32, copy=True)
-        position_ids = torch.tensor(positions)[:, None] + torch.arange(num_new)
         with cache.speculation_mode():
             out = self._forward(ids.to(device), position_ids.to(device), cache, num_new)
         if replayer is not None:

@@ -26,9 +26,11 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from kvant.cache.pruning import count_tokens_until_prune
+from kvant.errors import PromptError
 from kvant.generation.conversation import Prompt, encode_prompt, find_branch_points
 from kvant.generation.decoder import Decoder, LogitsFunction, TransformersDecoder, make_decoder
 from kvant.generation.grammar import make_matcher
+from kvant.generation.images import ImageReader, PromptImages
 from kvant.generation.prefiller import Prefiller, PrefillProgress
 from kvant.generation.sampling import SampledToken, Sampler
 from kvant.generation.second_pass import SecondPass
@@ -249,9 +251,9 @@ class GenerationLoop:
         prefixes: Prefixes | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> None:
-        if tokenizer is None:
-            raise TypeError("tokenizer=None: the model's own is needed, to encode and decode text")
         decoder = make_decoder(model)
+        own_model = decoder.model if isinstance(decoder, TransformersDecoder) else model
+        tokenizer, self._image_reader = ImageReader.from_processor(tokenizer, own_model)
         cache = decoder.make_cache(kv_cache, tokenizer)
         if backend is not None:
             cache.backend = backend
@@ -293,6 +295,22 @@ class GenerationLoop:
         )
         self.num_drafts = self.num_accepted_drafts = 0
 
+    def process_images(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with the images of its messages processed for the model."""
+        return self._image_reader.process_images(prompt, self.stop_conditions.max_context)
+
+    def locate_images(self, prompt: Prompt, tokens: Sequence[int]) -> PromptImages | None:
+        """Return the images of a processed prompt that was encoded as `tokens`, if it has any."""
+        images, prefiller = self._image_reader.locate_images(prompt, tokens), self.prefiller
+        if images is None:
+            return None
+        images.check_cache(prefiller.second_pass, prefiller.alignment)
+        if prefiller.threshold:
+            raise PromptError(
+                "images with strategy=disabled or long, which read text alone: use strategy=always"
+            )
+        return images
+
     def start(
         self,
         prompt: Sequence[int],
@@ -303,12 +321,14 @@ class GenerationLoop:
         ignore_end: bool = False,
         progress: PrefillProgress | None = None,
         branch_points: Sequence[int] = (),
+        images: PromptImages | None = None,
         commit: Callable[[Output], Sequence[int]] = lambda output: output.tokens,
     ) -> Generator[Step, None, None]:
         """Return the steps after `prompt`; prefill only what the cache does not hold.
 
-        `branch_points` are lengths at which other prompts may differ from this one. `commit` is
-        called at the end, however the steps end, and returns the tokens that the cache keeps.
+        `images` are those of the prompt, from `locate_images`. `branch_points` are lengths at which
+        other prompts may differ from this one. `commit` is called at the end, however the steps
+        end, and returns the tokens that the cache keeps.
         Invalid arguments raise here, before the first step.
         """
         conditions = replace(
@@ -324,21 +344,21 @@ class GenerationLoop:
             self.prefiller.second_pass.check_room(len(prompt))
         output = Output(self.tokenizer, conditions, list(prompt))
         sampler = Sampler(sampling, len(prompt), matcher)
-        return self._generate_steps(output, sampler, progress, branch_points, commit)
+        prefill = partial(self.prefiller.prefill, output.tokens, progress, branch_points, images)
+        return self._generate_steps(output, sampler, prefill, commit)
 
     def _generate_steps(
         self,
         output: Output,
         sampler: Sampler,
-        progress: PrefillProgress | None,
-        branch_points: Sequence[int],
+        prefill: Callable[[], Tensor],
         commit: Callable[[Output], Sequence[int]],
     ) -> Generator[Step, None, None]:
         prefiller, tokens, drafts = self.prefiller, output.tokens, list[int]()
         self._acceptance.pending = None  # a proposal for another text
         is_finalizing = sys.is_finalizing  # at the end of the interpreter, modules are gone
         try:
-            rows = prefiller.prefill(tokens, progress, branch_points)[None]
+            rows = prefill()[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
                     sampled = sampler.sample(logits, tokens)
@@ -465,7 +485,9 @@ def generate(
     loop = GenerationLoop(model, tokenizer, kv_cache, **options)
     if max_new_tokens == 1:  # the token is known before a second pass
         loop.prefiller.second_pass = None
-    tokens, shares = encode_prompt(tokenizer, prompt), loop.prefiller.prefixes is not None
+    prompt = loop.process_images(prompt)
+    tokenizer, shares = loop.tokenizer, loop.prefiller.prefixes is not None
+    tokens = encode_prompt(tokenizer, prompt)
     return loop.start(
         tokens,
         loop.sampling,
@@ -474,4 +496,5 @@ def generate(
         ignore_end=ignore_end,
         progress=progress,
         branch_points=find_branch_points(tokenizer, prompt, tokens) if shares else (),
+        images=loop.locate_images(prompt, tokens),
     )

@@ -19,7 +19,8 @@ from typing import cast
 from torch import Tensor
 
 from kvant.cache.pruning import needs_second_pass
-from kvant.generation.decoder import Decoder
+from kvant.generation.decoder import Decoder, TransformersDecoder
+from kvant.generation.images import PromptImages
 from kvant.generation.second_pass import SecondPass
 from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
 from kvant.hf import TransformersCache
@@ -56,8 +57,8 @@ class Prefiller:
         """
         if chunk_size < 1:
             raise ValueError(f"prefill_chunk={chunk_size}: 1 or more is needed")
-        self._alignment = None if prefixes is None else prefixes.chunk_alignment  # of chunks' ends
-        chunk_size = self._alignment or chunk_size
+        self.alignment = None if prefixes is None else prefixes.chunk_alignment  # of chunks' ends
+        chunk_size = self.alignment or chunk_size
         if not decoder.supports_chunked_prefill:
             chunk_size = sys.maxsize
         self.decoder = decoder
@@ -69,11 +70,13 @@ class Prefiller:
         self.second_pass = second_pass
         # One token tells an adaptive cache the size of rows.
         learns_size = adaptive is not None and decoder.supports_chunked_prefill
-        self._first_chunk_size = 1 if learns_size and self._alignment is None else chunk_size
+        self._first_chunk_size = 1 if learns_size and self.alignment is None else chunk_size
         self.num_prompt_tokens = 0  # tokens of all prompts,
         self.num_cached_tokens = 0  # of these, tokens found in the cache,
         self.num_restored_tokens = 0  # and of these, tokens restored from a store
-        self._tokens = list(tokens)  # tokens in the cache; more after a failed forward
+        # Tokens in the cache, those of images as hashes; more after a failed forward.
+        self._tokens = list(tokens)
+        self._images: PromptImages | None = None  # of the newest prompt
         self._num_prefilled = 0  # tokens prefilled in chunks; decoded tokens follow them
 
     @property
@@ -86,40 +89,63 @@ class Prefiller:
         tokens: Sequence[int],
         progress: PrefillProgress | None = None,
         branch_points: Sequence[int] = (),
+        images: PromptImages | None = None,
     ) -> Tensor:
         """Prefill a prompt in chunks; return the logits [vocabulary] after it.
 
         `branch_points` are lengths at which other prompts may differ from this one.
         """
         self.num_prompt_tokens += len(tokens)
+        self._images = images
         self.align_cache(tokens)
         if len(tokens) <= self.threshold:
             return self.decoder.compute_logits(list(tokens), None)[-1]
         restored, checkpoints = range(0), list[int]()
         if self.prefixes is not None:
-            restored = self._match_prefix(self.prefixes, tokens)
-            checkpoints = self.prefixes.plan_checkpoints(tokens, self.cache.length, branch_points)
+            keys = self._make_keys(tokens)
+            restored = self._match_prefix(self.prefixes, tokens, keys)
+            points = self.prefixes.plan_checkpoints(keys, self.cache.length, branch_points)
+            checkpoints = [end for end in map(self._clip_length, points) if end > self.cache.length]
         num_cached = self.cache.length
         self.num_cached_tokens += num_cached
         self.num_restored_tokens += len(range(restored.start, min(restored.stop, num_cached)))
         try:
             logits = self._prefill_unread(tokens, progress, checkpoints, is_prompt=True)[-1]
         except Exception:
-            self._reject(tokens[: restored.stop])
+            self._reject(self._make_keys(tokens)[: restored.stop])
             raise
         if restored and logits.isnan().any():  # corrupt rows: no token can be sampled
-            self._reject(tokens[: restored.stop])
+            self._reject(self._make_keys(tokens)[: restored.stop])
         return logits
 
-    def _match_prefix(self, prefixes: PrefixNamespace, tokens: Sequence[int]) -> range:
+    def _make_keys(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens with those of the newest prompt's images replaced by hashes."""
+        return tokens if self._images is None else self._images.prompt.make_prefix_tokens(tokens)
+
+    def _clip_length(self, length: int) -> int:
+        """Return the longest length <= `length` at which the newest prompt may be cut."""
+        return length if self._images is None else self._images.prompt.clip_length(length)
+
+    @property
+    def _position_offset(self) -> int:
+        return 0 if self._images is None else self._images.prompt.position_offset
+
+    def _match_prefix(
+        self, prefixes: PrefixNamespace, tokens: Sequence[int], keys: Sequence[int]
+    ) -> range:
         """Adopt the cache with the longest prefix of a prompt; return the restored tokens."""
         cache = cast(TransformersCache, self.cache)
         if prefixes.needs_shapes(cache):  # before a store's tensors are accepted
-            self._run_forward(tokens, 0, 1, num_logits=1)
-            self.reset()
-        restored = prefixes.fetch_from_store(tokens, cache)
-        self.cache, self._num_prefilled = prefixes.match_prefix(tokens, cache, self._num_prefilled)
-        self._tokens = list(tokens[: self.cache.length])
+            self._tokens = list(keys[:1])
+            self.decoder.compute_logits(list(tokens[:1]), cache)
+            self._drop_tokens()
+        restored = prefixes.fetch_from_store(keys, cache)
+        self.cache, self._num_prefilled = prefixes.match_prefix(keys, cache, self._num_prefilled)
+        if self._images is not None:
+            find = self.cache.find_exact_rewind
+            self.cache.rewind(self._images.prompt.find_resumable(self.cache.length, find))
+            self._num_prefilled = min(self._num_prefilled, self.cache.length)
+        self._tokens = list(keys[: self.cache.length])
         prefixes.memory.record_lookup(len(tokens), self.cache.length)
         return restored
 
@@ -128,7 +154,8 @@ class Prefiller:
         self.align_cache(self.tokens, num_unread=0)  # rolls back a failed forward
         if self.prefixes is not None:
             cache = cast(TransformersCache, self.cache)
-            self.prefixes.insert_prefix(self.tokens, cache, self._num_prefilled)
+            features = {} if self._images is None else self._images.features
+            self.prefixes.insert_prefix(self.tokens, cache, self._num_prefilled, features)
 
     def settle(self, tokens: Sequence[int]) -> None:
         """Share the prefilled prefix, keep the cache of `tokens`, and make a checkpoint there."""
@@ -150,7 +177,8 @@ class Prefiller:
                 self.adaptive.make_room(self.cache, 1)
             # Next: a replay (replay/replayer.py), or a forward of the model (hf/model.py).
             cache = cast(TransformersCache, self.cache)
-            return self.decoder.compute_batch_logits([[tokens[-1]]], [length], cache)[0]
+            position = length + self._position_offset
+            return self.decoder.compute_batch_logits([[tokens[-1]]], [position], cache)[0]
         num_previous = len(tokens) - num_logits
         if self.cache.length > num_previous:
             self.align_cache(tokens, num_logits)
@@ -167,18 +195,24 @@ class Prefiller:
         if self.adaptive is not None:
             self.adaptive.make_room(self.cache, num_logits)
         cache = cast(TransformersCache, self.cache)
-        return self.decoder.compute_batch_logits([list(tokens[begin:])], [begin], cache)[0]
+        position = begin + self._position_offset
+        return self.decoder.compute_batch_logits([list(tokens[begin:])], [position], cache)[0]
 
     def align_cache(self, tokens: Sequence[int], num_unread: int = 1) -> None:
         """Rewind to the prefix shared with `tokens`, without their newest `num_unread`."""
-        shared = max(0, min(count_shared_prefix(self.tokens, tokens), len(tokens) - num_unread))
+        keys = self._make_keys(tokens)
+        shared = max(0, min(count_shared_prefix(self.tokens, keys), len(tokens) - num_unread))
         # Other readers of shared pages need exact rows.
         cache, exact = self.cache, self.prefixes is not None
-        cache.rewind(cache.find_exact_rewind(shared) if exact else cache.reachable(shared))
+        find = cache.find_exact_rewind if exact else cache.reachable
+        length = find(shared)
+        if self._images is not None:
+            length = self._images.prompt.find_resumable(length, find)
+        cache.rewind(length)
         del self._tokens[self.cache.length :]
         self._num_prefilled = min(self._num_prefilled, len(self._tokens))
-        if self._alignment is not None:  # a later chunk starts at an aligned length
-            self._num_prefilled -= self._num_prefilled % self._alignment
+        if self.alignment is not None:  # a later chunk starts at an aligned length
+            self._num_prefilled -= self._num_prefilled % self.alignment
 
     def fork(self) -> Prefiller:
         """Return an independent prefiller with the same tokens."""
@@ -191,6 +225,10 @@ class Prefiller:
 
     def reset(self) -> None:
         """Drop all tokens, also if the cache cannot be rewound."""
+        self._drop_tokens()
+        self._images = None
+
+    def _drop_tokens(self) -> None:
         self.cache.reset()
         self._tokens, self._num_prefilled = [], 0
 
@@ -198,7 +236,7 @@ class Prefiller:
         """Drop a restored prefix here and in the shared prefixes; do nothing if there is none."""
         if tokens and self.prefixes is not None:
             self.prefixes.reject(tokens)
-            self.reset()
+            self._drop_tokens()
 
     def _prefill_unread(
         self,
@@ -218,6 +256,8 @@ class Prefiller:
             chunk = self.chunk_size if begin else self._first_chunk_size
             ends = ((begin // chunk + 1) * chunk, len(tokens), *checkpoint_positions)
             stop = min(end for end in ends if end > begin)
+            if self._images is not None:
+                stop = self._images.fit_chunk_end(begin, stop)
             start = time.perf_counter()
             with self.cache.prompt_mode():
                 logits = self._run_forward(tokens, begin, stop, num_logits=1)
@@ -236,10 +276,19 @@ class Prefiller:
         return logits
 
     def _run_forward(self, tokens: Sequence[int], begin: int, stop: int, num_logits: int) -> Tensor:
-        self._tokens[begin:] = tokens[begin:stop]
+        self._tokens[begin:] = self._make_keys(tokens[:stop])[begin:]
         if self.adaptive is not None:
             self.adaptive.make_room(self.cache, stop - begin)
-        logits = self.decoder.compute_logits(list(tokens[begin:stop]), self.cache, num_logits)
+        ids = list(tokens[begin:stop])
+        if self._images is None:
+            logits = self.decoder.compute_logits(ids, self.cache, num_logits)
+        else:
+            self._images.encode(begin, stop)
+            decoder, cache = (
+                cast(TransformersDecoder, self.decoder),
+                cast(TransformersCache, self.cache),
+            )
+            logits = self._images.run_chunk(decoder, ids, cache)[None]
         if self.adaptive is not None and begin == 0:  # the first forward tells the size of rows
             self.adaptive.make_room(self.cache, 0)
         return logits

@@ -17,10 +17,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Unpack
 
@@ -28,185 +26,23 @@ from torch import nn
 
 from kvant.attention import explain
 from kvant.cache import files
-from kvant.errors import CacheError, CacheFileError, PromptError, RewindError
+from kvant.errors import CacheError, PromptError
 from kvant.generation.conversation import (
     Messages,
     describe_prefix_miss,
-    encode_messages,
-    find_branch_points,
+    parse_messages,
 )
 from kvant.generation.decoder import LogitsFunction, make_decoder
 from kvant.generation.loop import GenerationLoop, GenerationOptions, Output, Step
 from kvant.generation.prefiller import PrefillProgress
 from kvant.generation.settings import SamplingOptions, make_sampling
 from kvant.generation.strategy import SequenceCache
+from kvant.generation.transcript import HEADER_KEY, Transcript, Turn, convert_errors
 from kvant.platform.sizes import format_count, format_size
-from kvant.prefixes.tree import count_shared_prefix
 from kvant.recipes import AnySpec
 from kvant.spec import describe_spec
-
-HEADER_KEY = "session"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A message, its reply, and all tokens up to the end of the reply.
-
-        0            shared          begin         end
-        |-- last turn --|--- prompt ---|--- reply ---|
-                        |---------- tokens ----------|
-
-    The first `shared` tokens are those of the previous turn: a template may render past messages
-    in another way than new ones.
-    """
-
-    message: str
-    reply: str
-    shared: int
-    tokens: tuple[int, ...]
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.shared + len(self.tokens)
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """The turns of a conversation, and how they are rendered as tokens.
-
-    Messages have roles, which the chat template renders. Without a template they are one continuous
-    text: a message follows the previous tokens directly.
-    """
-
-    turns: tuple[Turn, ...]
-    system: str | None
-    template: bool
-    model: str | None = None  # fingerprint of the model that wrote a file, if known
-
-    @classmethod
-    def from_header(cls, path: str | os.PathLike[str], header: Mapping[str, Any]) -> Transcript:
-        if HEADER_KEY not in header:
-            raise CacheFileError(f"{path}: a cache without a conversation: kvant.load reads it")
-        with convert_errors(path):
-            fields = header[HEADER_KEY]
-            turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in fields["turns"]]
-            transcript = cls(tuple(turns), fields["system"], fields["template"], fields["model"])
-            transcript._check_fields()
-        return transcript
-
-    @cached_property
-    def tokens(self) -> list[int]:
-        """All tokens up to the end of the last turn."""
-        tokens: list[int] = []
-        for turn in self.turns:
-            tokens[turn.shared :] = turn.tokens
-        return tokens
-
-    @property
-    def last_prompt(self) -> Messages | None:
-        """The messages before the last reply; None without a template."""
-        if not (self.turns and self.template):
-            return None
-        return replace(self, turns=self.turns[:-1])._make_messages(self.turns[-1].message)
-
-    def adapt_to(self, tokenizer: Any) -> Transcript:
-        """Return this without a template if the tokenizer has none."""
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        return replace(self, template=self.template and has_template)
-
-    def make_prompt(self, tokenizer: Any, message: str | Sequence[int]) -> list[int]:
-        """Return all tokens before the reply to a message, or to tokens as they are."""
-        if not isinstance(message, str):
-            if self.template:
-                raise ValueError(
-                    "tokens as a message: a chat template takes text (or template=False)"
-                )
-            return [*self.tokens, *(int(token) for token in message)]
-        if self.template:
-            return encode_messages(tokenizer, self._make_messages(message))
-        if self.tokens:
-            return [*self.tokens, *tokenizer.encode(message, add_special_tokens=False)]
-        return list(tokenizer.encode((self.system or "") + message))
-
-    def find_branch_points(self, tokenizer: Any, message: str, prompt: Sequence[int]) -> list[int]:
-        """Return the lengths of a prompt at which other conversations may differ."""
-        if self.template:
-            return find_branch_points(tokenizer, self._make_messages(message), prompt)
-        return [self.turns[-1].end] if self.turns else []
-
-    def add_turn(self, message: str, reply: str, tokens: list[int], begin: int) -> Transcript:
-        """Append a turn; `tokens` are all tokens, those of the reply from `begin` on."""
-        shared = count_shared_prefix(self.tokens, tokens[:begin])
-        turn = Turn(message, reply, shared, tuple(tokens[shared:]), begin)
-        return replace(self, turns=(*self.turns, turn))
-
-    def truncate(self, tokenizer: Any, to: int) -> Transcript:
-        """Cut the turns at length `to`, of several possible cuts at the newest."""
-        if to == 0:
-            return replace(self, turns=())
-        for index in reversed(range(len(self.turns))):
-            turn, earlier_turns = self.turns[index], self.turns[:index]
-            if to == turn.end or turn.begin < to < turn.end:
-                cut_turn = replace(turn, tokens=turn.tokens[: to - turn.shared])
-                cut = replace(self, turns=(*earlier_turns, cut_turn))
-                if to == turn.end:
-                    return cut
-                reply = tokenizer.decode(cut.tokens[turn.begin :], skip_special_tokens=True)
-                return replace(self, turns=(*earlier_turns, replace(cut_turn, reply=reply)))
-        ends = [0, *(turn.end for turn in self.turns)]
-        raise RewindError(
-            f"length {to}: replies can be cut short, but a message is removed as a whole; the "
-            f"turns end at {ends}"
-        )
-
-    def check_model(self, path: str | os.PathLike[str], model: str | None) -> None:
-        if None not in (self.model, model) and self.model != model:
-            raise CacheFileError(
-                f"{path}: a conversation with another model, or with this one in another dtype: "
-                "load the model that wrote it"
-            )
-
-    def check_tokens(self, cache_length: int, vocab_size: int | None) -> None:
-        """Raise if the tokens do not fit the cache's length or the vocabulary."""
-        if cache_length > len(self.tokens):
-            raise ValueError(f"{cache_length} tokens in the cache, {len(self.tokens)} in the turns")
-        if vocab_size is not None and max(self.tokens, default=0) >= vocab_size:
-            raise ValueError(f"token {max(self.tokens)} for a vocabulary of {vocab_size}")
-
-    def _make_messages(self, message: str) -> Messages:
-        pairs = [] if self.system is None else [("system", self.system)]
-        for turn in self.turns:
-            pairs += [("user", turn.message), ("assistant", turn.reply)]
-        pairs.append(("user", message))
-        return Messages([{"role": role, "content": text} for role, text in pairs])
-
-    def _check_fields(self) -> None:
-        if not isinstance(self.template, bool):
-            raise ValueError(f"template={self.template!r}: true or false is needed")
-        if not all(isinstance(text, str | None) for text in (self.system, self.model)):
-            raise ValueError("a system message or a model that is no text")
-        previous_end = 0
-        for turn in self.turns:
-            numbers = (turn.shared, turn.begin, *turn.tokens)
-            if any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError("a turn whose tokens or counts are not whole numbers from 0 on")
-            if not (turn.shared <= previous_end and turn.begin <= turn.end):
-                raise ValueError("a turn that does not fit after the previous one")
-            if not isinstance(turn.message, str) or not isinstance(turn.reply, str):
-                raise ValueError("a turn that is no text")
-            previous_end = turn.end
-
-
-@contextmanager
-def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise errors about the contents of a file as `CacheFileError` with its name."""
-    try:
-        yield
-    except CacheFileError:
-        raise
-    except (CacheError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CacheFileError(f"{path}: not a conversation to continue: {error}") from error
+from kvant.vision import ImageSource, ProcessedImage
+from kvant.vision.processing import list_images, make_content
 
 
 class StepStream(Iterator[Step]):
@@ -260,8 +96,8 @@ class Session:
         prefix.
         """
         self.loop = GenerationLoop(model, tokenizer, kv_cache, **options)
-        self.tokenizer = tokenizer
-        self.transcript = Transcript((), system, template).adapt_to(tokenizer)
+        self.tokenizer = self.loop.tokenizer
+        self.transcript = Transcript((), system, template).adapt_to(self.tokenizer)
         self._unread: set[StepStream] = set()  # the reply of which no step was iterated, if any
         self._stream_ref: weakref.ref[StepStream] | None = None  # dropping the stream ends it
 
@@ -284,6 +120,7 @@ class Session:
         self,
         message: str | Sequence[int],
         *,
+        images: Sequence[ImageSource | ProcessedImage] = (),
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
@@ -293,6 +130,7 @@ class Session:
     ) -> StepStream:
         """Stream the reply to a message, or to tokens that are appended as they are.
 
+        `images` come before the text of the message: bytes of files, or images of Pillow.
         `branch_points` are lengths at which other prompts may differ from this one. Prefixes store
         checkpoints there; for messages the points are found automatically.
         Invalid arguments raise here, before the first step, and change nothing.
@@ -300,10 +138,15 @@ class Session:
         any other method computes the whole reply, whose steps can still be iterated then.
         """
         self._finish_stream()
-        prompt = self.transcript.make_prompt(self.tokenizer, message)
+        processed = self.process_images(images, message)
+        prompt = self.transcript.make_prompt(self.tokenizer, message, processed)
+        located = None
+        if isinstance(message, str) and (processed or self.transcript.has_images):
+            messages = self.transcript.make_messages(message, processed)
+            located = self.loop.locate_images(messages, prompt)
         if self.loop.prefiller.prefixes is not None and isinstance(message, str):
             branch_points = branch_points or self.transcript.find_branch_points(
-                self.tokenizer, message, prompt
+                self.tokenizer, message, prompt, processed
             )
 
         def add_turn(output: Output) -> list[int]:
@@ -312,7 +155,7 @@ class Session:
                 text = message if isinstance(message, str) else ""
                 reply = output.text + output.detokenizer.flush()
                 self.transcript = self.transcript.add_turn(
-                    text, reply, output.tokens, output.prompt_length
+                    text, reply, output.tokens, output.prompt_length, processed
                 )
             return self.transcript.tokens
 
@@ -324,11 +167,24 @@ class Session:
             ignore_end=ignore_end,
             progress=progress,
             branch_points=branch_points,
+            images=located,
             commit=add_turn,
         )
         stream = StepStream(steps, self._unread)
         self._stream_ref = weakref.ref(stream)
         return stream
+
+    def process_images(
+        self, images: Sequence[ImageSource | ProcessedImage], message: str | Sequence[int] = ""
+    ) -> list[ProcessedImage]:
+        """Return images as `send` accepts them, processed for the model."""
+        if not images:
+            return []
+        if not (isinstance(message, str) and self.transcript.template):
+            raise PromptError("images need a message as text, and a model with a chat template")
+        prompt = Messages([{"role": "user", "content": make_content(message, images)}])
+        processed = parse_messages(self.loop.process_images(prompt))
+        return [] if processed is None else list_images(processed.messages)
 
     def read(
         self, message: str | Sequence[int], *, progress: PrefillProgress | None = None
@@ -373,9 +229,14 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation and its cache to a file, which `load` continues."""
         self._finish_stream()
+        if self.transcript.has_images:
+            raise CacheError(
+                "a conversation with images cannot be saved: a file has no place for them; rewind "
+                "to a turn before the first image"
+            )
         model = self.loop.prefiller.decoder.fingerprint
         transcript = replace(self.transcript, model=model)
-        files.save(self.cache, path, about={HEADER_KEY: asdict(transcript)})
+        files.save(self.cache, path, about={HEADER_KEY: transcript.to_header()})
 
     @classmethod
     def load(

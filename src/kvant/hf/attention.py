@@ -36,7 +36,7 @@ from kvant.hf.handles import (
     read_dense_rows,
 )
 from kvant.hf.masks import LazyMask, make_lazy_mask_function, materialize_tensor
-from kvant.hf.model import find_latent_modules
+from kvant.hf.model import find_latent_modules, has_hooks
 
 AttentionForward = Callable[..., tuple[Tensor, Tensor | None]]
 ExpandFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -254,8 +254,7 @@ def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, T
 def _is_plain_projection(module: Any) -> bool:
     """Return whether the projection is a bare weight, without bias, adapters or hooks."""
     linear = module.kv_b_proj
-    hooked = linear._forward_hooks or linear._forward_pre_hooks
-    return type(linear) is nn.Linear and linear.bias is None and not hooked
+    return type(linear) is nn.Linear and linear.bias is None and not has_hooks(linear)
 
 
 @torch.no_grad()

@@ -47,6 +47,16 @@ def named_attributes(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in attributes if name not in MODULE_ATTRIBUTES]
 
 
+# transformers leaves these on a model once its hidden states were requested; they change nothing.
+CAPTURING_HOOKS_MODULE = "transformers.utils.output_capturing"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks may change what a module computes."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != CAPTURING_HOOKS_MODULE for hook in hooks)
+
+
 @contextmanager
 def restore_modules(model: nn.Module) -> Iterator[None]:
     """Restore the attributes and buffers of all modules after the context, including training mode.
@@ -382,12 +392,15 @@ class TokenForward:
         self.takes_positions = "position_ids" in names
         self._takes_logits_to_keep = "logits_to_keep" in names
 
-    def __call__(self, ids: Tensor, positions: Tensor, cache: Any, num_logits: int = 1) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, cache: Any, num_logits: int = 1, **options: Any
+    ) -> Tensor:
         """Return logits [sequences, >= num_logits, vocabulary] of `ids` [sequences, tokens].
 
-        With `cache=None` nothing is cached.
+        With `cache=None` nothing is cached. `options` are further arguments of the forward.
         """
-        options = {"logits_to_keep": num_logits} if self._takes_logits_to_keep else {}
+        if self._takes_logits_to_keep:
+            options["logits_to_keep"] = num_logits
         return cast(Tensor, self.run(ids, positions, cache, **options).logits)
 
     def run(self, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Any:

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from kvant.hf import (
     TransformersCache,
+    has_hooks,
     make_comparable,
     named_attributes,
     named_modules,
@@ -177,7 +178,7 @@ def explain_missing_key(model: PreTrainedModel) -> str | None:
             or next(module.parameters(), None) is not None
         ):
             return f"{label} is in training mode"
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_hooks(module):
             return f"{label} has hooks, which may change its rows"
     weights = (weight for _, module in modules for weight in module._parameters.values())
     if any(weight is not None and weight.is_meta for weight in weights):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from kvant.prefixes.keys import PAGE_TOKENS, NamespaceKeys
 from kvant.prefixes.prefix_store import CachedPrefix, PrefixStore
 from kvant.prefixes.restore import TIME_SMOOTHING
 from kvant.prefixes.tree import PrefixEntry, PrefixMatch, PrefixTree
+from kvant.vision import ImageFeatures
 
 LOW_WATERMARK = 0.9  # an eviction shrinks to this fraction of the limit
 LOCK_TIMEOUT_S = 1.0  # seconds that an insert waits for the lock
@@ -83,11 +85,30 @@ class PrefixPools:
             return any(entry.has_unwritten for entry in self)
 
     def measure(self) -> CacheUsage:
-        """Measure all entries, then the caches of replaced entries with pending writes."""
+        """Measure all entries with their images, then replaced ones with pending writes."""
         with self._lock:
             entries = list(self)
             caches = [entry.cache.states for entry in entries]
-            return measure_usage([*caches, *(c for e in entries for c in e.pending_caches)])
+            usage = measure_usage([*caches, *(c for e in entries for c in e.pending_caches)])
+            num_users = self._count_feature_users()
+        own_nbytes = [
+            sum(f.nbytes for f in entry.features.values() if num_users[f] == 1) for entry in entries
+        ]
+        pairs = zip_longest(usage.unique_nbytes, own_nbytes, fillvalue=0)
+        return replace(
+            usage,
+            nbytes=usage.nbytes + sum(features.nbytes for features in num_users),
+            unique_nbytes=tuple(map(sum, pairs)),
+        )
+
+    def count_image_tokens(self) -> int:
+        """Return the tokens of all images whose features are kept, each counted once."""
+        with self._lock:
+            return sum(features.num_tokens for features in self._count_feature_users())
+
+    def _count_feature_users(self) -> Counter[ImageFeatures]:
+        """Count the entries that keep the features of each image."""
+        return Counter(features for entry in self for features in entry.features.values())
 
     def record_prefill_time(self, count: int, seconds: float) -> None:
         """Record that `count` prompt tokens were prefilled in `seconds`."""
@@ -254,6 +275,7 @@ class PrefixMemory:
         prefix = replace(prefix, cache=pool_cache.merge_with([prefix.cache]))
         prefix.cache.context.attention_stats.clear()  # of the request, not of the prefix
         nbytes = measure_usage([prefix.cache.states]).nbytes
+        nbytes += sum(features.nbytes for features in prefix.features.values())
         if self.max_bytes is not None and nbytes > self.max_bytes:
             return
         pools.cache = pool_cache

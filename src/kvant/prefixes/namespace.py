@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,6 +32,7 @@ from kvant.prefixes.tree import (
     find_resumable_length,
 )
 from kvant.recipes import LayerSpec
+from kvant.vision import NO_FEATURES, ImageFeatures
 
 log = logging.getLogger("kvant")
 
@@ -286,18 +287,24 @@ class PrefixNamespace:
         return sorted(checkpoints)
 
     def insert_prefix(
-        self, tokens: Sequence[int], cache: TransformersCache, num_prefilled: int
+        self,
+        tokens: Sequence[int],
+        cache: TransformersCache,
+        num_prefilled: int,
+        features: Mapping[bytes, ImageFeatures] = NO_FEATURES,
     ) -> None:
         """Insert the cache of these tokens, if its model can have prefixes and did not change.
 
-        An error is logged, not raised: the request does not depend on the insert.
+        The `features` of its images are kept with it. An error is logged, not raised: the request
+        does not depend on the insert.
         """
         model_keys = self._model_keys
         if model_keys.no_prefixes_reason is not None or not tokens or cache.length != len(tokens):
             return
         try:
             if cache.spec == model_keys.spec and model_keys.refresh() == self._keys:
-                self.memory.insert(self._keys, CachedPrefix(tuple(tokens), cache, num_prefilled))
+                prefix = CachedPrefix(tuple(tokens), cache, num_prefilled, features)
+                self.memory.insert(self._keys, prefix)
         except (CacheError, MemoryError, RuntimeError, ValueError) as error:
             text = repr(error)  # a log handler may keep the error, whose traceback holds the cache
             log.warning("a prefix of %d tokens was not inserted: %s", len(tokens), text)

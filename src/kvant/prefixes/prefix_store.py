@@ -48,6 +48,7 @@ from kvant.prefixes.restore import LookupDeadline, PageReader, RestoreTimes
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.stores import Blob, BlobLayout, BlobPayload, Tiers
 from kvant.stores.tiers import Check
+from kvant.vision import ImageFeatures
 
 log = logging.getLogger("kvant")
 
@@ -64,6 +65,7 @@ class CachedPrefix:
     tokens: tuple[int, ...]
     cache: TransformersCache
     num_prefilled: int  # leading tokens that were prefilled; the others were decoded
+    features: Mapping[bytes, ImageFeatures] = field(default_factory=dict)  # by digest of an image
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ dense tail), it also serves each length at which KV pages of all layers end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ from kvant.cache import Cache
 from kvant.hf import TransformersCache
 from kvant.prefixes.keys import PAGE_TOKENS, make_page_key
 from kvant.prefixes.prefix_store import CachedPrefix, PrefixWrite, pages_suffice
+from kvant.vision import ImageFeatures
+from kvant.vision.prompt import FIRST_IMAGE_HASH
 
 
 @dataclass(eq=False)
@@ -51,6 +54,7 @@ class PrefixEntry:
     tail_tokens: tuple[int, ...]  # its tokens after the node
     cache: TransformersCache
     num_prefilled: int  # first tokens that were prefilled; the others were decoded
+    features: Mapping[bytes, ImageFeatures] = field(default_factory=dict)  # by digest of an image
     last_used: float = field(default_factory=time.monotonic)
     num_uses: int = 0
     writes: list[PrefixWrite] = field(default_factory=list)  # also those of replaced entries
@@ -125,8 +129,11 @@ class PrefixMismatch:
     prompt_tokens: tuple[int, ...]
 
     def describe(self, tokenizer: Any, locate: Callable[[int], str]) -> str:
-        cached = tokenizer.decode(list(self.cached_tokens))
-        prompt = tokenizer.decode(list(self.prompt_tokens))
+        cached, prompt = (
+            tokenizer.decode([token for token in tokens if token < FIRST_IMAGE_HASH])
+            + " (an image)" * any(token >= FIRST_IMAGE_HASH for token in tokens)
+            for tokens in (self.cached_tokens, self.prompt_tokens)
+        )
         place = ", ".join(filter(None, (f"token {self.position:,}", locate(self.position))))
         return f"prefix lost at {place}: {cached!r} is cached, the prompt has {prompt!r}"
 
@@ -186,6 +193,7 @@ class PrefixTree:
             node = siblings[key] = TreeNode(key, page, begin + PAGE_TOKENS, node)
         new = PrefixEntry(node, tokens[whole:], prefix.cache, prefix.num_prefilled)
         replaced = [e for node in path for e in node.entries if _replaces(new, e, tokens)]
+        new.features = dict(ChainMap({**prefix.features}, *({**e.features} for e in replaced)))
         new.num_uses = sum(entry.num_uses for entry in replaced)
         new.writes = [w for entry in replaced for w in entry.writes if w.page_set is not None]
         new.node.entries.append(new)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.hf import make_comparable, named_attributes, named_modules
+from kvant.hf import has_hooks, make_comparable, named_attributes, named_modules
 from kvant.probing.divergence import (
     Divergence,
     compare_logits,
@@ -182,10 +182,9 @@ def make_key(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
 
     None: the output is not determined by what is hashed, as in training mode or with hooks.
     """
-    if any(
-        module.training or module._forward_hooks or module._forward_pre_hooks
-        for _, module in named_modules(model)
-    ) or any(tensor.is_meta for _, tensor in _iterate_tensors(model)):
+    if any(module.training or has_hooks(module) for _, module in named_modules(model)) or any(
+        tensor.is_meta for _, tensor in _iterate_tensors(model)
+    ):
         return None
     settings = json.dumps(model.config.to_dict(), sort_keys=True, default=repr)
     attributes = [(name, make_comparable(value)) for name, value in named_attributes(model)]

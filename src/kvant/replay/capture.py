@@ -342,16 +342,16 @@ def _view_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).contiguous().view(torch.uint8)
 
 
-StaticForward = Callable[[Tensor, Tensor], Tensor]  # (ids, lengths), at fixed addresses
+StaticForward = Callable[[Tensor, Tensor], Tensor]  # (ids, positions), at fixed addresses
 CaptureFunction = Callable[[StaticForward, Tensor, Tensor], StaticForward]
 
 
-def capture_graph(forward: StaticForward, ids: Tensor, lengths: Tensor) -> StaticForward:
+def capture_graph(forward: StaticForward, ids: Tensor, positions: Tensor) -> StaticForward:
     """Capture a forward as a CUDA graph; its replay ignores arguments and reuses its output.
 
     An operation that cannot be captured, such as a synchronization, raises an error.
     """
-    _check_no_synchronization(forward, ids, lengths)
+    _check_no_synchronization(forward, ids, positions)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(ids.device)
     with (
         torch.cuda.device(ids.device),
@@ -363,7 +363,7 @@ def capture_graph(forward: StaticForward, ids: Tensor, lengths: Tensor) -> Stati
             capture_error_mode="thread_local",  # do not restrict other threads
         ),
     ):
-        out = forward(ids, lengths)
+        out = forward(ids, positions)
 
     def replay(*inputs: Tensor) -> Tensor:
         graph.replay()
@@ -372,12 +372,12 @@ def capture_graph(forward: StaticForward, ids: Tensor, lengths: Tensor) -> Stati
     return replay
 
 
-def _check_no_synchronization(forward: StaticForward, ids: Tensor, lengths: Tensor) -> None:
+def _check_no_synchronization(forward: StaticForward, ids: Tensor, positions: Tensor) -> None:
     """Raise an error if the forward synchronizes: inside a capture it could not be undone."""
     previous_mode = torch.cuda.get_sync_debug_mode()
     _set_sync_debug_mode("error")
     try:
-        forward(ids, lengths)
+        forward(ids, positions)
     finally:
         _set_sync_debug_mode(previous_mode)
 
@@ -401,13 +401,13 @@ def _compile_and_capture(
     config: CompileConfig,
     forward: StaticForward,
     ids: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
 ) -> StaticForward:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # The compiler does not understand handles, but the operators that they call.
-    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, lengths)
+    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, positions)
     options = {"backend": config.backend, "options": config.options}
     compiled = torch.compile(graph, fullgraph=True, dynamic=False, **options)
-    compiled(ids, lengths)  # compile now: compilation cannot be captured
-    return capture(compiled, ids, lengths)
+    compiled(ids, positions)  # compile now: compilation cannot be captured
+    return capture(compiled, ids, positions)

@@ -38,7 +38,7 @@ from kvant.hf.attention import use_kvant_attention
 from kvant.hf.cache import TransformersCache
 from kvant.hf.handles import PendingAttention
 from kvant.hf.layers import AttentionLayer
-from kvant.hf.model import make_comparable, named_attributes
+from kvant.hf.model import has_hooks, make_comparable, named_attributes
 from kvant.page_table import AppendPlan
 from kvant.platform.torch_runtime import no_inference_mode
 from kvant.replay.cache import ReplayCache
@@ -92,7 +92,7 @@ def explain_unreplayable(model: PreTrainedModel) -> str | None:
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches converted weights, which a replay would read for ever"
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
+        if has_hooks(module) or "_hf_hook" in vars(module):
             return f"{name or 'the model'} has hooks, which a replay does not call"
         if "forward" in vars(module) and not is_fused(module):
             return f"{name or 'the model'} has a forward of its own, which a replay does not call"
@@ -127,7 +127,7 @@ class BoundForward(NamedTuple):
 
     page_tables: Sequence[StaticPageTable]  # by layer group
     steps: Sequence[DecodeStep]  # by attention layer
-    ids: Tensor  # [B, T]: the tokens
+    inputs: Tensor  # [2, B, T]: the tokens, and their positions
     run: StaticForward  # the forward; once captured, its replay
     has_run: bool = False
     is_captured: bool = False
@@ -193,7 +193,9 @@ class Replayer:
         self._bound: BoundForward | None = None
         self._last_forward: ReplayedForward | None = None
 
-    def compute_logits(self, cache: TransformersCache, tokens: Tensor) -> Tensor | None:
+    def compute_logits(
+        self, cache: TransformersCache, tokens: Tensor, positions: Tensor
+    ) -> Tensor | None:
         """Replay the forward of `tokens` [B, T]; return logits that are valid until the next.
 
         Return None if no replay is possible: run an ordinary forward, then call `confirm_forward`.
@@ -208,7 +210,7 @@ class Replayer:
                     self._num_warmups += 1
                     self.is_warming_up = True
                     return None
-                return self._replay(cache, tokens)
+                return self._replay(cache, torch.stack((tokens, positions)))
             except CapacityError:  # the cache is full, or the tokens need an ordinary append
                 return None
             except ReplayPaused as error:
@@ -245,7 +247,7 @@ class Replayer:
                 f"{self._bound.steps[0].backend}"
             )
 
-    def _replay(self, cache: TransformersCache, tokens: Tensor) -> Tensor:
+    def _replay(self, cache: TransformersCache, inputs: Tensor) -> Tensor:
         layers, states, last = _list_attention_layers(cache), cache.states, self._last_forward
         self._check_backend(states.backend)
         buffers = list_page_buffers(states)
@@ -264,7 +266,7 @@ class Replayer:
             buffers = list_page_buffers(states)
             bound = self._bound = self._bind_pages(cache, layers, plans)
             self._check_backend(states.backend)
-        bound.ids.copy_(tokens)
+        bound.inputs.copy_(inputs)
         out = self._run_forward()
         backend = bound.steps[0].backend
         if not commit_tokens(states, backend, buffers):
@@ -311,21 +313,17 @@ class Replayer:
         device = self.model.device
         tables = [self.backend.make_page_table(plan, device) for plan in plans]
         with no_inference_mode():
-            ids = torch.zeros(
-                plans[0].old_table.batch, self.num_new, dtype=torch.int64, device=device
-            )
+            shape = 2, plans[0].old_table.batch, self.num_new
+            inputs = torch.zeros(shape, dtype=torch.int64, device=device)
         pairs = zip(views, (tables[layer.paged_layer.leaf.group] for layer in layers), strict=True)
         steps = [self.backend.make_step(*pair) for pair in pairs]
         forward = self._make_forward(ReplayCache(cache.layers, steps))
-        return BoundForward(tables, steps, ids, forward)
+        return BoundForward(tables, steps, inputs, forward)
 
     def _make_forward(self, cache: ReplayCache) -> StaticForward:
         num_new = self.num_new
 
-        def forward(ids: Tensor, lengths: Tensor) -> Tensor:
-            positions = lengths[:, None] - num_new
-            if num_new > 1:
-                positions = positions + torch.arange(num_new, device=lengths.device)
+        def forward(ids: Tensor, positions: Tensor) -> Tensor:
             with (
                 use_kvant_attention(self.model)
                 if self.backend.enables_kvant_attention or num_new > 1  # drafts have a mask
@@ -339,7 +337,7 @@ class Replayer:
         """Run the forward; on a GPU first without a capture, so that kernels are compiled."""
         bound = self._bound
         assert bound is not None
-        arguments = bound.ids, bound.page_tables[0].lengths
+        arguments = bound.inputs[0], bound.inputs[1]
         self.is_warming_up = not bound.is_captured
         if not bound.is_captured and (bound.has_run or not self.backend.runs_eagerly_first):
             try:

@@ -55,7 +55,7 @@ from kvant.serve.routing import PrefixRouter, RoutedRequest
 from kvant.server import ApiKeys, ServerSettings, create_app, load_keys, open_service, open_tracer
 from kvant.server.errors import make_error, respond
 from kvant.server.http_server import is_local
-from kvant.server.middleware import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
+from kvant.server.middleware import MAX_IMAGE_BODY_BYTES
 from kvant.server.response_writers import format_stream_error
 from kvant.server.settings import UNKNOWN_KEY_MESSAGE, read_authorization
 
@@ -274,8 +274,8 @@ class HttpFront:
         body = bytearray()
         async for chunk in http.stream():
             body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                return make_refusal(http, 413, BODY_TOO_LARGE_MESSAGE)
+            if len(body) > MAX_IMAGE_BODY_BYTES:
+                return make_refusal(http, 413, f"the body exceeds {MAX_IMAGE_BODY_BYTES} bytes")
         request = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "", self._adapters)
         for _ in range(MAX_REPLICA_TRIES):
             stream = self._stream_answer.remote(request)

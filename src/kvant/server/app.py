@@ -37,7 +37,12 @@ from kvant.server.errors import (
 )
 from kvant.server.messages_api import MessagesRequest, PromptRequest
 from kvant.server.messages_writer import MessagesWriter
-from kvant.server.middleware import BodyLimitMiddleware, ResponseCountMiddleware
+from kvant.server.middleware import (
+    MAX_BODY_BYTES,
+    MAX_IMAGE_BODY_BYTES,
+    BodyLimitMiddleware,
+    ResponseCountMiddleware,
+)
 from kvant.server.ollama_api import (
     ChatLineWriter,
     GenerateLineWriter,
@@ -68,6 +73,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects earl
 CHAT_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
+    "img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 PAGE_HEADERS = {
@@ -441,7 +447,9 @@ def create_app(
     )
     if not len(service.keys):  # against DNS rebinding by web pages
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS, host])
-    app.add_middleware(BodyLimitMiddleware)
+    reads_images = service.engine.vision_model is not None
+    max_body_bytes = MAX_IMAGE_BODY_BYTES if reads_images else MAX_BODY_BYTES
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)
     app.add_middleware(ResponseCountMiddleware, service=service)
     if tracer is not None:
         app.add_middleware(TracingMiddleware, tracer=tracer, model=service.model)

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvant.pooling import Pooling
+from kvant.server.content import RequestBody
 from kvant.server.errors import BadRequest
 from kvant.server.ollama_api import OllamaOptions, to_ns
-from kvant.server.protocol import Prompts, RequestBody, TokenIds, list_prompts
+from kvant.server.protocol import Prompts, TokenIds, list_prompts
 from kvant.server.service import Embeddings
 
 MAX_INPUTS = 2048

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, model_validator
 
 from kvant.generation import Messages
+from kvant.server.content import RequestBody, join_text, make_image_part
 from kvant.server.protocol import (
     ACCOUNTING_LINE,
     MAX_CONTENT_PARTS,
@@ -22,10 +23,8 @@ from kvant.server.protocol import (
     MAX_TOOLS,
     TEMPLATE_OPTION,
     ChatRequest,
-    RequestBody,
     Schema,
     check_tools_size,
-    join_text,
 )
 from kvant.server.response_writers import (
     format_json,
@@ -53,6 +52,29 @@ class TextBlock(Block):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def chat_part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+class Base64Source(RequestBody):
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: str
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: Base64Source
+
+    @property
+    def chat_part(self) -> dict[str, Any]:
+        return make_image_part(self.source.media_type, self.source.data)
+
+
+class ResultImage(ImageBlock):
+    """An image in the result of a tool."""
 
 
 class ThinkingBlock(Block):
@@ -83,25 +105,43 @@ Texts = str | Annotated[list[TextBlock], Field(max_length=MAX_CONTENT_PARTS, fai
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]],
+            Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
+        ]
+        | None
+    ) = None
     is_error: bool | None = None
 
+    @property
+    def blocks(self) -> Sequence[TextBlock | ImageBlock]:
+        return self.content if isinstance(self.content, list) else []
+
+    @property
+    def images(self) -> list[ResultImage]:
+        """The images, for a user message that follows all results: these have text alone."""
+        blocks = [block for block in self.blocks if isinstance(block, ImageBlock)]
+        return [ResultImage.model_construct(**vars(block)) for block in blocks]
+
     def list_marks(self) -> list[CacheControl]:
-        texts = self.content if isinstance(self.content, list) else []
-        return [mark for part in (self, *texts) for mark in Block.list_marks(part)]
+        return [mark for part in (self, *self.blocks) for mark in Block.list_marks(part)]
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        text = join_text(self.content)
+        texts = [block for block in self.blocks if isinstance(block, TextBlock)]
+        text = self.content if isinstance(self.content, str) else join_text(texts)
         content = f"Error: {text}" if self.is_error else text
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
 ContentBlock = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 BLOCKS_BY_ROLE: dict[str, tuple[type[Block], ...]] = {
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
@@ -128,28 +168,31 @@ class InputMessage(RequestBody):
         return self
 
     @property
-    def blocks(self) -> Sequence[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]:
+    def blocks(
+        self,
+    ) -> Sequence[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]:
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
         return self.content
 
     def iterate_chat_messages(self) -> Iterator[MarkedMessage]:
-        """Yield one message of the assistant; for a user, one per result or run of text."""
+        """Yield one message of the assistant; for a user, one per result or run of other parts."""
         if self.role == "assistant":
             yield MarkedMessage(self._make_reply(), any(b.cache_control for b in self.blocks))
             return
-        texts: list[TextBlock] = []
+        parts: list[TextBlock | ImageBlock] = []  # those of results precede the next ones
         for block in self.blocks:
-            if isinstance(block, TextBlock):
-                texts.append(block)
+            if isinstance(block, TextBlock | ImageBlock):
+                parts.append(block)
                 continue
-            if texts:
-                yield _join_texts(self.role, texts)
-                texts = []
+            if parts and not isinstance(parts[-1], ResultImage):
+                yield _join_parts(self.role, parts)
+                parts = []
             if isinstance(block, ToolResultBlock):
                 yield MarkedMessage(block.template_dict, bool(block.list_marks()))
-        if texts:
-            yield _join_texts(self.role, texts)
+                parts += block.images
+        if parts:
+            yield _join_parts(self.role, parts)
 
     def _make_reply(self) -> dict[str, Any]:
         texts = [block.text for block in self.blocks if isinstance(block, TextBlock)]
@@ -166,9 +209,14 @@ def _join_system(system: str | Sequence[TextBlock] | None) -> str:
     return "".join(ACCOUNTING_LINE.sub("", text) for text in texts)
 
 
-def _join_texts(role: str, texts: Sequence[TextBlock]) -> MarkedMessage:
-    message = {"role": role, "content": join_text([*texts])}
-    return MarkedMessage(message, any(text.cache_control for text in texts))
+def _join_parts(role: str, parts: Sequence[TextBlock | ImageBlock]) -> MarkedMessage:
+    content: str | list[dict[str, Any]]
+    if any(isinstance(part, ImageBlock) for part in parts):
+        content = [part.chat_part for part in parts]
+    else:
+        content = join_text([*parts])
+    message = {"role": role, "content": content}
+    return MarkedMessage(message, any(part.cache_control for part in parts))
 
 
 class MessagesTool(Block):

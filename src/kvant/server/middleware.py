@@ -16,14 +16,15 @@ from kvant.server.service import Service
 MAX_BODY_BYTES = 4 << 20
 TRIM_BODY_BYTES = 1 << 20  # a larger body is worth a trim of the heap
 TRIM_SECONDS = 1.0  # shortest time between trims: the next forward faults its pages in again
-BODY_TOO_LARGE_MESSAGE = f"the body exceeds {MAX_BODY_BYTES} bytes"
+MAX_IMAGE_BODY_BYTES = 32 << 20  # of a server whose model reads images
 
 
 class BodyLimitMiddleware:
     """Reject headers and bodies over their limits, and trim the heap after large bodies."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._app = app
+        self._max_body_bytes = max_body_bytes
         self._trim: asyncio.TimerHandle | None = None  # the next trim
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,8 +43,8 @@ class BodyLimitMiddleware:
             nonlocal body_bytes
             message = await receive()
             body_bytes += len(message.get("body", b""))
-            if body_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, BODY_TOO_LARGE_MESSAGE)
+            if body_bytes > self._max_body_bytes:
+                raise HTTPException(413, f"the body exceeds {self._max_body_bytes} bytes")
             return message
 
         try:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kvant.generation import Step
+from kvant.server.content import RequestBody, make_image_part, make_parts
 from kvant.server.errors import OLLAMA_PATH
 from kvant.server.output_parsing import CallPart, ContentPart, OutputPart, ReasoningPart
 from kvant.server.protocol import (
@@ -27,7 +28,6 @@ from kvant.server.protocol import (
     TEMPLATE_OPTION,
     ChatRequest,
     CompletionRequest,
-    RequestBody,
     SamplingParams,
     Schema,
     Tools,
@@ -41,6 +41,7 @@ from kvant.server.response_writers import (
     parse_arguments,
 )
 from kvant.server.service import Service
+from kvant.vision.image_file import MAX_IMAGES
 from kvant.weights.packing import named_weights
 
 API_VERSION = "0.12.0"  # of Ollama, whose API this is: clients require versions
@@ -50,7 +51,6 @@ SAMPLING_FIELDS = {"temperature", "top_k", "top_p", "min_p", "seed", "stop"}
 SAMPLING_FIELDS |= {"presence_penalty", "frequency_penalty"}
 UNLIMITED = 1 << 30  # tokens: a reply ends with the context
 
-Empty = Annotated[list[Any], Field(max_length=0)]
 EmptyText = Literal[""]
 
 
@@ -162,6 +162,14 @@ class OllamaCall(RequestBody):
         return {"id": self.id or f"call_{number}", "type": "function", "function": function}
 
 
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES, fail_fast=True)]  # files in base64
+
+
+def make_image_parts(images: list[str] | None) -> list[dict[str, Any]]:
+    """Return the parts of a chat message for image files in base64; their type is unknown."""
+    return [make_image_part("image/*", data) for data in images or ()]
+
+
 class OllamaMessage(RequestBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -171,7 +179,7 @@ class OllamaMessage(RequestBody):
     )
     tool_name: Annotated[str | None, Field(max_length=256)] = None
     tool_call_id: str | None = None
-    images: Empty | None = None
+    images: Images | None = None
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -192,7 +200,8 @@ class OllamaChatRequest(OllamaRequest):
         """Convert the messages; calls get ids, and results those of the calls before them."""
         messages, open_calls, num_calls = [], list[tuple[str, str]](), 0
         for message in self.messages or ():
-            chat: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+            content = make_parts(message.content or "", make_image_parts(message.images))
+            chat: dict[str, Any] = {"role": message.role, "content": content}
             if message.thinking:
                 chat["reasoning_content"] = message.thinking
             if message.tool_calls:
@@ -227,12 +236,12 @@ class OllamaGenerateRequest(OllamaRequest):
     raw: bool | None = None
     suffix: EmptyText | None = None
     template: EmptyText | None = None
-    images: Empty | None = None
+    images: Images | None = None
 
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerateRequest:
-        if self.raw and (self.format or self.system or self.think is not None):
-            raise ValueError("raw: not with format, system or think")
+        if self.raw and (self.format or self.system or self.think is not None or self.images):
+            raise ValueError("raw: not with format, system, think or images")
         return self
 
     @property
@@ -243,7 +252,8 @@ class OllamaGenerateRequest(OllamaRequest):
             if self.logprobs:
                 fields["logprobs"] = self.top_logprobs or 0
             return CompletionRequest.model_validate(fields)
-        messages = [{"role": "user", "content": self.prompt}]
+        content = make_parts(self.prompt, make_image_parts(self.images))
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         return self.make_chat_request(messages=messages)
@@ -436,6 +446,7 @@ def describe_capabilities(service: Service, name: str) -> dict[str, Any]:
     capabilities = ["completion"]
     capabilities += ["embedding"] if service.declared_pooling.pooling is not None else []
     capabilities += ["tools"] if service.takes_tools else []
+    capabilities += ["vision"] if service.engine.vision_model is not None else []
     capabilities += ["thinking"] if service.has_template_variable(TEMPLATE_OPTION) else []
     details = describe_details(service, name)
     family, context = details["family"], service.engine.stop_conditions.max_context

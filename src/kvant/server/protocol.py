@@ -7,11 +7,17 @@ import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvant.generation import Grammar, Messages
+from kvant.server.content import (
+    MAX_FIELDS,
+    MessagePart,
+    RequestBody,
+    check_num_fields,
+    join_text,
+)
 
-MAX_FIELDS = 64
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_BIASES = 1024
@@ -36,13 +42,6 @@ Prompts = list[str | list[int]]
 PROMPT_LIST = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
-def check_num_fields(limit: int, value: Any) -> Any:
-    """Limit the fields of a mapping, before its values are validated."""
-    if isinstance(value, dict) and len(value) > limit:
-        raise ValueError(f"{len(value)} fields: at most {limit} are allowed")
-    return value
-
-
 def check_schema_size(schema: Any) -> Any:
     """Limit the characters of one or several schemas, serialized as JSON."""
     if (size := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
@@ -55,17 +54,6 @@ def check_schema_size(schema: Any) -> Any:
 Schema = Annotated[dict[str, Any], AfterValidator(check_schema_size)]
 FIELD_LIMIT = BeforeValidator(partial(check_num_fields, MAX_FIELDS))
 Metadata = Annotated[dict[str, str], FIELD_LIMIT]
-
-
-class RequestBody(BaseModel):
-    """Base of all request bodies: strict types, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, value: Any) -> Any:
-        return check_num_fields(MAX_FIELDS, value)
 
 
 class StreamOptions(RequestBody):
@@ -192,18 +180,6 @@ def list_prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Promp
     return [prompt] if isinstance(prompt[0], int) else [*prompt]
 
 
-class TextPart(RequestBody):
-    type: Literal["text"]
-    text: str
-
-
-def join_text(content: str | list[Any] | None) -> str:
-    """Return the text of a content, which is a text, a list of parts with text, or null."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text for part in content)
-
-
 class ToolCallFunction(RequestBody):
     name: str
     arguments: str
@@ -232,7 +208,9 @@ class ToolCall(RequestBody):
 class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
-        str | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None
+        str
+        | Annotated[list[MessagePart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+        | None
     ) = None
     name: Annotated[str | None, Field(max_length=256)] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -252,7 +230,21 @@ class ChatMessage(RequestBody):
             raise ValueError("tool_call_id: required with role tool, and only there")
         if self.content is None and not self.tool_calls:
             raise ValueError("content: required, except in an assistant message with tool_calls")
+        if self.has_images and self.role != "user":
+            raise ValueError(f"content: an image with role {self.role}: only role user may have it")
         return self
+
+    @property
+    def has_images(self) -> bool:
+        parts = self.content if isinstance(self.content, list) else []
+        return any(part.type == "image_url" for part in parts)
+
+    @property
+    def _template_content(self) -> str | list[dict[str, Any]]:
+        """One text, or with images a list of parts."""
+        if isinstance(self.content, list) and self.has_images:
+            return [part.template_dict for part in self.content]
+        return join_text(self.content)
 
     @property
     def template_dict(self) -> dict[str, Any]:
@@ -265,7 +257,7 @@ class ChatMessage(RequestBody):
             "reasoning_content": self.reasoning_content,
         }
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": join_text(self.content)}
+        message = {"role": role, "content": self._template_content}
         return message | {name: value for name, value in optional.items() if value is not None}
 
 

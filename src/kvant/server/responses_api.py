@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from kvant.generation import Step
+from kvant.server.content import RequestBody, join_text
 from kvant.server.output_parsing import (
     CallPart,
     ContentPart,
@@ -29,10 +30,8 @@ from kvant.server.protocol import (
     JsonObjectFormat,
     JsonSchema,
     Metadata,
-    RequestBody,
     TextFormat,
     check_tools_size,
-    join_text,
 )
 from kvant.server.response_writers import (
     ResponseWriter,
@@ -48,6 +47,21 @@ class ResponsesText(RequestBody):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
+    @property
+    def chat_part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+class ResponsesImage(RequestBody):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "high"] | None = None
+    file_id: None = None
+
+    @property
+    def chat_part(self) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
 
 ResponsesContent = (
     str | Annotated[list[ResponsesText], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
@@ -62,12 +76,21 @@ class ResponsesItem(RequestBody):
 class MessageItem(ResponsesItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: ResponsesContent
+    content: (
+        str
+        | Annotated[
+            list[Annotated[ResponsesText | ResponsesImage, Field(discriminator="type")]],
+            Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
+        ]
+    )
     phase: str | None = None
 
     @property
     def template_dict(self) -> dict[str, Any]:
-        return {"role": self.role, "content": join_text(self.content)}
+        parts = self.content if isinstance(self.content, list) else []
+        if not any(isinstance(part, ResponsesImage) for part in parts):
+            return {"role": self.role, "content": join_text(self.content)}
+        return {"role": self.role, "content": [part.chat_part for part in parts]}
 
 
 class FunctionCall(ResponsesItem):

@@ -38,6 +38,7 @@ from kvant.server.protocol import SamplingParams
 from kvant.server.response_writers import ResponseWriter
 from kvant.server.settings import ApiKeys, ServerSettings, check_model_names
 from kvant.server.tokenizing import Prompt, TokenizerPool
+from kvant.vision.processing import has_images
 
 log = logging.getLogger("kvant")
 
@@ -119,6 +120,7 @@ class Service:
             "model": self.model,
             "kv_cache": engine.kv_cache,
             "bytes_a_token": engine.nbytes_per_token,
+            "reads_images": engine.vision_model is not None,
         }
 
     @property
@@ -141,8 +143,9 @@ class Service:
     def make_prompt(self, messages: Messages) -> Prompt:
         """Return messages for the model's chat template; without one, their concatenated text."""
         has_template = getattr(self.engine.tokenizer, "chat_template", None) is not None
-        if has_template or messages.tools or messages.options:
-            return messages  # without a template, the engine rejects tools and options
+        needs_template = messages.tools or messages.options or has_images(messages.messages)
+        if has_template or needs_template:
+            return messages  # without a template, the engine rejects tools, options and images
         return "".join(str(message["content"]) for message in messages.messages)
 
     @cached_property
@@ -308,7 +311,8 @@ def open_service(
     if prefixes is None and settings.shares_prefixes:
         prefixes = Prefixes(settings.max_prefix_bytes)
     options = settings.model_dump(include=ENGINE_SETTINGS) | {"draft": settings.load_draft()}
-    with Engine(model, tokenizer, spec, prefixes=prefixes, **options) as engine:
+    processor = settings.load_processor(model, tokenizer)
+    with Engine(model, processor, spec, prefixes=prefixes, **options) as engine:
         yield Service(
             engine,
             settings.served_model_name,

@@ -109,6 +109,11 @@ class ServerSettings(BaseModel):
         """Load the model and its tokenizer."""
         return checkpoints.load(self.model, **self._load_options)
 
+    def load_processor(self, model: Any, tokenizer: Any) -> Any:
+        """Return the processor of the loaded model if it reads images, else its tokenizer."""
+        trust_code = self._load_options["trust_code"]
+        return checkpoints.load_processor(self.model, model, tokenizer, trust_code=trust_code)
+
     def load_draft(self) -> Any:
         """Return the method of drafts, or load the draft model."""
         return load_draft(self.draft, pack=self.pack, **self._load_options)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvant.generation import Messages
+from kvant.platform.c_libraries import use_one_thread
 from kvant.server.errors import ServerBusy
+from kvant.vision.processing import has_images
 
 MAX_SHORT_CHARACTERS = 16 << 10  # of a short prompt: encoding takes a few milliseconds
 MAX_WAITING_CHARACTERS = 32 << 20  # of all waiting long prompts
@@ -21,15 +23,16 @@ ResultT = TypeVar("ResultT")
 
 
 class TokenizerPool:
-    """Threads that encode prompts: short ones at once, long ones one at a time.
+    """Threads that encode prompts: short ones at once, long ones and images one at a time.
 
     A long prompt occupies the tokenizer for seconds. Long prompts share one thread, and tenants
     take turns at it; short prompts have their own threads and never wait for a long one.
     """
 
     def __init__(self) -> None:
-        self._short_executor = ThreadPoolExecutor(2, "kvant-short-prompts")
-        self._long_executor = ThreadPoolExecutor(1, "kvant-long-prompts")
+        # Processors of images may use torch, which would start threads for each of these.
+        self._short_executor = ThreadPoolExecutor(2, "kvant-short-prompts", use_one_thread)
+        self._long_executor = ThreadPoolExecutor(1, "kvant-long-prompts", use_one_thread)
         self._is_encoding_long = False
         self._num_long_characters = 0  # of long prompts, waiting or being encoded
         # By tenant, in the order of their turns.
@@ -38,7 +41,8 @@ class TokenizerPool:
     async def run(self, prompt: Prompt, tenant: str, encode: Callable[[], ResultT]) -> ResultT:
         """Run `encode` in a thread and return its result; a long prompt waits for its turn."""
         size, loop = count_characters(prompt), asyncio.get_running_loop()
-        if size <= MAX_SHORT_CHARACTERS:
+        reads_images = isinstance(prompt, Messages) and has_images(prompt.messages)
+        if size <= MAX_SHORT_CHARACTERS and not reads_images:
             return await loop.run_in_executor(self._short_executor, encode)
         if self._num_long_characters and self._num_long_characters + size > MAX_WAITING_CHARACTERS:
             raise ServerBusy(RETRY_AFTER_S, "long prompts")
@@ -84,5 +88,12 @@ def count_characters(prompt: Prompt) -> int:
         return len(prompt)
     if isinstance(prompt, list):
         return 0
-    parts = (*prompt.messages, *prompt.tools, prompt.options)
-    return sum(len(str(value)) for part in parts for value in part.values())
+    return sum(map(_count_value, (prompt.messages, prompt.tools, prompt.options)))
+
+
+def _count_value(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_count_value, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_count_value, value))
+    return len(value if isinstance(value, str) else str(value))

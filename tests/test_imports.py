@@ -42,6 +42,7 @@ COMMANDS = [
     "serve",
     "formats",
     "plan",
+    "recommend",
     "eval",
     "inspect",
     "doctor",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         UnknownSequence,
         UnsupportedView,
     )
+    from kvant.eval.recommend import Recommendation, recommend
     from kvant.generation import Grammar, Messages, Session, Step, generate
     from kvant.hf import TransformersCache, cache_for, detach
     from kvant.models.shapes import Shape
@@ -71,6 +72,7 @@ __all__ = [
     "Prefixes",
     "Probe",
     "PromptError",
+    "Recommendation",
     "RecurrentSpec",
     "Result",
     "RewindError",
@@ -100,6 +102,7 @@ __all__ = [
     "parse",
     "plan",
     "probe",
+    "recommend",
     "save",
     "tune",
     "unpack",
@@ -113,6 +116,7 @@ NAMES_BY_MODULE = {  # the public names that are imported on first use
     "kvant.cache.sequences": "Sequences",
     "kvant.contracts": "Mask",
     "kvant.engine": "Engine Result Stream Usage generate_many",
+    "kvant.eval.recommend": "Recommendation recommend",
     "kvant.errors": (
         "CacheError CacheFileError CapacityError ContextError EngineError GrammarError PromptError "
         "RewindError SnapshotMismatch SpecError UnknownSequence UnsupportedView"

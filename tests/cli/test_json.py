@@ -32,6 +32,7 @@ COMMANDS = {
         *("--formats", "affine8", "--tokens", "700"),
         *("--context", "350", "--prompts", "1"),
     ),
+    "recommend": ("--formats", "affine8", "--context", "512"),
     "store ls": ("prefixes",),
     "store stats": ("prefixes",),
     "store verify": ("prefixes",),

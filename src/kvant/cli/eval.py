@@ -57,7 +57,7 @@ def evaluate_formats(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Measure each format's effect on predictions, and its bytes."""
+    """Measure what each format changes, and its bytes."""
     if plot is not None:
         from kvant.bench.harness import check_plot
 

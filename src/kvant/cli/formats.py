@@ -63,7 +63,7 @@ def formats(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """List the formats and options of --kv-cache, or explain one spec."""
+    """List formats and options, or explain one spec."""
     report = _describe_language() if spec is None else _explain_spec(spec)
     if json:
         print(json_text.dumps(report))

@@ -42,7 +42,7 @@ def inspect(
     kv_cache: Annotated[str | None, Option(help="Format of the model's cache.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Show layers, formats and bytes of a saved cache, or of a model's."""
+    """Show layers, formats and bytes of a saved cache or a model."""
     if file is None:
         report, lines = _inspect_model(model, "raw" if kv_cache is None else kv_cache)
     elif model is not None or kv_cache is not None:

@@ -19,6 +19,7 @@ from kvant.cli.doctor import doctor
 from kvant.cli.eval import evaluate_formats
 from kvant.cli.formats import formats, plan
 from kvant.cli.inspect import inspect
+from kvant.cli.recommend import recommend
 from kvant.cli.run import run
 from kvant.cli.serve import serve
 from kvant.cli.store import store
@@ -82,6 +83,7 @@ app.command()(batch)
 app.command()(serve)
 app.command()(formats)
 app.command()(plan)
+app.command()(recommend)
 app.command("eval")(evaluate_formats)
 app.command()(inspect)
 app.command()(doctor)

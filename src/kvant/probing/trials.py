@@ -29,7 +29,7 @@ from kvant.probing.divergence import Divergence, make_unbounded_spec, measure_di
 from kvant.probing.recall import RecallExam, RecallTest, make_exams
 from kvant.probing.screen import MAX_SCREEN_TOKENS, QuickScreen
 from kvant.probing.verdicts import assess
-from kvant.recipes import AnySpec
+from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec.language import Tolerance
 
 MAX_TRIAL_TOKENS = 1024  # of the text
@@ -146,6 +146,8 @@ class SpecEvaluator:
     def try_format(self, spec: str) -> FormatTrial:
         """Try a format, the cheapest test first; stop at the first test that it fails."""
         formats, max_kl = make_unbounded_spec(self.model, spec), self.trial.max_kl
+        if not (formats.prunes or any(r.seals for r in iterate_attention(*formats.layers))):
+            return FormatTrial(spec, 0.0, 1.0, 0.0, HARMLESS)  # raw
         for count, limit in (
             (FIRST_SCREEN_TOKENS, FIRST_SCREEN_KL_FACTOR * max_kl),
             (MAX_SCREEN_TOKENS, max_kl),

@@ -1,0 +1,97 @@
+"""`kvant recommend`: which format to take for a model, and what was seen of each."""
+
+from __future__ import annotations
+
+import json as json_text
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from kvant import checkpoints
+from kvant.cli import options, print_line
+from kvant.cli.options import ModelOptions, expand_options
+from kvant.platform.sizes import format_size, parse_size
+from kvant.recipes import RAW_WEIGHTS
+from kvant.spec import split_specs
+from kvant.spec.language import parse_words
+
+if TYPE_CHECKING:
+    from kvant.eval.recommend import ComparedFormat, Recommendation
+
+COLUMNS = ("format", "bytes", "of raw", "KL", "top-1", "recall lost", "reply same", "tokens/s")
+WIDTHS = (10, 10, 7, 9, 7, 12, 11, 9)
+
+
+@expand_options
+def recommend(
+    model_options: ModelOptions,
+    context: Annotated[
+        int | None,
+        Option(min=1, help="Tokens whose bytes are compared; default: 8192, or the model's."),
+    ] = None,
+    budget: Annotated[
+        str | None, Option(help="Limit on the bytes of a cache at that context: 512MiB.")
+    ] = None,
+    formats: Annotated[
+        str | None, Option(help="Comma-separated specs to compare with raw; default: ten formats.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare formats on a model, and say which one to take."""
+    max_bytes = None if budget is None else parse_size(budget)
+    words = [] if formats is None else split_specs(formats)
+    for word in words:
+        parse_words(word)  # `auto` is what this command finds out
+    weights = model_options.weights or RAW_WEIGHTS  # packed, as `kvant run` packs them
+    load_options = model_options.load_options | {"weights": weights}
+    model, tokenizer = checkpoints.load(model_options.model, **load_options)
+    from kvant.eval.recommend import COMPARED_SPECS, recommend
+    from kvant.hf import attach
+
+    attach(model)  # some attention modules read compressed rows only when attached
+
+    def show(row: ComparedFormat) -> None:
+        if not json:
+            print_line(_format_row(_format_cells(row)))
+
+    if not json:
+        print_line(_format_row(COLUMNS))
+    specs = ("raw", *(word for word in words if word != "raw")) if words else COMPARED_SPECS
+    result = recommend(
+        model, tokenizer, context=context, budget=max_bytes, specs=specs, on_format=show
+    )
+    if json:
+        print(json_text.dumps(_to_json(result)))
+        return
+    print_line("")
+    print_line(result.explain())
+    if result.spec is not None:
+        name = "" if model_options.model is None else f" --model {model_options.model}"
+        print_line(f"try it: kvant run{name} --kv-cache {result.spec}")
+
+
+def _to_json(result: Recommendation) -> dict[str, Any]:
+    return asdict(result) | {"why": result.explain()}
+
+
+def _format_row(cells: tuple[str, ...]) -> str:
+    first, *others = cells
+    padded = [first.ljust(WIDTHS[0])]
+    padded += [cell.rjust(width) for cell, width in zip(others, WIDTHS[1:], strict=False)]
+    return "".join([*padded, *(f"  {cell}" for cell in cells[len(WIDTHS) :])])
+
+
+def _format_cells(row: ComparedFormat) -> tuple[str, ...]:
+    verdict = row.verdict if row.fits else f"{row.verdict}; exceeds the budget"
+    return (
+        row.spec,
+        format_size(row.nbytes),
+        f"{row.of_raw:.2f}",
+        f"{row.mean_kl:.2g}",
+        f"{row.top1:.1%}",
+        f"{max(row.lost, 0):.1%}",
+        f"{row.reply_same:.1%}",
+        f"{row.tokens_per_second:.0f}",
+        verdict.partition(":")[0],
+    )

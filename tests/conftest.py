@@ -5,13 +5,15 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from foreign import ALL_TABLES, install_package
 from kvant import native
 from kvant.cache import layout
 
@@ -56,6 +58,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def extensions() -> Iterator[None]:
+    """Forget the extensions that a test registers or installs."""
+    before = [(table, dict(vars(table)), dict(table._added)) for table in ALL_TABLES]
+    yield
+    for table, attributes, added in before:
+        vars(table).clear()
+        vars(table).update(attributes, _added=added)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Install a package with extensions for the length of a test: see `install_package`."""
+    return partial(install_package, tmp_path, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

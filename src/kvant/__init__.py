@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import device as Device
     from torch.nn import Module
 
-    from kvant import functional
+    from kvant import functional, types
     from kvant.attention import attend
     from kvant.cache import Cache, merge
     from kvant.cache.files import save
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         CapacityError,
         ContextError,
         EngineError,
+        ExtensionError,
         GrammarError,
         PromptError,
         RewindError,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from kvant.probing import Probe, TunedSpec, attach, probe, tune
     from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
     from kvant.spec import parse
+    from kvant.spec.tables import register_codec, register_score
+    from kvant.stores import register_store
     from kvant.weights.packing import Packing, pack, unpack
 
 __version__ = "0.1.0"
@@ -61,6 +64,7 @@ __all__ = [
     "EmptySpec",
     "Engine",
     "EngineError",
+    "ExtensionError",
     "Grammar",
     "GrammarError",
     "GroupSpec",
@@ -103,8 +107,12 @@ __all__ = [
     "plan",
     "probe",
     "recommend",
+    "register_codec",
+    "register_score",
+    "register_store",
     "save",
     "tune",
+    "types",
     "unpack",
 ]
 
@@ -118,8 +126,9 @@ NAMES_BY_MODULE = {  # the public names that are imported on first use
     "kvant.engine": "Engine Result Stream Usage generate_many",
     "kvant.eval.recommend": "Recommendation recommend",
     "kvant.errors": (
-        "CacheError CacheFileError CapacityError ContextError EngineError GrammarError PromptError "
-        "RewindError SnapshotMismatch SpecError UnknownSequence UnsupportedView"
+        "CacheError CacheFileError CapacityError ContextError EngineError ExtensionError "
+        "GrammarError PromptError RewindError SnapshotMismatch SpecError UnknownSequence "
+        "UnsupportedView"
     ),
     "kvant.generation": "Grammar Messages Session Step generate",
     "kvant.hf": "cache_for detach",
@@ -129,6 +138,8 @@ NAMES_BY_MODULE = {  # the public names that are imported on first use
     "kvant.probing": "Probe TunedSpec attach probe tune",
     "kvant.recipes": "CacheSpec EmptySpec GroupSpec LayerSpec RecurrentSpec SharedSpec",
     "kvant.spec": "parse",
+    "kvant.spec.tables": "register_codec register_score",
+    "kvant.stores": "register_store",
     "kvant.weights.packing": "Packing pack unpack",
 }
 
@@ -195,7 +206,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a name of NAMES_BY_MODULE, or a module of the package."""
-        is_module = name not in __all__ or name == "functional"
+        is_module = name not in __all__ or name in ("functional", "types")
         # A dot would import a parent.
         if is_module and name.isidentifier() and find_spec(f"kvant.{name}") is not None:
             return import_module(f"kvant.{name}")

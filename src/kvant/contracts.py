@@ -81,7 +81,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Form:
-    """The encoding of a sealed row, as kernels need to know it."""
+    """The encoding of a sealed row, as kernels know it: they read and write exactly these bytes."""
 
     kind: Literal["raw", "affine", "codebook", "float"]
     bits: int = 0
@@ -93,11 +93,17 @@ class Codec(Protocol):
     """A frozen dataclass that encodes pages of dense rows into named fields, and decodes them.
 
     Rows arrive framed. `seal` is deterministic and handles each page on its own: leading dimensions
-    are independent, so pages may be sealed in any order and together.
+    are independent, so pages may be sealed in any order and together. A NaN or an infinity should
+    change no row but its own.
     """
 
     @property
-    def frame(self) -> Frame: ...
+    def frame(self) -> Frame:
+        """The map that rows are under when `seal` gets them; `Identity()`: as the model has them.
+
+        It is required, the members after it have defaults.
+        """
+
     @property
     def exact(self) -> bool:
         """Whether decoded rows equal the originals; then pages need not be sealed."""
@@ -115,7 +121,7 @@ class Codec(Protocol):
 
     @property
     def form(self) -> Form | None:
-        """The encoding as kernels read it; None: kernels do not support it."""
+        """The encoding as kernels read it; None: no kernel reads it, the reference backend does."""
         return None
 
     def fields(self, dim: int) -> Mapping[str, Field]:

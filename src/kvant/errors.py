@@ -128,6 +128,16 @@ class AdapterError(CacheError, ValueError):
     """An adapter whose files are invalid, or that does not fit the model."""
 
 
+class ExtensionError(CacheError, ValueError):
+    """A codec, a score, a retention rule or a store that cannot be registered or loaded.
+
+    >>> kvant.register_codec("raw", object)
+    Traceback (most recent call last):
+    ...
+    kvant.errors.ExtensionError: the codec 'raw': kvant has a codec of this name: choose another
+    """
+
+
 class UnsupportedView(CacheError):
     """A view that the requested backend does not support.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json as json_text
 from collections import Counter
 from collections.abc import Sequence
+from inspect import getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,8 @@ from kvant.retention import KeepAll
 from kvant.spec.formats import AUTO_WORD, FORMAT_WORDS, FormatWord, LayerFormat, SideFormat
 from kvant.spec.language import check_spec_or_auto, is_auto, parse_main_layer, parse_words
 from kvant.spec.options import OPTION_WORDS
+from kvant.spec.tables import CODEC_TABLE, TABLES
+from kvant.stores.open import STORE_TABLE
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +91,12 @@ def _describe_language() -> dict[str, Any]:
             for word in OPTION_WORDS
         ],
         "auto": AUTO_WORD.meaning,
+        "extensions": [
+            {"kind": kind, "name": name, "package": None if package is None else str(package)}
+            | {"fault": fault}
+            for table in (*TABLES.values(), STORE_TABLE)
+            for kind, name, package, fault in table.list_extensions()
+        ],
     }
 
 
@@ -151,8 +160,15 @@ def _find_format_word(side: SideFormat) -> FormatWord:
     """Return the entry of a format, or that of its family and width: aura4 is turbo4."""
     by_word = {format_word.word: format_word for format_word in FORMAT_WORDS}
     family = "bf16" if side.dtype else f"{side.family}{side.bits or ''}"
-    custom = FormatWord(side.word, 0.0, "a custom codec", "")
-    return by_word.get(side.word) or by_word.get(family) or custom
+    return by_word.get(side.word) or by_word.get(family) or _describe_codec(side.word)
+
+
+def _describe_codec(word: str) -> FormatWord:
+    """Describe a codec that is not kvant's own: its package, and its docstring's first line."""
+    package = next(x.package for x in CODEC_TABLE.list_extensions() if x.name == word)
+    summary = (getdoc(CODEC_TABLE[word]) or "").partition("\n")[0]
+    source = "a registered codec" if package is None else f"a codec of {package}"
+    return FormatWord(word, 0.0, f"{source}: {summary}" if summary else source, "")
 
 
 def _show_language(report: dict[str, Any]) -> None:
@@ -171,6 +187,11 @@ def _show_language(report: dict[str, Any]) -> None:
         [(row["option"], row["default"], row["what"]) for row in report["options"]],
         wrapped=["what it does"],
     )
+    if report["extensions"]:
+        print_table(
+            ("extension", "name", "package", "not used, since"),
+            [[cell or "" for cell in extension.values()] for extension in report["extensions"]],
+        )
     print_line(MORE_HELP)
 
 

@@ -2,7 +2,7 @@
 
     format := side | FAMILY K "v" V | side "/" side
 
-A side is a name in SIDE_FORMATS, or a codec of CODECS that needs no arguments. Words are lower
+A side is a name in SIDE_FORMATS, or another name in CODEC_TABLE. Words are lower
 case; an unknown word is a SpecError with the nearest known one. This module knows neither retention
 nor layers, and of the options only those of CodecOptions.
 """
@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from inspect import signature
 from itertools import groupby
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvant.codecs import CODECS
 from kvant.contracts import Codec
 from kvant.errors import SpecError
+from kvant.spec.tables import CODEC_TABLE
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +92,7 @@ class SideFormat:
         elif self.family == "turbo":
             codec = Codebook(self.bits, frame=Rotation(seed))
         else:
-            codec = Fp8(frame) if self.family == "fp8" else CODECS[self.family]()
+            codec = Fp8(frame) if self.family == "fp8" else CODEC_TABLE[self.family]()
         if options.smooth and self.family in SMOOTHABLE_FAMILIES:
             codec = replace(codec, frame=add_smoothing(codec.frame))
         return codec  # type: ignore[no-any-return]
@@ -200,12 +199,16 @@ def parse_format(word: str) -> LayerFormat:
 
 def parse_side(name: str, word: str) -> SideFormat:
     """Parse the format `name` of one side of `word`."""
-    sides = {**SIDE_FORMATS, **list_plain_codecs()}
-    if name in sides:
-        return sides[name]
+    if name in SIDE_FORMATS:
+        return SIDE_FORMATS[name]
+    if name in CODEC_TABLE and name not in CODECS_NAMED_BY_WIDTH:
+        CODEC_TABLE[name]  # import it here, so that one that cannot be used is refused at once
+        return SideFormat(name, name)
     refuse_auto(name.partition(":")[0])
+    others = [x for x in CODEC_TABLE if x not in (*SIDE_FORMATS, *CODECS_NAMED_BY_WIDTH)]
+    sides = [*SIDE_FORMATS, *others]
     if name == word:
-        allowed = ", ".join([FORMAT_SUMMARY, *list_plain_codecs()])
+        allowed = ", ".join([FORMAT_SUMMARY, *others])
         nearest = translate_name(name) or find_nearest(name, [*sides, *TWO_WIDTH_FORMATS])
         raise SpecError(
             f"format {short(name)} is not known; allowed: {allowed}; nearest: {nearest}"
@@ -243,17 +246,6 @@ def combine_sides(word: str, keys: SideFormat, values: SideFormat) -> LayerForma
     return LayerFormat(keys, values)
 
 
-def list_plain_codecs() -> dict[str, SideFormat]:
-    """List codecs named as in files, including those that users added to CODECS."""
-    return {
-        name: SideFormat(name, name)
-        for name in CODECS
-        if name not in SIDE_FORMATS
-        and name not in CODECS_NAMED_BY_WIDTH
-        and all(p.default is not p.empty for p in signature(CODECS[name]).parameters.values())
-    }
-
-
 def format_codecs(*codecs: Codec) -> str:
     """Format the codecs of a layer as in a spec: affine8, affine8v4, or affine8/turbo3."""
     words = list(dict.fromkeys(format_codec(codec) for codec in codecs))
@@ -277,10 +269,10 @@ def format_codec(codec: Codec) -> str:
     """Format a codec as its family and width, or as its name in files."""
     from kvant.codecs import Affine, Codebook
 
-    if isinstance(codec, Affine | Codebook):
-        return f"{'affine' if isinstance(codec, Affine) else 'turbo'}{codec.bits}"
-    names = (name for name, codec_class in CODECS.items() if codec_class is type(codec))
-    return next(names, type(codec).__name__)
+    if type(codec) in (Affine, Codebook):
+        bits = codec.form.bits if codec.form is not None else 0
+        return f"{'affine' if type(codec) is Affine else 'turbo'}{bits}"
+    return CODEC_TABLE.find_name(type(codec)) or type(codec).__name__
 
 
 def refuse_auto(word: str) -> None:

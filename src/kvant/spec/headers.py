@@ -1,9 +1,10 @@
 """Encode recipes as JSON for file headers, and decode them.
 
 A recipe is a JSON object. Codecs, frames, retention rules and scores have a "name", which is a key
-of CODECS, FRAMES, RETENTIONS or SCORES; all others have a "kind". Headers are untrusted: names are
-looked up in those tables only, values must have the types of the dataclass fields, and constructors
-check them again. A missing key takes the default of its field. Callers check the number of layers.
+of CODEC_TABLE, FRAMES, RETENTIONS or SCORE_TABLE; all others have a "kind". Headers are untrusted:
+names are looked up in those tables only, values must have the types of the dataclass fields, and
+constructors check them again. A missing key takes the default of its field. Callers check the
+number of layers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
 from kvant.contracts import Codec, Frame, PageSelection
 from kvant.errors import SpecError
+from kvant.extensions import ExtensionTable
 from kvant.platform.torch_runtime import DTYPES
 from kvant.recipes import (
     RECIPES_BY_KIND,
@@ -33,19 +35,23 @@ from kvant.recipes import (
 )
 from kvant.retention import RETENTIONS, SCORES, Pruning, Retention, Score
 from kvant.spec.formats import find_nearest
+from kvant.spec.tables import CODEC_TABLE, SCORE_TABLE
 
 PART_RECIPES = {name: RECIPES_BY_KIND[name] for name in ("attention", "recurrent")}
-# Type of a field: the JSON key that names its class, and the classes by name.
-NAMED_TYPES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+Classes = Mapping[str, Callable[..., Any]]  # by name
+# Type of a field: the JSON key that names its class, and the classes.
+OWN_TYPES: dict[Any, tuple[str, Classes]] = {
     CacheSpec: ("kind", {"cache": CacheSpec}),
     Recipe: ("kind", RECIPES_BY_KIND),
     LayerSpec | RecurrentSpec: ("kind", PART_RECIPES),
-    Codec: ("name", CODECS),
     Frame: ("name", FRAMES),
     Retention: ("name", RETENTIONS),
     PageSelection: ("kind", {"selection": PageSelection}),
     Pruning: ("kind", {"pruning": Pruning}),
-    Score: ("name", SCORES),
+}
+EXTENSIBLE_TYPES: dict[Any, ExtensionTable[Any]] = {Codec: CODEC_TABLE, Score: SCORE_TABLE}
+NAMED_TYPES: dict[Any, tuple[str, Classes]] = OWN_TYPES | {
+    hint: ("name", table) for hint, table in EXTENSIBLE_TYPES.items()
 }
 
 # Fields added later: omitted while None, so that the JSON of a spec, and with it the keys of older
@@ -96,13 +102,31 @@ def encode(value: Any) -> Any:
 
 def find_label(value: object) -> tuple[str, str]:
     """Return the JSON key and the name of a recipe's class."""
-    for tag, table in NAMED_TYPES.values():
-        for name, recipe_class in table.items():
-            if recipe_class is type(value):
+    recipe_class = type(value)
+    for tag, classes in (*OWN_TYPES.values(), ("name", CODECS), ("name", SCORES)):
+        for name, own_class in classes.items():
+            if own_class is recipe_class:
                 return tag, name
+    names = (table.find_name(recipe_class) for table in EXTENSIBLE_TYPES.values())
+    for found in names:
+        if found is not None:
+            return "name", found
     raise SpecError(
-        f"{type(value).__name__} has no name; allowed: classes in CODECS, FRAMES and RETENTIONS"
+        f"{recipe_class.__name__} has no name in files; allowed: kvant's own classes, and those"
+        " that kvant.register_codec or kvant.register_score were given"
     )
+
+
+def check_round_trip(value: Any) -> None:
+    """Raise unless the fields of a dataclass are the same after a file."""
+    value_type: Any = type(value)
+    known_fields, hints = get_field_types(value_type)
+    if "name" in known_fields:
+        raise SpecError("a field is called name, as the key of the class in files")
+    for name in known_fields:
+        field_value = getattr(value, name)
+        if decode(hints[name], encode(field_value), name) != field_value:
+            raise SpecError(f"{name}={short(field_value)} is read back as another value")
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvant.contracts import PageSelection
 from kvant.errors import SpecError
-from kvant.retention import DEFAULT_WINDOW_SINKS, SCORES, Pruning
+from kvant.retention import DEFAULT_WINDOW_SINKS, Pruning
 from kvant.spec.formats import (
     MAX_LAYERS,
     ROTATABLE_FAMILIES,
@@ -30,6 +30,7 @@ from kvant.spec.formats import (
     refuse_auto,
     split_table,
 )
+from kvant.spec.tables import SCORE_TABLE
 
 MAX_OPTION_VALUE = 2**31 - 1
 NUMBER_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20}  # for suggestions: 4k may mean 4096
@@ -160,11 +161,11 @@ def parse_prune(name: str, text: str | None) -> Pruning:
     word, _, arguments = (text or "").partition(":")
     keep, has_mode, mode = arguments.partition(":")
     option = _format_option(name, text)
-    if word not in SCORES:
-        nearest = f"{name}={find_nearest(word or 'snapkv', SCORES)}:{keep or '25%'}"
+    if word not in SCORE_TABLE:
+        nearest = f"{name}={find_nearest(word or 'snapkv', SCORE_TABLE)}:{keep or '25%'}"
         raise SpecError(
-            f"option {option}: allowed is a score, {', '.join(SCORES)}, then a colon and the number"
-            f" of rows to keep; nearest: {nearest}"
+            f"option {option}: allowed is a score, {', '.join(SCORE_TABLE)}, then a colon and the"
+            f" number of rows to keep; nearest: {nearest}"
         )
     count, percent, nearest = _parse_amount(keep)
     if nearest != keep or (has_mode and mode != ADAPTIVE):
@@ -174,7 +175,7 @@ def parse_prune(name: str, text: str | None) -> Pruning:
             f" from 1% to 100%, and :{ADAPTIVE} if heads share them;"
             f" nearest: {name}={word}:{nearest if keep else '25%'}"
         )
-    return Pruning(SCORES[word](), count, percent, adaptive=bool(has_mode))
+    return Pruning(SCORE_TABLE[word](), count, percent, adaptive=bool(has_mode))
 
 
 OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {

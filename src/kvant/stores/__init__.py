@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvant.lazy import lazy_names
 from kvant.stores.contract import Bytes, Store
 from kvant.stores.folder import BlobInfo, FolderStore, choose_evictions
-from kvant.stores.open import STORE_TYPES, open_store, open_tiers
+from kvant.stores.open import STORE_TYPES, open_store, open_tiers, register_store
 from kvant.stores.remote import ObjectStore, RedisStore
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ __all__ = [
     "parse_blob",
     "parse_named_blob",
     "read_metadata",
+    "register_store",
 ]
 
 if not TYPE_CHECKING:  # mypy would accept any name

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from kvant.errors import StoreError
+from kvant.errors import ExtensionError, StoreError
+from kvant.extensions import ExtensionTable
 from kvant.platform.sizes import as_bytes
 from kvant.stores.contract import Store, redact_url
 from kvant.stores.folder import FolderStore
@@ -28,10 +29,41 @@ def _parse_file_url(url: str) -> str:
     return unquote(split.path)
 
 
-STORE_TYPES: dict[str, Callable[[str], Store]] = {  # by scheme, except file
+STORE_TYPES: dict[str, Callable[[str], Store]] = {  # kvant's own, by scheme, except file
     **dict.fromkeys(REDIS_SCHEMES, RedisStore),
     **dict.fromkeys(OBJECT_STORE_SCHEMES, ObjectStore),
 }
+STORE_MEMBERS = ("url", "has", "get", "put", "drop")
+SCHEME = re.compile("[a-z][a-z0-9+.-]{0,63}", re.ASCII)
+
+
+def _check_opener(scheme: str, opener: Callable[[str], Store]) -> None:
+    if not callable(opener):
+        raise ExtensionError(f"the store {scheme!r}: {opener!r} takes no URL and returns no store")
+
+
+STORE_TABLE: ExtensionTable[Callable[[str], Store]] = ExtensionTable(
+    "store", STORE_TYPES, _check_opener, SCHEME, lambda: {"file"}
+)
+
+
+def register_store(scheme: str, opener: Callable[[str], Store]) -> None:
+    """Make URLs `scheme://...` names of stores; `opener(url)` returns a `kvant.types.Store`.
+
+    >>> class Nowhere:
+    ...     url = "nowhere://"
+    ...     def has(self, pages):
+    ...         return [frozenset() for page in pages]
+    ...     def get(self, page, part):
+    ...         return None
+    ...     def put(self, page, part, blob):
+    ...         pass
+    ...     def drop(self, page, part):
+    ...         pass
+    >>> kvant.register_store("nowhere", lambda url: Nowhere())
+    >>> prefixes = kvant.Prefixes(store="nowhere://")
+    """
+    STORE_TABLE.register(scheme, opener)
 
 
 def open_store(name: StoreName, max_bytes: int | str | None = None) -> Store:
@@ -51,7 +83,14 @@ def open_store(name: StoreName, max_bytes: int | str | None = None) -> Store:
         raise StoreError(
             f"{redact_url(text)}: max_bytes is for folders; set the limit on the server instead"
         )
-    return STORE_TYPES[scheme](text)
+    store = STORE_TABLE[scheme](text)
+    missing = [name for name in STORE_MEMBERS if getattr(store, name, None) is None]
+    if missing:  # later, `Tiers` would take each call as a failure of the store
+        raise ExtensionError(
+            f"the store {scheme!r}: {type(store).__name__} has no {', '.join(missing)}:"
+            " kvant.types.Store describes one"
+        )
+    return store
 
 
 def check_name(text: str) -> None:
@@ -61,8 +100,8 @@ def check_name(text: str) -> None:
     scheme = _parse_scheme(text)
     if scheme in (None, "file"):
         return
-    if scheme not in STORE_TYPES or not text.startswith(f"{scheme}://"):
-        schemes = ", ".join(f"{name}://" for name in sorted(["file", *STORE_TYPES]))
+    if scheme not in STORE_TABLE or not text.startswith(f"{scheme}://"):
+        schemes = ", ".join(f"{name}://" for name in sorted(["file", *STORE_TABLE]))
         raise StoreError(f"{redact_url(text)}: {schemes} or a folder is needed")
 
 
@@ -96,6 +135,7 @@ def open_tiers(
 def _parse_scheme(text: str) -> str | None:
     """Return the scheme of a URL; None for a path. A known scheme may lack the `//`."""
     match = re.match(r"([A-Za-z][\w+.-]*):(//)?", text)
-    if match is None or (match[2] is None and match[1] not in ("file", *STORE_TYPES)):
+    if match is None:
         return None
-    return match[1]
+    is_scheme = match[2] is not None or match[1] == "file" or match[1] in STORE_TABLE
+    return match[1] if is_scheme else None

@@ -1,0 +1,116 @@
+"""The codecs and scores that specs and headers name: kvant's own, registered, or of packages.
+
+A name is a word of the spec language, so it matches NAME and is no other word of it. A class is a
+frozen dataclass whose fields have defaults and a JSON form: a spec names it alone, a header with
+its fields. `register_codec` and `register_score` are public.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import is_dataclass
+from typing import Any
+
+from kvant.codecs import CODECS
+from kvant.contracts import Codec
+from kvant.errors import ExtensionError
+from kvant.extensions import ExtensionTable
+from kvant.retention import SCORES, Score
+
+NAME = re.compile("[a-z][a-z0-9_-]{0,63}", re.ASCII)
+CODEC_MEMBERS = ("fields", "seal", "open", "frame", "exact", "limit", "tail")
+SCORE_MEMBERS = ("score_rows", "num_queries", "prunes_during_decode", "repeats_prompt")
+
+
+def list_reserved_words() -> set[str]:
+    """List the words that a spec reads as something else than a registered codec."""
+    from kvant.spec.formats import AUTO_WORD, FAMILY_WIDTHS, SIDE_FORMATS, TWO_WIDTH_FORMATS
+    from kvant.spec.options import OPTION_PARSERS
+
+    widths = (f"{family}{bits}" for family in FAMILY_WIDTHS for bits in ("", *range(10)))
+    return {*SIDE_FORMATS, *TWO_WIDTH_FORMATS, *widths, *OPTION_PARSERS, AUTO_WORD.word}
+
+
+def check_codec(name: str, codec_class: type[Codec]) -> None:
+    """Raise unless a class can be the codec `name`."""
+    codec = _check_class("codec", name, codec_class, Codec, CODEC_MEMBERS)
+    if not hasattr(codec, "form"):
+        raise ExtensionError(f"the codec {name!r}: {codec_class.__name__} has no `form`: add None")
+
+
+def check_score(name: str, score_class: type[Score]) -> None:
+    """Raise unless a class can be the score `name`."""
+    score = _check_class("score", name, score_class, Score, SCORE_MEMBERS)
+    if score.name != name:
+        raise ExtensionError(f"the score {name!r} names itself {score.name!r}: use one name")
+
+
+def _check_class(kind: str, name: str, given: Any, contract: type, members: tuple[str, ...]) -> Any:
+    """Return an object of a class with these members; raise if it is no such class."""
+    from kvant.spec.headers import check_round_trip
+
+    way_out = f"kvant.types.{contract.__name__} describes one"
+    subject = f"the {kind} {name!r}: {getattr(given, '__name__', given)}"
+    if not (isinstance(given, type) and is_dataclass(given)):
+        raise ExtensionError(f"{subject} is not a frozen dataclass: {way_out}")
+    stubs = {name: member for name, member in vars(contract).items() if callable(member)}
+    missing = [m for m in members if m in stubs and getattr(given, m, None) is stubs[m]]
+    try:
+        value = given()
+        hash(value)  # one that is not frozen has no hash
+        check_round_trip(value)
+    except (TypeError, ValueError, NameError) as error:
+        raise ExtensionError(
+            f"{subject} cannot be made from its name and a file: {error}: it must be a frozen"
+            " dataclass whose fields have defaults and types that a file holds"
+        ) from error
+    missing += [m for m in members if getattr(value, m, None) is None]
+    if missing:
+        raise ExtensionError(f"{subject} has no {', '.join(missing)}: {way_out}")
+    return value
+
+
+CODEC_TABLE: ExtensionTable[type[Codec]] = ExtensionTable(
+    "codec", CODECS, check_codec, NAME, list_reserved_words
+)
+SCORE_TABLE: ExtensionTable[type[Score]] = ExtensionTable("score", SCORES, check_score, NAME)
+TABLES: dict[str, ExtensionTable[Any]] = {table.kind: table for table in (CODEC_TABLE, SCORE_TABLE)}
+
+
+def register_codec(name: str, codec_class: type[Codec]) -> None:
+    """Make a codec a format of specs and files under `name`; every field has a default.
+
+    A name stands for one encoding for ever: files and stores name it, and hold its bytes.
+
+    >>> from dataclasses import dataclass
+    >>> from kvant.types import Codec, Field, Frame, Identity
+    >>> @dataclass(frozen=True)
+    ... class Half(Codec):
+    ...     frame = Identity()
+    ...     def fields(self, dim):
+    ...         return {"rows": Field(torch.float16, dim)}
+    ...     def seal(self, rows):
+    ...         return {"rows": rows.to(torch.float16)}
+    ...     def open(self, fields):
+    ...         return fields["rows"].float()
+    >>> kvant.register_codec("half", Half)
+    >>> kvant.Cache(num_layers=2, spec="half,window=256")
+    Cache(half,window=256,sinks=4: 2 layers, length 0, 0 B)
+    """
+    CODEC_TABLE.register(name, codec_class)
+
+
+def register_score(name: str, score_class: type[Score]) -> None:
+    """Make a score a choice of `prune=NAME:KEEP` and of files; every field has a default.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Newest(kvant.types.Score):
+    ...     name = "newest"
+    ...     def score_rows(self, rows):
+    ...         return torch.arange(rows.valid.shape[1]).expand(rows.valid.shape)
+    >>> kvant.register_score("newest", Newest)
+    >>> kvant.Cache(num_layers=2, spec="affine8,prune=newest:25%")
+    Cache(affine8,prune=newest:25%: 2 layers, length 0, 0 B)
+    """
+    SCORE_TABLE.register(name, score_class)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foreign import ENTRIES
+import kvant
+from foreign import ENTRIES, uninstall_packages
+from test_extensions import fill
 
 Install = Callable[..., str]
 
@@ -42,3 +45,27 @@ def test_a_package_is_used_by_commands(words: str, install: Install, call: Any) 
     install()
     code, out, error = call("run", "--prompt", "import os\n" * 40, "--no-guard", *words.split())
     assert (code, error) == (0, "") and out
+
+
+def test_inspect_names_the_package_of_a_file(install: Install, call: Any, tmp_path: Path) -> None:
+    install()
+    path = tmp_path / "cache.kv"
+    kvant.save(fill(kvant.Cache(2, "steps")), path)
+    assert "codec steps (kvant-steps 1.2)" in call("inspect", str(path))[1]
+    uninstall_packages(tmp_path)
+    for words in (("inspect", str(path)), ("run", "--load", str(path))):
+        code, _, error = call(*words)
+        assert code == 2 and error.count("\n") == 1
+        assert f"{path} uses the codec 'steps' of the package kvant-steps 1.2: pip ins" in error
+
+
+def test_store_lists_the_package_of_a_namespace(
+    install: Install, call: Any, tmp_path: Path
+) -> None:
+    install()
+    words = "run", "--prompt", "import os\n" * 60, "--no-guard", "--max-new-tokens", "2"
+    assert call(*words, "--kv-cache", "affine8", "--store", str(tmp_path / "a"))[0] == 0
+    assert "extensions" not in call("store", "ls", str(tmp_path / "a"))[1]
+    assert call(*words, "--kv-cache", "steps", "--store", str(tmp_path / "a"))[0] == 0
+    code, out, _ = call("store", "ls", str(tmp_path / "a"))
+    assert code == 0 and "codec steps (kvant-steps 1.2)" in out

@@ -26,10 +26,12 @@ from kvant.cache.layout import iterate_leaves
 from kvant.cache.snapshot import NUMBERS_KEY, TABLES_KEY
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError, CacheFileError, name_path
+from kvant.extensions import Extension
 from kvant.page_table import LENGTH, PADDING
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import from_json, to_json
 from kvant.spec.headers import reject_duplicate_keys
+from kvant.spec.packages import decode_extensions, encode_extensions, list_extensions
 
 # All metadata is one entry of JSON. Several entries could be written in any order, but equal caches
 # should give equal files.
@@ -73,6 +75,7 @@ class CacheFileHeader:
     about: Mapping[str, Any]
     tensors: Mapping[str, FileTensor]
     padded_lengths: tuple[int, ...]  # tokens per sequence, padding included; (): no rows stored
+    extensions: tuple[Extension, ...] = ()  # codecs and scores of the spec that are not kvant's
     version: int = FORMAT_VERSION
 
     def count_key_heads(self, name: str) -> int:
@@ -118,6 +121,8 @@ def save(
         "spec": json.loads(to_json(cache.spec)),
         "numbers": dict(snapshot.numbers),
     }
+    if extensions := list_extensions(cache.spec):
+        header["extensions"] = encode_extensions(extensions)
     if about:
         header["about"] = dict(about)
     tensors = {name: tensor.contiguous() for name, tensor in snapshot.tensors.items()}
@@ -167,6 +172,7 @@ def read_header(path: str | os.PathLike[str]) -> CacheFileHeader:
     """Return the header of a file after verifying its checksum; loads no rows or pages."""
     source = Path(path)
     entries, metadata = _read_verified_header(source)
+    extensions = decode_extensions(metadata.get("extensions", []), str(source))
     with convert_errors(source), safe_open(source, "pt") as file:  # validates the tensors
         about = metadata.get("about", {})
         if not isinstance(about, dict):
@@ -174,7 +180,7 @@ def read_header(path: str | os.PathLike[str]) -> CacheFileHeader:
         spec = from_json(json.dumps(metadata["spec"]))
         tensors, numbers = _index_tensors(entries), _check_integers(metadata["numbers"])
         lengths = _read_padded_lengths(file, tensors, numbers)
-        return CacheFileHeader(spec, numbers, about, tensors, lengths)
+        return CacheFileHeader(spec, numbers, about, tensors, lengths, extensions)
 
 
 def _index_tensors(entries: Mapping[str, Any]) -> dict[str, FileTensor]:

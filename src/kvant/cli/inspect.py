@@ -76,6 +76,7 @@ def _inspect_file(path: Path) -> tuple[dict[str, Any], list[LayerLine]]:
         "nbytes": size,
         "tokens": max(head.padded_lengths, default=_count_tokens(head.numbers)),
         "sequences": len(head.padded_lengths) or None,
+        "extensions": [str(extension) for extension in head.extensions],
         "about": dict(head.about),
     }
     return report, [

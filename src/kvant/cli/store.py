@@ -64,9 +64,10 @@ def list_namespaces(
         print_line(f"{folder_store.url}: the store is empty")
         return
     for rows in [report["namespaces"], *([report["blobs"]] if pages else [])]:
+        names = [n for n in rows[0] if n != "extensions" or any(row[n] for row in rows)]
         print_table(
-            [HEADINGS.get(name, name) for name in rows[0]],
-            [[_format_cell(name, value) for name, value in row.items()] for row in rows],
+            [HEADINGS.get(name, name) for name in names],
+            [[_format_cell(name, row[name]) for name in names] for row in rows],
         )
 
 
@@ -251,6 +252,7 @@ def _describe_namespace(
         "namespace": name,
         "model": _make_printable(metadata.get("model")),
         "spec": _make_printable(metadata.get("spec")),
+        "extensions": _make_printable(metadata.get("extensions")),
         **_count_entries(entries),
         "last_used": _format_time(max(entry.last_used for entry in entries)),
     }

@@ -40,6 +40,7 @@ from kvant.platform.c_libraries import use_one_thread
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.spec import describe_spec
 from kvant.spec.headers import dumps
+from kvant.spec.packages import list_extensions
 from kvant.weights.packed_weight import PackedWeight
 from kvant.weights.packing import is_packed, named_weights
 
@@ -48,6 +49,9 @@ KEY_VERSION = b"kvant prefix 2"
 # Part of the root key if a layer reads only selected pages. The first version of page selection did
 # not always read the first page, so the rows that it stored differ under the same spec.
 SELECTION_VERSION = b"kvant selection 2"
+# Part of the root key if the spec names extensions of packages: two packages may have one name, and
+# different rows. A registered extension has no package.
+EXTENSION_VERSION = b"kvant extension 1"
 ADAPTER_VERSION = b"kvant adapter 1"
 NUM_PROBED_VALUES = 16  # values of a weight that are compared to notice a write
 
@@ -133,6 +137,8 @@ class ModelKeys:
             adapter_root = digest(ADAPTER_VERSION, root_key, self._adapter_key.encode())
         tree_key = salt_key(adapter_root, self._salts[0], rounding, *self._salts[1:])
         metadata = {"model": type(model).__name__, "spec": describe_spec(self.spec)}
+        if extensions := list_extensions(self.spec):
+            metadata["extensions"] = ", ".join(map(str, extensions))
         if self._adapter_key:
             metadata["adapter"] = self._adapter_key[:16]
         return NamespaceKeys(tree_key, root_key, metadata)
@@ -155,6 +161,9 @@ def make_root_key(model: PreTrainedModel, spec: CacheSpec) -> bytes:
     parts = [KEY_VERSION, fingerprint(model), precision.encode(), dumps(spec).encode()]
     if any(layer.select is not None for layer in iterate_attention(*spec.layers)):
         parts.append(SELECTION_VERSION)
+    packages = [x.package.name for x in list_extensions(spec) if x.package is not None]
+    if packages:
+        parts += [EXTENSION_VERSION, *(name.encode() for name in packages)]
     return digest(*parts)
 
 

@@ -24,6 +24,7 @@ from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec import refuse_second_pass
 from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto, parse_auto_bits
+from kvant.spec.packages import list_extensions
 
 log = logging.getLogger("kvant")
 TRIAL_SECONDS = 2.0  # longest delay of a start by a trial; nothing is begun to explain it later
@@ -163,7 +164,10 @@ def explain_harm(
             return None
         fitted_spec = make_empty_cache(model, formats).spec  # the key includes channel scales
         name, conditions = format_spec(spec), ("format", dumps(fitted_spec), trial.max_kl)
-        key = verdicts.make_key(model, trial.ids, *conditions, name)
+        extensions = list_extensions(fitted_spec)
+        key = None  # a codec that a program registers may be under development
+        if all(extension.package is not None for extension in extensions):
+            key = verdicts.make_key(model, trial.ids, *conditions, name, *extensions)
         verdict = verdicts.load(key, Verdict.from_json)
         if verdict is None:
             verdict = assess(

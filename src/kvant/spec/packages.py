@@ -1,0 +1,88 @@
+"""Name the packages whose codecs and scores a spec uses, in the header of a file.
+
+A reader that lacks one is refused with what to install. The name and the version come from the
+writer: a header is untrusted, so they have the form of those of packages, and nothing is imported
+under them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from reprlib import repr as short
+from typing import Any, TypeVar
+
+from kvant.errors import CacheFileError
+from kvant.extensions import Extension, ExtensionTable, Package
+from kvant.recipes import CacheSpec, iterate_attention
+from kvant.spec.tables import CODEC_TABLE, NAME, SCORE_TABLE, TABLES
+
+T = TypeVar("T")
+PACKAGE = re.compile("[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?", re.ASCII)
+VERSION = re.compile("[A-Za-z0-9.!+_-]{1,99}", re.ASCII)
+
+
+def list_extensions(spec: CacheSpec) -> list[Extension]:
+    """List the codecs and scores of a spec that are not kvant's own."""
+    used: dict[Extension, None] = {}  # in order, each once
+    for layer in iterate_attention(*spec.layers):
+        rules = [] if layer.prune is None else [layer.prune]
+        extensions = [
+            *(_find_extension(CODEC_TABLE, type(codec)) for codec in (layer.keys, layer.values)),
+            *(_find_extension(SCORE_TABLE, type(rule.score)) for rule in rules),
+        ]
+        used |= dict.fromkeys(extension for extension in extensions if extension is not None)
+    return [*used]
+
+
+def _find_extension(table: ExtensionTable[T], value: T) -> Extension | None:
+    name = table.find_name(value)
+    return None if name is None else table.find_extension(name)
+
+
+def encode_extensions(extensions: Iterable[Extension]) -> list[dict[str, str | None]]:
+    """Return extensions as a JSON value for the header of a file."""
+    return [
+        {"kind": kind, "name": name, "package": None, "version": None}
+        | ({} if package is None else {"package": package.name, "version": package.version})
+        for kind, name, package, _ in extensions
+    ]
+
+
+def decode_extensions(value: Any, source: str) -> tuple[Extension, ...]:
+    """Return the extensions that an untrusted header names; raise if one is not installed here."""
+    try:
+        extensions = tuple(_decode_extension(**entry) for entry in value)
+    except (TypeError, ValueError) as error:
+        raise CacheFileError(f"{source}: invalid extensions in its header: {error}") from error
+    for extension in extensions:
+        _check_available(extension, source)
+    return extensions
+
+
+def _decode_extension(kind: Any, name: Any, package: Any, version: Any) -> Extension:
+    parts = [(name, NAME)]
+    parts += [] if package is version is None else [(package, PACKAGE), (version, VERSION)]
+    for text, pattern in parts:
+        if not isinstance(text, str) or not pattern.fullmatch(text):
+            raise ValueError(f"{short(text)} does not match {pattern.pattern}")
+    if not isinstance(kind, str) or kind not in TABLES:
+        raise ValueError(f"{short(kind)} is not one of {', '.join(TABLES)}")
+    return Extension(kind, name, None if package is None else Package(package, version))
+
+
+def _check_available(extension: Extension, source: str) -> None:
+    """Raise unless the extension is here, and not that of another package."""
+    kind, name, package, _ = extension
+    origin = "that a program registered" if package is None else f"of the package {package}"
+    uses = f"{source} uses the {kind} {name!r} {origin}"
+    way_out = (
+        f"call kvant.register_{kind} first" if package is None else f"pip install {package.name}"
+    )
+    if name not in TABLES[kind]:
+        raise CacheFileError(f"{uses}: {way_out}")
+    here = TABLES[kind].find_extension(name)
+    if here is None:
+        raise CacheFileError(f"{uses}, but here it is kvant's own: read it where it was written")
+    if package and here.package and here.package.name != package.name:
+        raise CacheFileError(f"{uses}, but here it is of {here.package}: uninstall that; {way_out}")

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -23,7 +24,7 @@ from kvant.spec.formats import AUTO_WORD, FAMILY_WIDTHS, SIDE_FORMATS, TWO_WIDTH
 from kvant.spec.options import OPTION_PARSERS
 from kvant.spec.tables import CODEC_TABLE, SCORE_TABLE
 from kvant.stores import FolderStore, open_store
-from kvant.types import Codec, Frame, Identity, Score, ScoreInput
+from kvant.types import Codec, Frame, Identity, Retention, Score, ScoreInput
 
 Install = Callable[..., str]
 
@@ -32,6 +33,13 @@ def fill(cache: kvant.Cache, count: int = 200) -> kvant.Cache:
     for layer in cache:
         layer.append(*torch.randn(2, 1, 2, count, 16))
     return cache
+
+
+@dataclass(frozen=True)
+class Recent(Retention):
+    EQUAL: ClassVar[str] = "affine8,window=50,sinks=4"
+    window: ClassVar[int | None] = 50
+    sinks: ClassVar[int] = 4
 
 
 # ---- registering
@@ -154,7 +162,7 @@ class Bare:
         (Needy, "Needy cannot be made from its name and a file: .*'bits'"),
         (Named, "Named cannot be made .*a field is called name"),
         (Thawed, "Thawed cannot be made .*unhashable"),
-        (Sealless, "Sealless has no seal, open: kvant.types.Codec describes one"),
+        (Sealless, "Sealless cannot be made .*abstract methods open, seal"),
         (Frameless, "Frameless has no frame"),
         (Bare, "Bare has no exact, limit, tail"),
         (RowSteps(), "RowSteps.* is not a frozen dataclass"),
@@ -171,7 +179,7 @@ def test_classes_that_are_no_scores_are_refused() -> None:
     with pytest.raises(ExtensionError, match="'keys' names itself 'longkeys': use one name"):
         kvant.register_score("keys", LongKeys)
     stub = dataclass(frozen=True)(type("Stub", (Score,), {"name": "stub"}))
-    with pytest.raises(ExtensionError, match=r"Stub has no score_rows: kvant\.types"):
+    with pytest.raises(ExtensionError, match=r"Stub cannot be .*abstract method score_rows"):
         kvant.register_score("stub", stub)
 
 
@@ -183,6 +191,57 @@ def test_stores_without_a_method_are_refused() -> None:
         open_store("half://a")
     with pytest.raises(ExtensionError, match="3 takes no URL"):
         kvant.register_store("three", 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks", "message"),
+    [
+        (0, 0, "window=0 and sinks=0: allowed are"),
+        (True, 0, "window=True"),
+        (4, 0.5, r"sinks=0\.5"),
+        (4, -1, "sinks=-1"),
+        (4, None, "has no sinks"),
+    ],
+)
+def test_rules_without_two_whole_numbers_are_refused(window: Any, sinks: Any, message: str) -> None:
+    rule = type("Rule", (Retention,), {"window": window, "sinks": sinks})
+    with pytest.raises(ExtensionError, match=message):
+        kvant.register_retention("rule", dataclass(frozen=True)(rule))
+
+
+def test_rules_that_the_kernels_cannot_follow_are_refused() -> None:
+    """Masks, kernels and plans read the window alone."""
+    later = {"window": 9, "find_first_retained": lambda self, length: length // 2}
+    rule = dataclass(frozen=True)(type("Later", (Retention,), later))
+    with pytest.raises(ExtensionError, match=r"find_first_retained\(9\) is 4, and 0"):
+        kvant.register_retention("later", rule)
+
+
+def test_a_registered_rule_is_a_window_under_its_name(tmp_path: Path) -> None:
+    kvant.register_retention("recent", Recent)
+    named, plain = kvant.Cache(2, "affine8,retain=recent"), kvant.Cache(2, Recent.EQUAL)
+    for layers in zip(named, plain, strict=True):
+        keys, values = torch.randn(2, 1, 2, 300, 16)
+        for layer in layers:
+            layer.append(keys, values)
+        assert all(map(torch.equal, layers[0].read(), layers[1].read()))
+    assert named.nbytes == plain.nbytes and named.held == plain.held == 54
+    described = kvant.spec.describe_spec(named.spec)
+    assert described == "affine8,retain=recent" and kvant.parse(described, 2) == named.spec
+    kvant.save(named, tmp_path / "cache.kv")
+    assert kvant.load(tmp_path / "cache.kv").spec == named.spec
+    for other in ("window=4", "sinks=4", "prune=keydiff:50%"):
+        with pytest.raises(SpecError, match="with retain: both say which rows stay"):
+            kvant.parse(f"raw,retain=recent,{other}", 1)
+
+
+def test_unknown_rules_name_those_that_are_there() -> None:
+    with pytest.raises(SpecError, match="rule, of none here; nearest: window=4096"):
+        kvant.parse("raw,retain=recent", 1)
+    kvant.register_retention("recent", Recent)
+    for wrong in ("=recant", "=", "", "=window", "=all"):
+        with pytest.raises(SpecError, match="of recent; nearest: retain=recent"):
+            kvant.parse(f"raw,retain{wrong}", 1)
 
 
 # ---- packages

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvant.probing import Probe, TunedSpec, attach, probe, tune
     from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
     from kvant.spec import parse
-    from kvant.spec.tables import register_codec, register_score
+    from kvant.spec.tables import register_codec, register_retention, register_score
     from kvant.stores import register_store
     from kvant.weights.packing import Packing, pack, unpack
 
@@ -108,6 +108,7 @@ __all__ = [
     "probe",
     "recommend",
     "register_codec",
+    "register_retention",
     "register_score",
     "register_store",
     "save",
@@ -138,7 +139,7 @@ NAMES_BY_MODULE = {  # the public names that are imported on first use
     "kvant.probing": "Probe TunedSpec attach probe tune",
     "kvant.recipes": "CacheSpec EmptySpec GroupSpec LayerSpec RecurrentSpec SharedSpec",
     "kvant.spec": "parse",
-    "kvant.spec.tables": "register_codec register_score",
+    "kvant.spec.tables": "register_codec register_retention register_score",
     "kvant.stores": "register_store",
     "kvant.weights.packing": "Packing pack unpack",
 }

@@ -24,6 +24,7 @@ This module knows no codec, no layer and no backend. recipes.py describes a cach
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,11 +99,9 @@ class Codec(Protocol):
     """
 
     @property
+    @abstractmethod
     def frame(self) -> Frame:
-        """The map that rows are under when `seal` gets them; `Identity()`: as the model has them.
-
-        It is required, the members after it have defaults.
-        """
+        """The map applied to rows before `seal`; `Identity()`: they stay as the model has them."""
 
     @property
     def exact(self) -> bool:
@@ -124,12 +123,15 @@ class Codec(Protocol):
         """The encoding as kernels read it; None: no kernel reads it, the reference backend does."""
         return None
 
+    @abstractmethod
     def fields(self, dim: int) -> Mapping[str, Field]:
         """Return the tensors of a page of rows of `dim` values, or refuse `dim`."""
 
+    @abstractmethod
     def seal(self, rows: Tensor) -> Fields:
         """Encode rows [..., P, dim] as {name: [..., P or 1, width]}."""
 
+    @abstractmethod
     def open(self, fields: Fields) -> Tensor:
         """Decode a page to rows [..., P, dim] in float32; raw rows stay as stored."""
 

@@ -8,6 +8,7 @@ pass, in which the model repeats its prompt.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -20,18 +21,24 @@ DEFAULT_WINDOW_SINKS = 4
 
 
 class Retention(Protocol):
-    """The rule, on integers alone, that decides which rows are retained."""
+    """A frozen dataclass whose two integers decide which rows are retained.
+
+    Kernels, masks and plans read `window` and `sinks`, which never change.
+    """
 
     @property
     def window(self) -> int | None:
         """The newest rows that a query sees; None: all."""
+        return None
 
     @property
     def sinks(self) -> int:
         """The first rows of a sequence that are always retained, dense."""
+        return 0
 
     def find_first_retained(self, length: int) -> int:
         """Return the first row, sinks aside, to retain in a sequence of `length` tokens."""
+        return 0 if self.window is None else max(0, length - self.window)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class Score(Protocol):
     """A frozen dataclass that ranks the rows of a key head by their value for later tokens."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name in specs and files."""
 
@@ -117,6 +125,7 @@ class Score(Protocol):
         """Whether it needs a second pass over the prompt, which the model then repeats."""
         return False
 
+    @abstractmethod
     def score_rows(self, rows: ScoreInput) -> Tensor:
         """Return scores [N, n]; rows with the largest are retained."""
 

@@ -45,7 +45,13 @@ from kvant.spec.language import (
 
 SINKS_OPTION = f"sinks={DEFAULT_WINDOW_SINKS}"  # the usual number of attention sinks
 TAIL_ROWS = 128  # the tail that is usually enough
-KEPT_OPTIONS = ("window", "sinks", "capacity", "prune")  # of the rows, not of their format
+KEPT_OPTIONS = (
+    "window",
+    "sinks",
+    "retain",
+    "capacity",
+    "prune",
+)  # of the rows, not of their format
 
 
 def list_promotions(spec: str) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,10 @@
 """Encode recipes as JSON for file headers, and decode them.
 
 A recipe is a JSON object. Codecs, frames, retention rules and scores have a "name", which is a key
-of CODEC_TABLE, FRAMES, RETENTIONS or SCORE_TABLE; all others have a "kind". Headers are untrusted:
-names are looked up in those tables only, values must have the types of the dataclass fields, and
-constructors check them again. A missing key takes the default of its field. Callers check the
-number of layers.
+of CODEC_TABLE, FRAMES, RETENTION_TABLE or SCORE_TABLE; all others have a "kind". Headers are
+untrusted: names are looked up in those tables only, values must have the types of the dataclass
+fields, and constructors check them again. A missing key takes the default of its field. Callers
+check the number of layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvant.recipes import (
 )
 from kvant.retention import RETENTIONS, SCORES, Pruning, Retention, Score
 from kvant.spec.formats import find_nearest
-from kvant.spec.tables import CODEC_TABLE, SCORE_TABLE
+from kvant.spec.tables import CODEC_TABLE, RETENTION_TABLE, SCORE_TABLE
 
 PART_RECIPES = {name: RECIPES_BY_KIND[name] for name in ("attention", "recurrent")}
 Classes = Mapping[str, Callable[..., Any]]  # by name
@@ -45,11 +45,15 @@ OWN_TYPES: dict[Any, tuple[str, Classes]] = {
     Recipe: ("kind", RECIPES_BY_KIND),
     LayerSpec | RecurrentSpec: ("kind", PART_RECIPES),
     Frame: ("name", FRAMES),
-    Retention: ("name", RETENTIONS),
     PageSelection: ("kind", {"selection": PageSelection}),
     Pruning: ("kind", {"pruning": Pruning}),
 }
-EXTENSIBLE_TYPES: dict[Any, ExtensionTable[Any]] = {Codec: CODEC_TABLE, Score: SCORE_TABLE}
+EXTENSIBLE_TYPES: dict[Any, ExtensionTable[Any]] = {
+    Codec: CODEC_TABLE,
+    Retention: RETENTION_TABLE,
+    Score: SCORE_TABLE,
+}
+OWN_EXTENSIBLE_CLASSES: tuple[Classes, ...] = CODECS, RETENTIONS, SCORES
 NAMED_TYPES: dict[Any, tuple[str, Classes]] = OWN_TYPES | {
     hint: ("name", table) for hint, table in EXTENSIBLE_TYPES.items()
 }
@@ -103,7 +107,8 @@ def encode(value: Any) -> Any:
 def find_label(value: object) -> tuple[str, str]:
     """Return the JSON key and the name of a recipe's class."""
     recipe_class = type(value)
-    for tag, classes in (*OWN_TYPES.values(), ("name", CODECS), ("name", SCORES)):
+    own_tables = [*OWN_TYPES.values(), *(("name", classes) for classes in OWN_EXTENSIBLE_CLASSES)]
+    for tag, classes in own_tables:
         for name, own_class in classes.items():
             if own_class is recipe_class:
                 return tag, name
@@ -113,7 +118,7 @@ def find_label(value: object) -> tuple[str, str]:
             return "name", found
     raise SpecError(
         f"{recipe_class.__name__} has no name in files; allowed: kvant's own classes, and those"
-        " that kvant.register_codec or kvant.register_score were given"
+        " that kvant.register_codec, register_score or register_retention were given"
     )
 
 

@@ -35,7 +35,7 @@ from kvant.recipes import (
     SharedSpec,
     iterate_attention,
 )
-from kvant.retention import DEFAULT_WINDOW_SINKS, KeepAll, Retention, Window
+from kvant.retention import DEFAULT_WINDOW_SINKS, RETENTIONS, KeepAll, Retention, Window
 from kvant.spec.formats import (
     AUTO_WORD,
     MAX_LAYERS,
@@ -54,6 +54,7 @@ from kvant.spec.options import (
     check_options,
     parse_options,
 )
+from kvant.spec.tables import RETENTION_TABLE
 
 OPTION_FIELDS = {
     name: name for name in ("tail", "page", "slack", "prefill", "step", "capacity", "prune")
@@ -173,6 +174,7 @@ def make_recipe(layer_format: LayerFormat, options: Mapping[str, Any], layer: in
     retention: Retention = KeepAll(options.get("sinks", 0))
     if "window" in options:
         retention = Window(options["window"], options.get("sinks", DEFAULT_WINDOW_SINKS))
+    retention = options.get("retain", retention)
     selection, first_layer = options.get("select", (None, 0))
     selection = selection if layer >= first_layer else None
     layer_spec = LayerSpec(keys, values, retention, dtype=layer_format.dtype, select=selection)
@@ -308,10 +310,14 @@ def describe_spec(spec: CacheSpec) -> str:
         return ""
     text = format_layers([format_codecs(*layer.sides.values()) for layer in layers])
     retention = max(layers, key=lambda layer: layer.effective_window).retention
-    if retention.window is not None:
-        text += f",window={retention.window}"
-    if retention.window is not None or retention.sinks:  # with a window, 0 is not the default
-        text += f",sinks={retention.sinks}"
+    name = RETENTION_TABLE.find_name(type(retention))
+    if name is not None and name not in RETENTIONS and retention == RETENTION_TABLE[name]():
+        text += f",retain={name}"
+    else:
+        text += f",window={retention.window}" if retention.window is not None else ""
+        # With a window, 0 is not the default.
+        has_sinks = retention.window is not None or retention.sinks
+        text += f",sinks={retention.sinks}" if has_sinks else ""
     selecting = ((layer.select, i) for i, layer in enumerate(layers) if layer.select is not None)
     selection, first_layer = next(selecting, (None, 0))
     if selection is not None:

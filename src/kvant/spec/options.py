@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvant.contracts import PageSelection
 from kvant.errors import SpecError
-from kvant.retention import DEFAULT_WINDOW_SINKS, Pruning
+from kvant.retention import DEFAULT_WINDOW_SINKS, RETENTIONS, Pruning, Retention
 from kvant.spec.formats import (
     MAX_LAYERS,
     ROTATABLE_FAMILIES,
@@ -30,7 +30,7 @@ from kvant.spec.formats import (
     refuse_auto,
     split_table,
 )
-from kvant.spec.tables import SCORE_TABLE
+from kvant.spec.tables import RETENTION_TABLE, SCORE_TABLE
 
 MAX_OPTION_VALUE = 2**31 - 1
 NUMBER_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20}  # for suggestions: 4k may mean 4096
@@ -178,6 +178,18 @@ def parse_prune(name: str, text: str | None) -> Pruning:
     return Pruning(SCORE_TABLE[word](), count, percent, adaptive=bool(has_mode))
 
 
+def parse_retain(name: str, text: str | None) -> Retention:
+    """Parse the name of a retention rule that a program or a package adds."""
+    rules = [rule for rule in RETENTION_TABLE if rule not in RETENTIONS]
+    if text not in rules:
+        nearest = f"{name}={find_nearest(text or '', rules)}" if rules else "window=4096"
+        raise SpecError(
+            f"option {_format_option(name, text)}: allowed is a registered retention rule, of"
+            f" {', '.join(rules) or 'none here'}; nearest: {nearest}"
+        )
+    return RETENTION_TABLE[text]()
+
+
 OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
     "group": NumberOption(choices=(16, 32, 64, 128)),
     "rotate": parse_flag,
@@ -196,6 +208,7 @@ OPTION_PARSERS: dict[str, Callable[[str, str | None], Any]] = {
     "seed": NumberOption(),
     "select": parse_select,
     "prune": parse_prune,
+    "retain": parse_retain,
 }
 
 
@@ -233,6 +246,7 @@ prefill=stored | dense | a prompt attends to its rows as stored, not as computed
 slack=N | 16 | how many tokens back a rewind is exact | drafts, edits
 page=N | 64 | rows per page, a multiple of 64 | fewer, larger pages
 step=N | 1 | rows added by each allocation, in whole pages | fewer allocations
+retain=NAME | none | the window and sinks of a registered rule | your own rules
 capacity=N | none | memory for N rows, allocated at once; more rows are an error | a fixed footprint
 seed=N | 0 | seed of the rotation | repeating an experiment
 """)
@@ -302,6 +316,12 @@ def check_options(options: Mapping[str, Any], formats: Iterable[LayerFormat]) ->
             "option 'edge' with layers: both name the format of a layer; allowed: one of the two;"
             " nearest: no edge"
         )
+    for name in ("window", "sinks", "prune"):
+        if "retain" in options and name in options:
+            raise SpecError(
+                f"option '{name}' with retain: both say which rows stay; allowed: one of the two;"
+                f" nearest: no {name}"
+            )
     for name in ("window", "sinks"):
         if "prune" in options and name in options:
             raise SpecError(

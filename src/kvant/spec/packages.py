@@ -1,4 +1,4 @@
-"""Name the packages whose codecs and scores a spec uses, in the header of a file.
+"""Name the packages whose codecs, scores and retention rules a spec uses, in the header of a file.
 
 A reader that lacks one is refused with what to install. The name and the version come from the
 writer: a header is untrusted, so they have the form of those of packages, and nothing is imported
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from kvant.errors import CacheFileError
 from kvant.extensions import Extension, ExtensionTable, Package
 from kvant.recipes import CacheSpec, iterate_attention
-from kvant.spec.tables import CODEC_TABLE, NAME, SCORE_TABLE, TABLES
+from kvant.spec.tables import CODEC_TABLE, NAME, RETENTION_TABLE, SCORE_TABLE, TABLES
 
 T = TypeVar("T")
 PACKAGE = re.compile("[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?", re.ASCII)
@@ -23,13 +23,14 @@ VERSION = re.compile("[A-Za-z0-9.!+_-]{1,99}", re.ASCII)
 
 
 def list_extensions(spec: CacheSpec) -> list[Extension]:
-    """List the codecs and scores of a spec that are not kvant's own."""
+    """List the codecs, scores and retention rules of a spec that are not kvant's own."""
     used: dict[Extension, None] = {}  # in order, each once
     for layer in iterate_attention(*spec.layers):
         rules = [] if layer.prune is None else [layer.prune]
         extensions = [
             *(_find_extension(CODEC_TABLE, type(codec)) for codec in (layer.keys, layer.values)),
             *(_find_extension(SCORE_TABLE, type(rule.score)) for rule in rules),
+            _find_extension(RETENTION_TABLE, type(layer.retention)),
         ]
         used |= dict.fromkeys(extension for extension in extensions if extension is not None)
     return [*used]

@@ -1,8 +1,8 @@
-"""The codecs and scores that specs and headers name: kvant's own, registered, or of packages.
+"""What specs and headers name: codecs, scores and retention rules of kvant, programs and packages.
 
 A name is a word of the spec language, so it matches NAME and is no other word of it. A class is a
 frozen dataclass whose fields have defaults and a JSON form: a spec names it alone, a header with
-its fields. `register_codec` and `register_score` are public.
+its fields. The functions `register_...` are public.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from kvant.codecs import CODECS
 from kvant.contracts import Codec
 from kvant.errors import ExtensionError
 from kvant.extensions import ExtensionTable
-from kvant.retention import SCORES, Score
+from kvant.retention import RETENTIONS, SCORES, Retention, Score
 
 NAME = re.compile("[a-z][a-z0-9_-]{0,63}", re.ASCII)
 CODEC_MEMBERS = ("fields", "seal", "open", "frame", "exact", "limit", "tail")
+RETENTION_MEMBERS = ("find_first_retained", "sinks")
 SCORE_MEMBERS = ("score_rows", "num_queries", "prunes_during_decode", "repeats_prompt")
 
 
@@ -45,6 +46,26 @@ def check_score(name: str, score_class: type[Score]) -> None:
         raise ExtensionError(f"the score {name!r} names itself {score.name!r}: use one name")
 
 
+def check_retention(name: str, retention_class: type[Retention]) -> None:
+    """Raise unless a class can be the retention rule `name`."""
+    rule = _check_class("retention", name, retention_class, Retention, RETENTION_MEMBERS)
+    window, sinks = getattr(rule, "window", -1), rule.sinks
+    is_window = window is None or (type(window) is int and window > 0)
+    if not (is_window and type(sinks) is int and sinks >= 0):
+        raise ExtensionError(
+            f"the retention {name!r}: window={window!r} and sinks={sinks!r}: allowed are a whole"
+            " number from 1, or None, and a whole number from 0"
+        )
+    for length in (0, 1, window or 1, 3 * (window or 1)):
+        needed = 0 if window is None else max(0, length - window)
+        if rule.find_first_retained(length) != needed:
+            raise ExtensionError(
+                f"the retention {name!r}: find_first_retained({length}) is"
+                f" {rule.find_first_retained(length)!r}, and {needed} by its window: kernels read"
+                " the window and the sinks alone"
+            )
+
+
 def _check_class(kind: str, name: str, given: Any, contract: type, members: tuple[str, ...]) -> Any:
     """Return an object of a class with these members; raise if it is no such class."""
     from kvant.spec.headers import check_round_trip
@@ -53,18 +74,16 @@ def _check_class(kind: str, name: str, given: Any, contract: type, members: tupl
     subject = f"the {kind} {name!r}: {getattr(given, '__name__', given)}"
     if not (isinstance(given, type) and is_dataclass(given)):
         raise ExtensionError(f"{subject} is not a frozen dataclass: {way_out}")
-    stubs = {name: member for name, member in vars(contract).items() if callable(member)}
-    missing = [m for m in members if m in stubs and getattr(given, m, None) is stubs[m]]
     try:
         value = given()
         hash(value)  # one that is not frozen has no hash
         check_round_trip(value)
     except (TypeError, ValueError, NameError) as error:
         raise ExtensionError(
-            f"{subject} cannot be made from its name and a file: {error}: it must be a frozen"
-            " dataclass whose fields have defaults and types that a file holds"
+            f"{subject} cannot be made from its name and a file: {error}; it must be a frozen"
+            f" dataclass whose fields have defaults and types that a file holds: {way_out}"
         ) from error
-    missing += [m for m in members if getattr(value, m, None) is None]
+    missing = [member for member in members if getattr(value, member, None) is None]
     if missing:
         raise ExtensionError(f"{subject} has no {', '.join(missing)}: {way_out}")
     return value
@@ -74,7 +93,12 @@ CODEC_TABLE: ExtensionTable[type[Codec]] = ExtensionTable(
     "codec", CODECS, check_codec, NAME, list_reserved_words
 )
 SCORE_TABLE: ExtensionTable[type[Score]] = ExtensionTable("score", SCORES, check_score, NAME)
-TABLES: dict[str, ExtensionTable[Any]] = {table.kind: table for table in (CODEC_TABLE, SCORE_TABLE)}
+RETENTION_TABLE: ExtensionTable[type[Retention]] = ExtensionTable(
+    "retention", RETENTIONS, check_retention, NAME
+)
+TABLES: dict[str, ExtensionTable[Any]] = {
+    table.kind: table for table in (CODEC_TABLE, SCORE_TABLE, RETENTION_TABLE)
+}
 
 
 def register_codec(name: str, codec_class: type[Codec]) -> None:
@@ -114,3 +138,18 @@ def register_score(name: str, score_class: type[Score]) -> None:
     Cache(affine8,prune=newest:25%: 2 layers, length 0, 0 B)
     """
     SCORE_TABLE.register(name, score_class)
+
+
+def register_retention(name: str, retention_class: type[Retention]) -> None:
+    """Make a retention rule a choice of `retain=NAME` and of files; every field has a default.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Recent(kvant.types.Retention):
+    ...     window = 1020
+    ...     sinks = 4
+    >>> kvant.register_retention("recent", Recent)
+    >>> kvant.Cache(num_layers=2, spec="affine8,retain=recent")
+    Cache(affine8,retain=recent: 2 layers, length 0, 0 B)
+    """
+    RETENTION_TABLE.register(name, retention_class)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from foreign import ALL_TABLES, install_package
-from kvant import native
+from foreign import ALL_TABLES, RowSteps, install_package
+from kvant import native, register_codec
 from kvant.cache import layout
 
 # Triton reads this at its first import.
@@ -68,6 +68,12 @@ def extensions() -> Iterator[None]:
     for table, attributes, added in before:
         vars(table).clear()
         vars(table).update(attributes, _added=added)
+
+
+@pytest.fixture
+def foreign_codec(extensions: None) -> None:
+    """Register the codec `rowsteps`."""
+    register_codec("rowsteps", RowSteps)
 
 
 @pytest.fixture

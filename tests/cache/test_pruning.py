@@ -108,6 +108,7 @@ def test_channel_scales_of_each_head_change_no_choice(method: str) -> None:
         assert torch.allclose(values, smooth_values, atol=1e-5)
 
 
+@pytest.mark.usefixtures("foreign_codec")
 @pytest.mark.parametrize(
     ("form", "method"),
     [

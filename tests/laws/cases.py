@@ -20,7 +20,8 @@ from thin import thin_rows
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 AFFINE = [f"affine{bits}" for bits in WIDTHS]
-FORMATS = ("raw", *AFFINE, "affine4,rotate", "fp8", "turbo4", "turbo3", "turbo2")
+FOREIGN = "rowsteps"  # registered from outside, by the fixture `foreign_codec`
+FORMATS = ("raw", *AFFINE, "affine4,rotate", "fp8", "turbo4", "turbo3", "turbo2", FOREIGN)
 RETENTIONS = (
     "",
     "sinks=3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvant import Cache, attend, load, plan, save
-from kvant.codecs import CODECS
-from kvant.codecs.frames import Identity
-from kvant.contracts import Codec, Field, Fields
+from kvant import Cache, attend, load, plan, register_codec, save
 from kvant.planner import Shape
+from kvant.types import Codec, Field, Fields, Identity
 from laws import oracle
 
 
@@ -41,10 +39,8 @@ class Thirds(Codec):
 
 
 @pytest.fixture(autouse=True)
-def registered_codec() -> Iterator[None]:
-    CODECS["thirds"] = Thirds
-    yield
-    del CODECS["thirds"]
+def registered_codec() -> None:
+    register_codec("thirds", Thirds)
 
 
 SPECS = (

@@ -15,6 +15,7 @@ from kvant import Cache, CapacityError, RewindError, attend, load, merge, save
 from kvant.cache import PagedLayer
 from kvant.contracts import View
 from kvant.retention import Retention
+from laws.cases import FOREIGN
 
 SPECS = (
     "raw",
@@ -25,6 +26,7 @@ SPECS = (
     "affine8v4,window=130,sinks=2,slack=20",
     "affine4,window=20,sinks=0,tail=40",
     "raw/affine8,start=90",
+    f"{FOREIGN},window=70,sinks=2,tail=9",
 )
 LAYERS, DIM = 2, 16
 

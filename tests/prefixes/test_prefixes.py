@@ -105,6 +105,7 @@ EXACT = ("llama", "falcon_h1", "gemma3", "qwen3_next", "llama4")  # used without
 WINDOWS = ("", "sinks=3", "window=70,sinks=4", "window=200")
 
 
+@pytest.mark.usefixtures("foreign_codec")
 @pytest.mark.parametrize(("name", "codec", "window"), thin_rows(product(EXACT, FORMATS, WINDOWS)))
 def test_exact_hits_have_the_bits_of_a_cold_run(name: str, codec: str, window: str) -> None:
     model, spec = build(name), ",".join(filter(None, (codec, window, "prefill=stored")))

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -320,6 +321,18 @@ def test_a_package_may_register_what_it_lists(install: Install) -> None:
     assert type(codec) is sys.modules[module].Steps
     (extension,) = CODEC_TABLE.list_extensions()
     assert extension.package == ("kvant-own", "1.2")
+
+
+def test_a_package_may_list_what_another_module_defines(install: Install) -> None:
+    module = install({"codecs:steps": "RowSteps"}, name="kvant-front")
+    codec = kvant.parse("raw", 1).layers[0]
+    assert isinstance(codec, kvant.LayerSpec)
+    spec = kvant.CacheSpec((replace(codec, keys=RowSteps()),))
+    assert kvant.spec.describe_spec(spec) == "RowSteps/raw"
+    import_module(module)
+    assert kvant.spec.describe_spec(spec) == "steps/raw"
+    assert kvant.spec.from_json(kvant.spec.to_json(spec)) == spec
+    kvant.register_codec("steps", RowSteps)
 
 
 def test_import_reads_no_entry_points() -> None:

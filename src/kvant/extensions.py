@@ -13,6 +13,7 @@ another package has is never replaced. This module knows no codec, no score and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -73,7 +74,7 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
         """Add an object; the same object again changes nothing."""
         fault = self._find_name_fault(name)
         installed = self._valid_entries.get(name, [])
-        if fault is None and any(_get_place(value) != entry.value for entry in installed):
+        if fault is None and not all(_lists_object(entry, value) for entry in installed):
             fault = f"the package {_get_package(installed[0])} lists a {self.kind} of this name"
         if fault is not None:
             raise ExtensionError(f"the {self.kind} {name!r}: {fault}: choose another")
@@ -93,8 +94,8 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
         for name, present in (item for table in tables for item in table.items()):
             if present is value:
                 return name
-        place = _get_place(value)
-        names = (n for n, entries in self._valid_entries.items() if entries[0].value == place)
+        listed = self._valid_entries.items()
+        names = (name for name, entries in listed if _lists_object(entries[0], value))
         return next((name for name in names if self[name] is value), None)
 
     def find_extension(self, name: str) -> Extension | None:
@@ -156,7 +157,7 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
         if not self._pattern.fullmatch(name):
             return f"allowed are names that match {self._pattern.pattern}"
         if name in self._list_reserved():
-            return "this is a word of the spec language"
+            return "kvant uses this word for something else"
         return None
 
     def _find_entry_fault(self, name: str) -> str | None:
@@ -186,10 +187,13 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
 
 def _get_package(entry: EntryPoint) -> Package:
     assert entry.dist is not None  # `entry_points` sets it
-    return Package(entry.dist.name, entry.dist.version)
+    return Package(str(entry.dist.name), str(entry.dist.version))
 
 
-def _get_place(value: object) -> str:
-    """Return where an object is defined, as entry points name it."""
-    names = (getattr(value, name, "") for name in ("__module__", "__qualname__"))
-    return ":".join(names)
+def _lists_object(entry: EntryPoint, value: object) -> bool:
+    """Return whether an entry point names an object, as far as that is known without an import."""
+    place = [getattr(value, name, "") for name in ("__module__", "__qualname__")]
+    imported: object = sys.modules.get(entry.module)
+    for name in entry.attr.split("."):
+        imported = getattr(imported, name, None)
+    return imported is value or place == [entry.module, entry.attr]

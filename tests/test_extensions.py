@@ -343,6 +343,27 @@ def test_import_reads_no_entry_points() -> None:
 # ---- everywhere else
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda sealed: {"steps": sealed["steps"]},
+        lambda sealed: {**sealed, "more": sealed["top"]},
+        lambda sealed: {**sealed, "steps": sealed["steps"].float()},
+        lambda sealed: {**sealed, "steps": sealed["steps"][..., :1]},
+        lambda sealed: {**sealed, "top": sealed["top"][..., :1, :]},
+    ],
+)
+def test_a_codec_that_seals_other_fields_than_it_declares_is_refused(wrong: Any) -> None:
+    """A missing field would keep old bytes, and a narrow one would be broadcast."""
+    seal = {"seal": lambda self, rows: wrong(RowSteps().seal(rows))}
+    kvant.register_codec("wrong", dataclass(frozen=True)(type("Wrong", (RowSteps,), seal)))
+    cache = kvant.Cache(1, "wrong")
+    with pytest.raises(kvant.CacheError, match=r"Wrong\.seal returns .*`fields` declares"):
+        fill(cache)
+    assert cache.length == 0
+    assert fill(cache, 10).length == 10
+
+
 def test_the_reference_backend_reads_a_registered_codec() -> None:
     kvant.register_codec("rowsteps", RowSteps)
     cache = fill(kvant.Cache(1, "rowsteps"))

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.contracts import Fields, PagedTensors
+from kvant.contracts import Codec, Fields, PagedTensors
+from kvant.errors import CacheError
 from kvant.page_table import (
     SEAL_SLOT,
     SEAL_SOURCE,
@@ -87,10 +88,29 @@ def gather_rows_to_seal(seals: Ints, rows: Tensor, tensors: PagedTensors) -> Ten
 
 def _seal_pages(seals: Ints, rows: Tensor, name: str, tensors: PagedTensors) -> None:
     slots = _make_index(seals, rows)[SEAL_SLOT]
-    for field, sealed in tensors.codec.seal(rows).items():
+    for field, sealed in _encode_pages(tensors.codec, rows).items():
         if tensors.tiles is not None:
             sealed = tensors.tiles.pack(f"{name}.{field}", sealed)
         tensors.sealed[field][slots] = sealed
+
+
+def _encode_pages(codec: Codec, rows: Tensor) -> Fields:
+    """Encode pages [n, H, P, D]; raise unless the fields are those that the codec declares."""
+    sealed = codec.seal(rows)
+    declared = {
+        name: (
+            (*rows.shape[:2], field.height(rows.shape[2]), field.width),
+            field.dtype or rows.dtype,
+        )
+        for name, field in codec.fields(rows.shape[3]).items()
+    }
+    returned = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in sealed.items()}
+    if returned != declared:  # assigned to the storage, some would be broadcast or left out
+        raise CacheError(
+            f"{type(codec).__name__}.seal returns {returned} for pages {list(rows.shape)}, and its"
+            f" `fields` declares {declared}: make them agree"
+        )
+    return sealed
 
 
 def reopen_pages(plan: AppendPlan, sides: Mapping[str, PagedTensors]) -> None:

@@ -233,6 +233,7 @@ select=N | all \
     | each token reads the first sealed page, the last 256 sealed rows, and N or P% of the others \
     | speed
 prune=SCORE:KEEP | all | after a prompt each head keeps its best rows | memory
+retain=NAME | none | the window and sinks of a registered rule | your own rules
 tail=N | by format | the last N rows are read dense | less loss at few bits
 start=N | 0 | rows stay dense until a sequence has N tokens | short prompts without loss
 edge=N:FORMAT | 0:affine8 | the first and last N layers use another format | sensitive layers
@@ -246,7 +247,6 @@ prefill=stored | dense | a prompt attends to its rows as stored, not as computed
 slack=N | 16 | how many tokens back a rewind is exact | drafts, edits
 page=N | 64 | rows per page, a multiple of 64 | fewer, larger pages
 step=N | 1 | rows added by each allocation, in whole pages | fewer allocations
-retain=NAME | none | the window and sinks of a registered rule | your own rules
 capacity=N | none | memory for N rows, allocated at once; more rows are an error | a fixed footprint
 seed=N | 0 | seed of the rotation | repeating an experiment
 """)

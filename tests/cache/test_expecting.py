@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvant.cache import merge
 from kvant.cache.tokens import commit_tokens, plan_tokens
 from kvant.contracts import View
 from kvant.recipes import CacheSpec
+from thin import thin_rows
 
 SPECS = (
     "raw",
@@ -66,8 +68,7 @@ def append_by_halves(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
     commit_tokens(cache, "elsewhere")
 
 
-@pytest.mark.parametrize("capacity", ["", ",capacity=600"])
-@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize(("text", "capacity"), thin_rows(product(SPECS, ["", ",capacity=600"])))
 def test_expect_then_arrive_equals_append(text: str, capacity: str) -> None:
     first, second = make_filled_cache(text + capacity), make_filled_cache(text + capacity)
     for t in range(300):

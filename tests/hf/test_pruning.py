@@ -129,7 +129,7 @@ PRUNED = (ADAPTIVE, "affine4,prune=keydiff:64", "raw,prune=tova:64")
 )
 def test_drafts_change_nothing(spec: str, draft: str) -> None:
     model, prompt = build("llama"), text(90) * 2
-    options: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 300, "ignore_end": True}
+    options: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 150, "ignore_end": True}
     plain = [step.token for step in generate(model, Numbers(), prompt, **options)]
     other: Any = model if draft == "itself" else draft
     drafted = [step.token for step in generate(model, Numbers(), prompt, **options, draft=other)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvant.serve.routing import (
     make_keys,
     parse_prefix_pages,
 )
+from thin import thin_rows
 
 ORDERS = ("in turn", "one after the other", "at random")
 
@@ -89,8 +91,7 @@ AGENT_SIZES = {
 }
 
 
-@pytest.mark.parametrize("num_servers", [2, 4])
-@pytest.mark.parametrize("size", AGENT_SIZES)
+@pytest.mark.parametrize(("size", "num_servers"), thin_rows(product(AGENT_SIZES, [2, 4])))
 def test_requests_of_agents_follow_their_session(size: str, num_servers: int) -> None:
     """Also if all begin with the same long system text, which every server has read."""
     servers, rng = [f"s{number}" for number in range(num_servers)], random.Random(1)

@@ -38,8 +38,13 @@ def outlier_model(plain_model: Any) -> Any:
     return scale_key_channels(plain_model, 100.0, channels=(3, 11))
 
 
-def test_harmless_format_is_left_unchanged(plain_model: Any, tokenizer: Any) -> None:
-    result = kvant.probe(plain_model, tokenizer, "affine4")
+@pytest.fixture(scope="module")
+def affine4_probe(plain_model: Any, tokenizer: Any) -> kvant.Probe:
+    return kvant.probe(plain_model, tokenizer, "affine4")
+
+
+def test_harmless_format_is_left_unchanged(affine4_probe: kvant.Probe) -> None:
+    result = affine4_probe
     assert result.harmless and result.recommended == "affine4"
     assert 0 < result.divergence.mean_kl < MAX_KL
     assert len(result.layers) == 6 and all(0 < layer_kl < MAX_KL for layer_kl in result.layers)
@@ -50,13 +55,12 @@ def test_harmless_format_is_left_unchanged(plain_model: Any, tokenizer: Any) -> 
     "options", ["capacity=300", pytest.param("window=64,sinks=4", marks=pytest.mark.laws)]
 )
 def test_window_and_capacity_are_no_harm_of_the_format(
-    options: str, plain_model: Any, tokenizer: Any
+    options: str, plain_model: Any, tokenizer: Any, affine4_probe: kvant.Probe
 ) -> None:
-    single = kvant.probe(plain_model, tokenizer, "affine4")
     result = kvant.probe(plain_model, tokenizer, f"affine4,{options}")
     assert result.harmless
     if "sinks" not in options:
-        assert result.divergence.mean_kl == single.divergence.mean_kl
+        assert result.divergence.mean_kl == affine4_probe.divergence.mean_kl
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvant.attach(plain_model, f"affine4,{options}", tokenizer=tokenizer)

@@ -212,6 +212,9 @@ def test_rule_allows_downward_imports(module: str, source: str) -> None:
     )
 
 
+SLOW = ("numpy", "torch", "transformers", "triton")
+
+
 def list_imports(code: str) -> list[str]:
     """Run `code` in a separate process, and list the slow packages that it imported."""
     program = f"{code}\nimport sys; print(*sys.modules)"
@@ -219,7 +222,7 @@ def list_imports(code: str) -> list[str]:
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
     modules = ran.stdout.split("\n")[-2].split()
-    return [name for name in ("numpy", "torch", "transformers", "triton") if name in modules]
+    return [name for name in SLOW if name in modules]
 
 
 @pytest.mark.parametrize(
@@ -241,29 +244,35 @@ def test_cache_needs_no_optional_package(optional: str) -> None:
     assert optional not in list_imports("import kvant; kvant.Cache(1, 'affine4')")
 
 
-COMMAND = """
+COMMANDS_IN_ONE_PROCESS = """
 import sys
-sys.argv = ["kvant", *{words}]
 from kvant_command import main
-try:
-    main()
-except SystemExit as end:
-    print(end.code, file=sys.stderr)
+for words in {commands}:
+    sys.argv = ["kvant", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+    if loaded := [name for name in {slow} if name in sys.modules]:
+        sys.exit(f"kvant {{words}}: {{loaded}}")
 """
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def assert_no_imports(*commands: str) -> None:
+    """Assert that no command, one after the other in a process, imports a slow package."""
+    code = COMMANDS_IN_ONE_PROCESS.format(commands=commands, slow=SLOW)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-1000:]
+
+
+def test_help_needs_no_torch() -> None:
+    assert_no_imports(
         "--help",
         *(f"{name} --help" for name in COMMANDS),
         "store prune --help",
         "formats",
         "--show-completion bash",
-    ],
-)
-def test_help_needs_no_torch(words: str) -> None:
-    assert list_imports(COMMAND.format(words=words.split())) == []
+    )
 
 
 @pytest.mark.parametrize("words", ["kvant ru", "kvant run --kv-", "kvant bench att"])
@@ -271,12 +280,11 @@ def test_completion_needs_no_torch(words: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("_KVANT_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    assert list_imports(COMMAND.format(words=[])) == []
+    assert_no_imports("")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_user_errors_need_no_torch() -> None:
+    assert_no_imports(
         "run --nonsense",
         "run --prompt x --kv-cache affine9",
         "run --prompt x --temperature -1",
@@ -304,7 +312,4 @@ def test_completion_needs_no_torch(words: str, monkeypatch: pytest.MonkeyPatch) 
         "plan --kv-cache affine9",
         "formats affine9",
         "store ls nowhere",
-    ],
-)
-def test_user_error_needs_no_torch(words: str) -> None:
-    assert list_imports(COMMAND.format(words=words.split())) == []
+    )

@@ -70,19 +70,25 @@ def make_filled_cache(text: str) -> Cache:
     return cache
 
 
+@pytest.fixture(params=[20, pytest.param(150, marks=pytest.mark.laws)])
+def num_moments(request: pytest.FixtureRequest) -> int:
+    """How many instructions of an action are interrupted, one a run."""
+    return int(request.param)
+
+
 def list_moments(total: int, count: int) -> list[int]:
     """Return some of the instructions; of the last ones, which commit, every other."""
     return sorted({*range(1, total, max(1, total // count)), *range(max(1, total - 40), total, 2)})
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_interrupted_forward_is_in_all_layers_or_in_none(text: str) -> None:
+def test_interrupted_forward_is_in_all_layers_or_in_none(text: str, num_moments: int) -> None:
     start, reference = make_filled_cache(text), make_filled_cache(text)
     forward(reference, 1)
     forward(reference, 70)
     outcomes = set()
     fork = start.fork()
-    for instruction in list_moments(run_interrupted(lambda: forward(fork, 1), None), 50):
+    for instruction in list_moments(run_interrupted(lambda: forward(fork, 1), None), num_moments):
         cache = start.fork()
         run_interrupted(lambda cache=cache: forward(cache, 1), instruction)  # type: ignore[misc]
         length_before = cache.length
@@ -133,7 +139,9 @@ def tensor_shapes(snapshot: Snapshot) -> dict[str, torch.Size]:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("reads_length", [True, False], ids=["rollback", "append"])
-def test_interrupted_operation_applies_to_all_layers_or_none(verb: str, reads_length: bool) -> None:
+def test_interrupted_operation_applies_to_all_layers_or_none(
+    verb: str, reads_length: bool, num_moments: int
+) -> None:
     """The next call may be any operation, or an append; `length` reports the result in advance.
 
     Regression: a completed recode left its spec pending, and the file could not be loaded.
@@ -143,7 +151,7 @@ def test_interrupted_operation_applies_to_all_layers_or_none(verb: str, reads_le
     before, after = start.snapshot(), expected_cache.snapshot()
     fork = start.fork()
     outcomes = set()
-    for instruction in list_moments(run_interrupted(lambda: VERBS[verb](fork), None), 60):
+    for instruction in list_moments(run_interrupted(lambda: VERBS[verb](fork), None), num_moments):
         cache = start.fork()
         run_interrupted(lambda cache=cache: VERBS[verb](cache), instruction)  # type: ignore[misc]
         length = cache.length
@@ -200,7 +208,7 @@ def test_rewind_without_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert [read_tags(state) for state in cache] == [list(range(101))] * 3
 
 
-def test_model_continues_after_an_interrupted_crop() -> None:
+def test_model_continues_after_an_interrupted_crop(num_moments: int) -> None:
     """Regression: positions and masks were made for a length that the forward did not find."""
     model, ids = build("llama"), torch.arange(20)[None]
     with torch.no_grad():
@@ -208,7 +216,7 @@ def test_model_continues_after_an_interrupted_crop() -> None:
         start = cache_for(model, "raw")
         model(ids, past_key_values=start)
         fork, lengths = start.fork(), set()
-        for instruction in list_moments(run_interrupted(lambda: fork.crop(-5), None), 60):
+        for instruction in list_moments(run_interrupted(lambda: fork.crop(-5), None), num_moments):
             cache = start.fork()
             run_interrupted(lambda cache=cache: cache.crop(-5), instruction)  # type: ignore[misc]
             length = cache.get_seq_length()
@@ -226,7 +234,9 @@ OF_HYBRIDS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("verb", OF_HYBRIDS)
-def test_interrupted_hybrid_applies_to_all_layers_or_none_or_raises(verb: str) -> None:
+def test_interrupted_hybrid_applies_to_all_layers_or_none_or_raises(
+    verb: str, num_moments: int
+) -> None:
     """States held by transformers change one after the other."""
     model, act = build("falcon_h1"), OF_HYBRIDS[verb]
     ids = torch.stack([torch.arange(20), torch.arange(20).flip(0)])
@@ -245,7 +255,8 @@ def test_interrupted_hybrid_applies_to_all_layers_or_none_or_raises(verb: str) -
         expected = {"old": logits(start.fork()), "new": logits(expected_cache)}
         fork = start.fork()
         total = run_interrupted(lambda: act(fork), None)
-        for instruction in (*list_moments(total, 40), 2 * total):  # the last one is after the end
+        after_the_end = 2 * total
+        for instruction in (*list_moments(total, num_moments), after_the_end):
             cache = start.fork()
             cache.state.pools.check()  # recounts slots if the last interrupt left them inconsistent
             run_interrupted(lambda cache=cache: act(cache), instruction)  # type: ignore[misc]
@@ -270,7 +281,7 @@ def test_interrupted_hybrid_applies_to_all_layers_or_none_or_raises(verb: str) -
 @pytest.mark.parametrize("name", ["jamba", "falcon_h1", "qwen3_next"])
 @torch.no_grad()
 def test_failed_first_forward_leaves_no_state(
-    name: str, place: int, monkeypatch: pytest.MonkeyPatch
+    name: str, place: int, monkeypatch: pytest.MonkeyPatch, num_moments: int
 ) -> None:
     """Regression: the next forward used it if its rollback was interrupted."""
     model, ids = build(name), torch.arange(3, 14)[None]
@@ -292,7 +303,7 @@ def test_failed_first_forward_leaves_no_state(
         return torch.cat([model(x, past_key_values=cache).logits for x in (ids, ids[:, :1])], 1)
 
     expected, clone = logits(cache_for(model, "raw")), dead()
-    for instruction in list_moments(run_interrupted(lambda: recover(clone), None), 60):
+    for instruction in list_moments(run_interrupted(lambda: recover(clone), None), num_moments):
         cache = dead()
         run_interrupted(lambda cache=cache: recover(cache), instruction)  # type: ignore[misc]
         try:
@@ -305,14 +316,14 @@ def test_failed_first_forward_leaves_no_state(
 
 
 @torch.no_grad()
-def test_rewind_to_the_current_length_keeps_state() -> None:
+def test_rewind_to_the_current_length_keeps_state(num_moments: int) -> None:
     """There is no checkpoint: a lost state cannot be restored."""
     model, ids = build("jamba"), torch.arange(3, 14)[None]
     start = cache_for(model, "raw")
     model(ids, past_key_values=start)
     fork = start.fork()
     expected = model(ids[:, :1], past_key_values=start.fork()).logits
-    for instruction in list_moments(run_interrupted(lambda: fork.rewind(11), None), 80):
+    for instruction in list_moments(run_interrupted(lambda: fork.rewind(11), None), num_moments):
         cache = start.fork()
         run_interrupted(lambda cache=cache: cache.rewind(11), instruction)  # type: ignore[misc]
         actual = model(ids[:, :1], past_key_values=cache).logits
@@ -320,7 +331,7 @@ def test_rewind_to_the_current_length_keeps_state() -> None:
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8,window=70,sinks=0"])
-def test_interrupted_select_applies_to_all_layers_or_none(text: str) -> None:
+def test_interrupted_select_applies_to_all_layers_or_none(text: str, num_moments: int) -> None:
     start = Cache(3, text)
     for _ in range(2):
         for state in start:
@@ -329,7 +340,9 @@ def test_interrupted_select_applies_to_all_layers_or_none(text: str) -> None:
     expected_cache.select([1, 0])
     before, after = start.snapshot(), expected_cache.snapshot()
     fork, outcomes = start.fork(), set()
-    for instruction in list_moments(run_interrupted(lambda: fork.select([1, 0]), None), 60):
+    for instruction in list_moments(
+        run_interrupted(lambda: fork.select([1, 0]), None), num_moments
+    ):
         cache = start.fork()
         run_interrupted(lambda cache=cache: cache.select([1, 0]), instruction)  # type: ignore[misc]
         cache.rollback()
@@ -353,7 +366,7 @@ OF_PROMPTS: dict[str, Callable[[Cache], object]] = {
 
 
 @pytest.mark.parametrize("verb", OF_PROMPTS)
-def test_prompt_is_pruned_after_any_interrupt(verb: str) -> None:
+def test_prompt_is_pruned_after_any_interrupt(verb: str, num_moments: int) -> None:
     """Regression: between new page tables and recorded queries the prompt was unknown: it
     stayed whole.
     """
@@ -367,7 +380,9 @@ def test_prompt_is_pruned_after_any_interrupt(verb: str) -> None:
         act(expected_cache)
         expected_cache.prune()
         pruned.append(expected_cache.snapshot())
-    for instruction in list_moments(run_interrupted(lambda: OF_PROMPTS[verb](fork), None), 150):
+    for instruction in list_moments(
+        run_interrupted(lambda: OF_PROMPTS[verb](fork), None), num_moments
+    ):
         cache = start.fork()
         run_interrupted(lambda cache=cache: OF_PROMPTS[verb](cache), instruction)  # type: ignore[misc]
         cache.prune()

@@ -166,14 +166,15 @@ def test_sizes_beyond_those_of_tensors_are_refused(
         load_model(path, torch.float32)
 
 
-def test_forged_files_are_refused_or_load_a_model() -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.laws)])
+def test_forged_files_are_refused_or_load_a_model(count: int) -> None:
     """In a separate process with bounded memory; a crash would end it, too."""
-    run = [sys.executable, str(Path(__file__).with_name("forged_gguf.py")), "--count", "120"]
+    run = [sys.executable, str(Path(__file__).with_name("forged_gguf.py")), "--count", str(count)]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.run(run, capture_output=True, text=True, check=False, env=env)
     assert process.returncode == 0, process.stderr[-3000:]
     outcomes = json.loads(process.stdout.splitlines()[-1])
-    assert outcomes["refused"] > 40 and outcomes["taken"] > 10, outcomes
+    assert outcomes["refused"] > count / 3 and outcomes["taken"] > count / 12, outcomes
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import typer
 import kvant
 from kvant.bench.markdown import format_markdown
 from kvant.cli.main import BENCHES, app, main
+from kvant.probing.trials import MIN_EXAM_TOKENS
 from kvant.spec.formats import AUTO_WORD, FORMAT_WORDS
 from kvant.spec.options import OPTION_PARSERS as KNOWN
 from kvant.spec.options import OPTION_WORDS
@@ -35,7 +36,7 @@ WITH_PYTHON = [
     page for page in PAGES if page != TABLES and "```python\n" in (ROOT / page).read_text()
 ]
 SHORT = ("README.md", "docs/index.md", "docs/formats.md", "docs/tutorials/")  # run to their end
-NOT_HERE = ("kvant serve", "PATH_OR_ID", "Qwen/", "$")
+NOT_HERE = ("kvant serve", "PATH_OR_ID", "Qwen/", "smollm2", "$")
 MODULE = "python -m kvant.bench."
 LESS = {"run": ["--max-new-tokens", "20"], "eval": ["--tokens", "512", "--prompts", "1"]}
 
@@ -70,9 +71,16 @@ def assert_parses(words: list[str]) -> None:
     assert context.command.callback is not None
 
 
+@pytest.fixture(scope="module")
+def shared_verdicts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("verdicts"))
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create the files that the commands use."""
+def folder(tmp_path: Path, shared_verdicts: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create the files that the commands use; check a format once for all pages, on less text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", shared_verdicts)
+    monkeypatch.setattr("kvant.probing.trials.MAX_TRIAL_TOKENS", MIN_EXAM_TOKENS)
     shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n{"prompt": "class A"}\n')
     monkeypatch.chdir(tmp_path)
@@ -98,7 +106,7 @@ def test_python_examples_run(page: str, folder: Path) -> None:
 def test_command_examples_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in list_commands(page):
         if not any(text in shlex.join(words) for text in NOT_HERE):
-            run_command(words, monkeypatch)
+            run_command(words + LESS.get(words[1], []), monkeypatch)
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is missing")

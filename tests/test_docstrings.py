@@ -12,6 +12,7 @@ import torch
 
 import kvant
 from kvant import checkpoints
+from kvant.probing.trials import MIN_EXAM_TOKENS
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NEEDS = {"Grammar": "llguidance", "GrammarError": "llguidance"}  # the extra `grammar`
@@ -44,6 +45,7 @@ def test_docstring_examples_run(
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvant.probing.trials.MAX_TRIAL_TOKENS", MIN_EXAM_TOKENS)
     example = doctest.DocTestParser().get_doctest(get_docstring(name), example_names, name, None, 0)
     assert example.examples, f"kvant.{name} shows no example"
     output: list[str] = []

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvant.native import get_library
 from kvant.weights import packed_matrix
 from kvant.weights import packing as weights
 from kvant.weights.packed_weight import PackedWeight
+from thin import thin_rows
 from unpacked import unpack_copy
 
 IN, OUT = 96, 128
@@ -640,8 +642,9 @@ def test_default_device_changes_nothing(format_name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo reads it when it resumes
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "format_name"), thin_rows(product(["eager", "aot_eager"], FORMATS))
+)
 def test_a_compiled_model_computes_the_same(backend: str, format_name: str) -> None:
     """Linear layers run outside of the compiled graph."""
     torch.compiler.reset()
@@ -685,7 +688,10 @@ print(json.dumps(report))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no mark to set back")
-@pytest.mark.parametrize(("format_name", "bits"), [("raw", 16), ("affine8", 9), ("affine4", 5)])
+@pytest.mark.parametrize(
+    ("format_name", "bits"),
+    [("raw", 16), pytest.param("affine8", 9, marks=pytest.mark.laws), ("affine4", 5)],
+)
 def test_packing_makes_no_second_copy_of_the_model(format_name: str, bits: int) -> None:
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT, format_name], capture_output=True, text=True, check=True

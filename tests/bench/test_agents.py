@@ -54,7 +54,13 @@ def test_shared_tokens_are_reused(name: str, spec: str, kind: str, tokenizer: An
     assert counts.reused_tokens >= 0.95 * counts.shared_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "spec"), FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        pytest.param(*row, marks=() if row[0] in ("gemma3", "falcon_h1") else pytest.mark.laws)
+        for row in FAMILIES
+    ],
+)
 def test_shared_tokens_are_reused_after_a_restart(name: str, spec: str, tokenizer: Any) -> None:
     counts = measure(name, spec, "cancelled turn", tokenizer, restarts=True)
     assert counts.reused_tokens >= 0.95 * counts.shared_tokens > 0

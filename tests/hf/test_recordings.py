@@ -48,9 +48,13 @@ CELLS = [
 
 REPLAYED_DRAFTS = ("llama", "qwen3", "phi3", "mixtral", "gemma3", "mistral")
 DRAFT_CELLS = [
-    pytest.param(family, spec, marks=[] if family in FEW else pytest.mark.laws)
-    for spec in ("raw", "affine8", "affine4,tail=3")
-    for family in family_names("decoder")
+    pytest.param(
+        family,
+        spec,
+        marks=[] if family in FEW and (row + column) % 3 == 0 else pytest.mark.laws,
+    )
+    for column, spec in enumerate(("raw", "affine8", "affine4,tail=3"))
+    for row, family in enumerate(family_names("decoder"))
     if family != "mllama"  # its images live in transformers
 ]
 

@@ -92,6 +92,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
+def quick_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try formats on half of the text and one recall exam, where the verdict does not matter."""
+    from kvant.probing import trials
+
+    monkeypatch.setattr(trials, "MAX_TRIAL_TOKENS", trials.MIN_EXAM_TOKENS)
+    monkeypatch.setattr(trials, "NUM_EXAMS", 1)
+
+
+@pytest.fixture
 def gpu_page_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store sealed pages in the file layout instead of the native kernels' layout."""
     monkeypatch.setattr(layout, "select_tiles", lambda device: None)

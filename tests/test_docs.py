@@ -21,7 +21,6 @@ import typer
 import kvant
 from kvant.bench.markdown import format_markdown
 from kvant.cli.main import BENCHES, app, main
-from kvant.probing.trials import MIN_EXAM_TOKENS
 from kvant.spec.formats import AUTO_WORD, FORMAT_WORDS
 from kvant.spec.options import OPTION_PARSERS as KNOWN
 from kvant.spec.options import OPTION_WORDS
@@ -77,10 +76,11 @@ def shared_verdicts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, shared_verdicts: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, shared_verdicts: str, quick_trials: None, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Create the files that the commands use; check a format once for all pages, on less text."""
     monkeypatch.setenv("XDG_CACHE_HOME", shared_verdicts)
-    monkeypatch.setattr("kvant.probing.trials.MAX_TRIAL_TOKENS", MIN_EXAM_TOKENS)
     shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n{"prompt": "class A"}\n')
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,6 @@ import torch
 
 import kvant
 from kvant import checkpoints
-from kvant.probing.trials import MIN_EXAM_TOKENS
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 NEEDS = {"Grammar": "llguidance", "GrammarError": "llguidance"}  # the extra `grammar`
@@ -38,6 +37,7 @@ def get_docstring(name: str) -> str:
     return "" if text.startswith(f"{name}(") else text
 
 
+@pytest.mark.usefixtures("quick_trials")
 @pytest.mark.parametrize("name", kvant.__all__)
 def test_docstring_examples_run(
     name: str, example_names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -45,7 +45,6 @@ def test_docstring_examples_run(
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvant.probing.trials.MAX_TRIAL_TOKENS", MIN_EXAM_TOKENS)
     example = doctest.DocTestParser().get_doctest(get_docstring(name), example_names, name, None, 0)
     assert example.examples, f"kvant.{name} shows no example"
     output: list[str] = []

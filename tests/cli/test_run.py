@@ -116,6 +116,7 @@ def test_strategies_and_drafts_give_the_same_text(words: tuple[str, ...], call: 
     assert call(*SHORT, *words) == plain
 
 
+@pytest.mark.usefixtures("quick_trials")
 def test_auto_in_given_bits_reports_formats_by_layer(call: Any) -> None:
     code, out, error = call(*SHORT, "--kv-cache", "auto:3.25bits", "--json")
     lines = [line for line in error.splitlines() if not line.startswith("testing auto:")]
@@ -130,6 +131,7 @@ def test_auto_in_given_bits_reports_formats_by_layer(call: Any) -> None:
     )
 
 
+@pytest.mark.usefixtures("quick_trials")
 def test_auto_reports_its_choice(call: Any) -> None:
     code, out, error = call(*SHORT, "--kv-cache", "auto", "--json")
     report = json.loads(out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hf.zoo import build
 from kvant import checkpoints
 from kvant.cache.files import read_header
 from kvant.prefixes.keys import make_root_key
-from kvant.spec.packages import decode_extensions
+from kvant.spec.packages import check_extensions_used, decode_extensions
 from kvant.spec.tables import CODEC_TABLE
 from test_extensions import Install, fill
 
@@ -88,12 +90,53 @@ def test_forged_extensions_are_refused(forged: Any) -> None:
         decode_extensions(forged, "a.kv")
 
 
-def test_keys_of_prefixes_differ_by_package(install: Install, tmp_path: Path) -> None:
+def test_a_header_imports_nothing_that_its_spec_does_not_use(
+    install: Install, tmp_path: Path
+) -> None:
+    module = install()
+    listed = {"kind": "codec", "name": "steps", "package": "kvant-steps", "version": "1.1"}
+    (extension,) = decode_extensions([listed], "a.kv")
+    assert extension.package == ("kvant-steps", "1.1") and module not in sys.modules
+    with pytest.raises(ValueError, match="its spec uses"):
+        check_extensions_used([extension], kvant.parse("raw", 2))
+    with pytest.raises(ValueError, match="its header names the extensions set"):
+        check_extensions_used([], kvant.parse("steps", 2))
+
+
+def test_a_registered_codec_does_not_read_files_of_a_package(
+    install: Install, tmp_path: Path
+) -> None:
+    install({"codecs:steps": "Steps"})
+    kvant.save(fill(kvant.Cache(1, "steps")), tmp_path / "package.kv")
+    uninstall_packages(tmp_path)
+    kvant.register_codec("steps", RowSteps)
+    with pytest.raises(kvant.CacheFileError, match="but here a program registered it: do not"):
+        kvant.load(tmp_path / "package.kv")
+    kvant.save(fill(kvant.Cache(1, "steps")), tmp_path / "registered.kv")
+    uninstall_packages(tmp_path)
+    install({"codecs:steps": "Steps"})
+    with pytest.raises(kvant.CacheFileError, match=r"but here it is of kvant-steps 1.2: uninstall"):
+        kvant.load(tmp_path / "registered.kv")
+
+
+def test_keys_of_prefixes_differ_by_package_version_and_code(
+    install: Install, tmp_path: Path
+) -> None:
     model, keys = build("llama"), list[bytes]()
     kvant.register_codec("steps", RowSteps)
     keys.append(make_root_key(model, kvant.parse("steps", 2)))
-    for name in ("kvant-a", "kvant-b"):
+    for name, version in (("kvant-a", "1"), ("kvant-b", "1"), ("kvant-b", "2")):
         uninstall_packages(tmp_path)
-        install({"codecs:steps": "Steps"}, name=name)
+        install({"codecs:steps": "Steps"}, name=name, version=version)
         keys.append(make_root_key(model, kvant.parse("steps", 2)))
-    assert len({*keys}) == 3
+    uninstall_packages(tmp_path)
+    kvant.register_codec("steps", OtherSteps)
+    keys.append(make_root_key(model, kvant.parse("steps", 2)))
+    assert len({*keys}) == 5
+
+
+@dataclass(frozen=True)
+class OtherSteps(RowSteps):
+    """Another codec with the fields of RowSteps."""
+
+    frame = RowSteps.frame

@@ -20,7 +20,9 @@ from engine.test_engine import generate_alone, make_engine, make_prompts
 from foreign import ENTRIES, LongKeys, MemoryStore, RowSteps
 from hf.zoo import build
 from kvant import ExtensionError, SpecError, checkpoints
+from kvant.codecs import Fp8
 from kvant.errors import StoreError
+from kvant.native import get_library
 from kvant.spec.formats import AUTO_WORD, FAMILY_WIDTHS, SIDE_FORMATS, TWO_WIDTH_FORMATS
 from kvant.spec.options import OPTION_PARSERS
 from kvant.spec.tables import CODEC_TABLE, SCORE_TABLE
@@ -162,7 +164,7 @@ class Bare:
         (Mutable, "Mutable cannot be made .*unhashable"),
         (Needy, "Needy cannot be made from its name and a file: .*'bits'"),
         (Named, "Named cannot be made .*a field is called name"),
-        (Thawed, "Thawed cannot be made .*unhashable"),
+        (Thawed, "Thawed is not a frozen dataclass"),
         (Sealless, "Sealless cannot be made .*abstract methods open, seal"),
         (Frameless, "Frameless has no frame"),
         (Bare, "Bare has no exact, limit, tail"),
@@ -369,7 +371,28 @@ def test_the_reference_backend_reads_a_registered_codec() -> None:
     cache = fill(kvant.Cache(1, "rowsteps"))
     first, *others = str(kvant.explain(cache[0].view())).splitlines()
     assert first == "reference: reads this view"
-    assert "native: keys of RowSteps" in others or "native: the library" in "".join(others)
+    native = next(line for line in others if line.startswith("native: "))
+    assert get_library().functions is None or native == "native: keys of RowSteps"
+
+
+def test_codecs_with_the_form_of_a_kernel_or_a_second_name_are_refused() -> None:
+    seal = {"seal": lambda self, rows: Fp8().seal(rows)}
+    mine = dataclass(frozen=True)(type("Mine", (Fp8,), seal))
+    with pytest.raises(kvant.ExtensionError, match="kernels read the formats of kvant alone"):
+        kvant.register_codec("mine", mine)
+    with pytest.raises(kvant.ExtensionError, match="it is the codec 'fp8' already"):
+        kvant.register_codec("float8", Fp8)
+    kvant.register_codec("rowsteps", RowSteps)
+    with pytest.raises(kvant.ExtensionError, match="it is the codec 'rowsteps' already"):
+        kvant.register_codec("others", RowSteps)
+
+
+def test_a_codec_that_opens_other_rows_is_refused() -> None:
+    opened = {"open": lambda self, fields: RowSteps().open(fields).mean(-1, keepdim=True)}
+    kvant.register_codec("narrow", dataclass(frozen=True)(type("Narrow", (RowSteps,), opened)))
+    cache = fill(kvant.Cache(1, "narrow"))
+    with pytest.raises(kvant.CacheError, match=r"Narrow\.open returns .* return all rows"):
+        cache[0].read()
 
 
 @pytest.mark.parametrize("spec", ["rowsteps", "rowsteps/affine8,window=40,sinks=2", "raw/rowsteps"])

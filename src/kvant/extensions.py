@@ -13,6 +13,7 @@ another package has is never replaced. This module knows no codec, no score and 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
@@ -34,6 +35,11 @@ class Package(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
+
+    @property
+    def normalized_name(self) -> str:
+        """The name as package indexes compare it."""
+        return re.sub("[-_.]+", "-", self.name).lower()
 
 
 class Extension(NamedTuple):
@@ -76,6 +82,8 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
         installed = self._valid_entries.get(name, [])
         if fault is None and not all(_lists_object(entry, value) for entry in installed):
             fault = f"the package {_get_package(installed[0])} lists a {self.kind} of this name"
+        if fault is None and (known := self.find_name(value)) not in (None, name):
+            fault = f"it is the {self.kind} {known!r} already"
         if fault is not None:
             raise ExtensionError(f"the {self.kind} {name!r}: {fault}: choose another")
         self._check(name, value)
@@ -85,7 +93,7 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
         if present is not value:
             raise ExtensionError(
                 f"the {self.kind} {name!r}: {present!r} is registered under this name: choose"
-                " another"
+                " another, or restart Python if it was changed"
             )
 
     def find_name(self, value: T) -> str | None:
@@ -99,11 +107,13 @@ class ExtensionTable(Mapping[str, T], Generic[T]):
         return next((name for name in names if self[name] is value), None)
 
     def find_extension(self, name: str) -> Extension | None:
-        """Return what provides a name; None if it is kvant's own."""
+        """Return what provides a known name, without importing it; None if it is kvant's own."""
         if name in self._builtin:
             return None
-        self[name]
-        return Extension(self.kind, name, self._added[name][1])
+        if name in self._added:
+            return Extension(self.kind, name, self._added[name][1])
+        package = _get_package(self._valid_entries[name][0])
+        return Extension(self.kind, name, package, self._find_entry_fault(name))
 
     def list_extensions(self) -> list[Extension]:
         """List registered objects and entry points, without importing any."""

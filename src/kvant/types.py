@@ -15,7 +15,7 @@ defaults that are documented there. Nothing else in kvant has to know about your
 """
 
 from kvant.codecs.frames import Identity, Rotation
-from kvant.contracts import Codec, Field, Fields, Form, Frame
+from kvant.contracts import Codec, Field, Fields, Frame
 from kvant.retention import Retention, Score, ScoreInput
 from kvant.stores.contract import Bytes, Store
 
@@ -24,7 +24,6 @@ __all__ = [
     "Codec",
     "Field",
     "Fields",
-    "Form",
     "Frame",
     "Identity",
     "Retention",

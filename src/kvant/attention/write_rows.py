@@ -46,7 +46,14 @@ def decode_pages(tensors: PagedTensors, side: str, slots: Tensor) -> Tensor:
     fields = {name: tensor[slots.to(tensor.device)] for name, tensor in tensors.sealed.items()}
     if tensors.tiles is not None:
         fields = {n: tensors.tiles.unpack(f"{side}.{n}", t) for n, t in fields.items()}
-    return tensors.codec.open(fields)
+    rows = tensors.codec.open(fields)
+    expected = (*slots.shape, *tensors.open.shape[1:])
+    if rows.shape != expected:  # assigned to the storage, some shapes would be broadcast
+        raise CacheError(
+            f"{type(tensors.codec).__name__}.open returns {list(rows.shape)} for pages of rows"
+            f" {list(expected)}: return all rows"
+        )
+    return rows
 
 
 def _copy_pages(plan: AppendPlan, tensors: PagedTensors) -> None:

@@ -31,7 +31,12 @@ from kvant.page_table import LENGTH, PADDING
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import from_json, to_json
 from kvant.spec.headers import reject_duplicate_keys
-from kvant.spec.packages import decode_extensions, encode_extensions, list_extensions
+from kvant.spec.packages import (
+    check_extensions_used,
+    decode_extensions,
+    encode_extensions,
+    list_extensions,
+)
 
 # All metadata is one entry of JSON. Several entries could be written in any order, but equal caches
 # should give equal files.
@@ -178,6 +183,7 @@ def read_header(path: str | os.PathLike[str]) -> CacheFileHeader:
         if not isinstance(about, dict):
             raise ValueError("`about` is not a JSON object")
         spec = from_json(json.dumps(metadata["spec"]))
+        check_extensions_used(extensions, spec)
         tensors, numbers = _index_tensors(entries), _check_integers(metadata["numbers"])
         lengths = _read_padded_lengths(file, tensors, numbers)
         return CacheFileHeader(spec, numbers, about, tensors, lengths, extensions)

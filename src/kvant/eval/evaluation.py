@@ -37,6 +37,7 @@ from kvant.probing.recall import RecallExam, RecallShares, make_exams, measure_r
 from kvant.probing.verdicts import ProbeProgress, ignore_progress
 from kvant.recipes import AnySpec
 from kvant.spec import to_json
+from kvant.spec.packages import identify_extensions
 
 
 @dataclass(frozen=True)
@@ -237,4 +238,5 @@ def _compute_recipe_id(model: PreTrainedModel, spec: AnySpec) -> str:
     # With fitted channel scales, which are part of the recipe.
     full = make_empty_cache(model, spec).spec
     summarize_nbytes(model, spec)
-    return hashlib.sha256(to_json(full).encode()).hexdigest()[:16]
+    text = "\n".join([to_json(full), *identify_extensions(full)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -40,7 +40,7 @@ from kvant.platform.c_libraries import use_one_thread
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.spec import describe_spec
 from kvant.spec.headers import dumps
-from kvant.spec.packages import list_extensions
+from kvant.spec.packages import identify_extensions, list_extensions
 from kvant.weights.packed_weight import PackedWeight
 from kvant.weights.packing import is_packed, named_weights
 
@@ -161,9 +161,8 @@ def make_root_key(model: PreTrainedModel, spec: CacheSpec) -> bytes:
     parts = [KEY_VERSION, fingerprint(model), precision.encode(), dumps(spec).encode()]
     if any(layer.select is not None for layer in iterate_attention(*spec.layers)):
         parts.append(SELECTION_VERSION)
-    packages = [x.package.name for x in list_extensions(spec) if x.package is not None]
-    if packages:
-        parts += [EXTENSION_VERSION, *(name.encode() for name in packages)]
+    if extensions := identify_extensions(spec):
+        parts += [EXTENSION_VERSION, *(text.encode() for text in extensions)]
     return digest(*parts)
 
 

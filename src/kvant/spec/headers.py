@@ -23,7 +23,7 @@ import torch
 from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
 from kvant.contracts import Codec, Frame, PageSelection
-from kvant.errors import SpecError
+from kvant.errors import ExtensionError, SpecError
 from kvant.extensions import ExtensionTable
 from kvant.platform.torch_runtime import DTYPES
 from kvant.recipes import (
@@ -75,7 +75,7 @@ def loads(text: str) -> CacheSpec:
             text, object_pairs_hook=reject_duplicate_keys, parse_constant=refuse_constant
         )
         spec: CacheSpec = decode(CacheSpec, value, "spec")
-    except SpecError:
+    except (SpecError, ExtensionError):
         raise
     except (ValueError, RecursionError) as error:
         raise SpecError(f"the spec cannot be read as JSON: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from inspect import getsource
 from reprlib import repr as short
 from typing import Any, TypeVar
 
@@ -61,6 +62,14 @@ def decode_extensions(value: Any, source: str) -> tuple[Extension, ...]:
     return extensions
 
 
+def check_extensions_used(extensions: Iterable[Extension], spec: CacheSpec) -> None:
+    """Raise a ValueError unless a header names exactly the extensions that its spec uses."""
+    named = {(extension.kind, extension.name) for extension in extensions}
+    used = {(extension.kind, extension.name) for extension in list_extensions(spec)}
+    if named != used:
+        raise ValueError(f"its header names the extensions {named}, its spec uses {used}")
+
+
 def _decode_extension(kind: Any, name: Any, package: Any, version: Any) -> Extension:
     parts = [(name, NAME)]
     parts += [] if package is version is None else [(package, PACKAGE), (version, VERSION)]
@@ -73,17 +82,44 @@ def _decode_extension(kind: Any, name: Any, package: Any, version: Any) -> Exten
 
 
 def _check_available(extension: Extension, source: str) -> None:
-    """Raise unless the extension is here, and not that of another package."""
+    """Raise unless the extension is here and of the same origin; import nothing."""
     kind, name, package, _ = extension
+    table = TABLES[kind]
     origin = "that a program registered" if package is None else f"of the package {package}"
     uses = f"{source} uses the {kind} {name!r} {origin}"
     way_out = (
         f"call kvant.register_{kind} first" if package is None else f"pip install {package.name}"
     )
-    if name not in TABLES[kind]:
+    if name not in table:
+        faults = [x.fault for x in table.list_extensions() if x.name == name and x.fault]
+        if faults:
+            raise CacheFileError(f"{uses}, which cannot be used here: {faults[0]}")
         raise CacheFileError(f"{uses}: {way_out}")
-    here = TABLES[kind].find_extension(name)
+    here = table.find_extension(name)
     if here is None:
         raise CacheFileError(f"{uses}, but here it is kvant's own: read it where it was written")
-    if package and here.package and here.package.name != package.name:
-        raise CacheFileError(f"{uses}, but here it is of {here.package}: uninstall that; {way_out}")
+    if here.fault is not None:
+        raise CacheFileError(f"{uses}, which cannot be used here: {here.fault}")
+    names = [None if p is None else p.normalized_name for p in (package, here.package)]
+    if names[0] != names[1]:
+        found = "a program registered it" if here.package is None else f"it is of {here.package}"
+        drop = "do not register it" if here.package is None else "uninstall that"
+        raise CacheFileError(f"{uses}, but here {found}: {drop}; {way_out}")
+
+
+def identify_extensions(spec: CacheSpec) -> list[str]:
+    """Return a text for each extension of a spec that changes with its origin and version.
+
+    The code of a class that a program registered stands for its version.
+    """
+    texts = []
+    for kind, name, package, _ in list_extensions(spec):
+        if package is not None:
+            version = f"{package.normalized_name} {package.version}"
+        else:
+            try:
+                version = getsource(TABLES[kind][name])
+            except (OSError, TypeError):  # typed into an interpreter
+                version = f"{TABLES[kind][name].__qualname__}, without source"
+        texts.append(f"{kind} {name} {version}")
+    return texts

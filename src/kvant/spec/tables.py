@@ -8,7 +8,6 @@ its fields. The functions `register_...` are public.
 from __future__ import annotations
 
 import re
-from dataclasses import is_dataclass
 from typing import Any
 
 from kvant.codecs import CODECS
@@ -35,8 +34,11 @@ def list_reserved_words() -> set[str]:
 def check_codec(name: str, codec_class: type[Codec]) -> None:
     """Raise unless a class can be the codec `name`."""
     codec = _check_class("codec", name, codec_class, Codec, CODEC_MEMBERS)
-    if not hasattr(codec, "form"):
-        raise ExtensionError(f"the codec {name!r}: {codec_class.__name__} has no `form`: add None")
+    if getattr(codec, "form", None) is not None:
+        raise ExtensionError(
+            f"the codec {name!r}: {codec_class.__name__} has form={codec.form!r}: kernels read the"
+            " formats of kvant alone; set form = None"
+        )
 
 
 def check_score(name: str, score_class: type[Score]) -> None:
@@ -72,11 +74,13 @@ def _check_class(kind: str, name: str, given: Any, contract: type, members: tupl
 
     way_out = f"kvant.types.{contract.__name__} describes one"
     subject = f"the {kind} {name!r}: {getattr(given, '__name__', given)}"
-    if not (isinstance(given, type) and is_dataclass(given)):
+    own = vars(given) if isinstance(given, type) else {}
+    if "__dataclass_fields__" not in own or not own["__dataclass_params__"].frozen:
         raise ExtensionError(f"{subject} is not a frozen dataclass: {way_out}")
     try:
         value = given()
-        hash(value)  # one that is not frozen has no hash
+        if value != given() or hash(value) != hash(given()):
+            raise TypeError("two of them with equal fields differ")
         check_round_trip(value)
     except (TypeError, ValueError, NameError) as error:
         raise ExtensionError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from kvant.errors import ExtensionError, StoreError
+from kvant.errors import CacheError, ExtensionError, StoreError
 from kvant.extensions import ExtensionTable
 from kvant.platform.sizes import as_bytes
 from kvant.stores.contract import Store, redact_url
@@ -81,9 +81,14 @@ def open_store(name: StoreName, max_bytes: int | str | None = None) -> Store:
         return FolderStore(_parse_file_url(text), quota)
     if quota is not None:
         raise StoreError(
-            f"{redact_url(text)}: max_bytes is for folders; set the limit on the server instead"
+            f"{redact_url(text)}: max_bytes is for folders; set the limit in the store itself"
         )
-    store = STORE_TABLE[scheme](text)
+    try:
+        store = STORE_TABLE[scheme](text)
+    except CacheError:
+        raise
+    except Exception as error:  # the opener of a package may raise anything
+        raise StoreError(f"{redact_url(text)}: {type(error).__name__}: {error}") from error
     missing = [name for name in STORE_MEMBERS if getattr(store, name, None) is None]
     if missing:  # later, `Tiers` would take each call as a failure of the store
         raise ExtensionError(

@@ -70,7 +70,7 @@ def make_filled_cache(text: str) -> Cache:
     return cache
 
 
-@pytest.fixture(params=[20, pytest.param(150, marks=pytest.mark.laws)])
+@pytest.fixture(params=[50, pytest.param(150, marks=pytest.mark.laws)])
 def num_moments(request: pytest.FixtureRequest) -> int:
     """How many instructions of an action are interrupted, one a run."""
     return int(request.param)

@@ -27,16 +27,6 @@ IMAGE_TOKEN = 2  # of the tokenizer of all families
 TEXT = "Some text before the image. "
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> TinyVision:
-    return FAMILIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def llava() -> TinyVision:
-    return FAMILIES["llava"]()
-
-
 def make_messages(*parts: Any) -> list[dict[str, Any]]:
     """Make one message of texts and images."""
     content = [

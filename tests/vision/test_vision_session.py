@@ -20,16 +20,6 @@ from vision.tiny import FAMILIES, TinyVision, encode_image, make_image
 OPTIONS: dict[str, Any] = {"max_new_tokens": NUM_NEW, "ignore_end": True}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> TinyVision:
-    return FAMILIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def llava() -> TinyVision:
-    return FAMILIES["llava"]()
-
-
 @pytest.mark.parametrize("chunk", [512, 7])
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_generate_equals_transformers(

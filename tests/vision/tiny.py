@@ -110,68 +110,54 @@ def _image_tokens(tokenizer: Any) -> dict[str, int]:
     }
 
 
+def _build_qwen(
+    model_class: Any, config_class: Any, processor_class: Any, **vision_config: Any
+) -> TinyVision:
+    """Make a model whose images have positions of three axes."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = make_tokenizer("<image_start><image><image_end>")
+    config = config_class(
+        text_config={
+            **TEXT,
+            "vocab_size": len(tokenizer),
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "num_heads": 2,
+            "patch_size": 4,
+            "intermediate_size": 48,
+            **vision_config,
+        },
+        **_image_tokens(tokenizer),
+    )
+    images = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=16 * 16, max_pixels=96 * 96
+    )
+    processor = _make_processor(processor_class, images, tokenizer, None)
+    return TinyVision(_seed(model_class, config), processor)
+
+
 def build_qwen2_5_vl() -> TinyVision:
     from transformers import (
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLProcessor,
     )
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = make_tokenizer("<image_start><image><image_end>")
-    config = Qwen2_5_VLConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": len(tokenizer),
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "intermediate_size": 48,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-        **_image_tokens(tokenizer),
-    )
-    images = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=16 * 16, max_pixels=96 * 96
-    )
-    processor = _make_processor(Qwen2_5_VLProcessor, images, tokenizer, None)
-    return TinyVision(_seed(Qwen2_5_VLForConditionalGeneration, config), processor)
+    classes = Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, Qwen2_5_VLProcessor
+    return _build_qwen(*classes, depth=2, window_size=16, fullatt_block_indexes=[1])
 
 
 def build_qwen3_vl() -> TinyVision:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = make_tokenizer("<image_start><image><image_end>")
-    config = Qwen3VLConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": len(tokenizer),
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "intermediate_size": 48,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-        **_image_tokens(tokenizer),
+    classes = Qwen3VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLProcessor
+    return _build_qwen(
+        *classes, depth=3, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]
     )
-    images = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=16 * 16, max_pixels=96 * 96
-    )
-    processor = _make_processor(Qwen3VLProcessor, images, tokenizer, None)
-    return TinyVision(_seed(Qwen3VLForConditionalGeneration, config), processor)
 
 
 def build_gemma3() -> TinyVision:

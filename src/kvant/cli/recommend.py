@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -17,7 +17,7 @@ from kvant.spec import split_specs
 from kvant.spec.language import parse_words
 
 if TYPE_CHECKING:
-    from kvant.eval.recommend import ComparedFormat, Recommendation
+    from kvant.eval.recommend import ComparedFormat
 
 COLUMNS = ("format", "bytes", "of raw", "KL", "top-1", "recall lost", "reply same", "tokens/s")
 WIDTHS = (10, 10, 7, 9, 7, 12, 11, 9)
@@ -62,17 +62,13 @@ def recommend(
         model, tokenizer, context=context, budget=max_bytes, specs=specs, on_format=show
     )
     if json:
-        print(json_text.dumps(_to_json(result)))
+        print(json_text.dumps(asdict(result) | {"why": result.explain()}))
         return
     print_line("")
     print_line(result.explain())
     if result.spec is not None:
         name = "" if model_options.model is None else f" --model {model_options.model}"
         print_line(f"try it: kvant run{name} --kv-cache {result.spec}")
-
-
-def _to_json(result: Recommendation) -> dict[str, Any]:
-    return asdict(result) | {"why": result.explain()}
 
 
 def _format_row(cells: tuple[str, ...]) -> str:

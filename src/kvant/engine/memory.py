@@ -45,10 +45,13 @@ class MemoryModel:
     @cached_property
     def is_pooled(self) -> Ints:
         """1 for slots of pools, which keep their peak; 0 for others."""
-        counts = [1] * (2 * len(self.groups) + 1)
-        if self.draft_memory is None:
-            return self._append_others(counts)
-        return self._append_others(counts, self.draft_memory.is_pooled)
+        drafts = NO_SLOTS if self.draft_memory is None else self.draft_memory.is_pooled
+        return self._append_others([1] * self._num_own_slots, drafts)
+
+    @property
+    def _num_own_slots(self) -> int:
+        """Columns of the model's own pools and states."""
+        return 2 * len(self.groups) + 1
 
     @classmethod
     def from_plan(
@@ -86,15 +89,13 @@ class MemoryModel:
         return self._append_others([*counts, length > 0])
 
     def count_image_slots(self, num_tokens: int) -> Ints:
-        """Return the slots of the features of so many image tokens."""
-        return self._append_others([0] * (2 * len(self.groups) + 1), num_image_tokens=num_tokens)
+        """Return the slots of the features of `num_tokens` image tokens."""
+        return self._append_others([0] * self._num_own_slots, num_image_tokens=num_tokens)
 
     def count_draft_slots(self, length: int) -> Ints:
         """Return the peak slots of the draft model's cache of such a sequence."""
-        counts = [0] * (2 * len(self.groups) + 1)
-        if self.draft_memory is None:
-            return self._append_others(counts)
-        return self._append_others(counts, self.draft_memory.count_slots(length))
+        drafts = NO_SLOTS if self.draft_memory is None else self.draft_memory.count_slots(length)
+        return self._append_others([0] * self._num_own_slots, drafts)
 
     def _append_others(
         self, counts: list[int], draft_counts: Ints = NO_SLOTS, num_image_tokens: int = 0

@@ -29,7 +29,8 @@ from kvant.platform.sizes import as_bytes, format_size
 from kvant.probing import Divergence, make_trial
 from kvant.probing.divergence import compare_logits, make_unbounded_spec, read_prompt
 from kvant.probing.example import Example, find_example
-from kvant.probing.trials import FormatTrial, SpecEvaluator
+from kvant.probing.screen import QuickScreen
+from kvant.probing.trials import HARMLESS, FormatTrial, SpecEvaluator
 
 DEFAULT_CONTEXT = 8192
 REPLY_TOKENS = 96  # decoded with each format
@@ -53,13 +54,13 @@ class ComparedFormat:
     reply_kl: float  # nats, while a reply is decoded
     reply_same: float  # share of the reply's tokens that stay the most likely ones
     tokens_per_second: float
-    verdict: str  # "harmless", or what the format does
+    verdict: str  # HARMLESS, or what the format does
     fits: bool  # in the budget
     example: Example | None = None  # what the model writes, where the format changes that
 
     @property
     def is_harmless(self) -> bool:
-        return self.verdict == "harmless"
+        return self.verdict == HARMLESS
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,8 @@ class _Comparison:
     ) -> _Comparison:
         evaluator = SpecEvaluator(model, make_trial(model, tokenizer))
         screen, decoder = evaluator.screen, TransformersDecoder(model)
-        cache, token = screen.cache.fork(), int(screen.prompt[0, -1])
-        cache.rewind(cache.length - 1)
-        reply, rows = [token], list[Tensor]()
+        cache = _drop_last_token(screen, screen.cache.fork())
+        reply, rows = [int(screen.prompt[0, -1])], list[Tensor]()
         for _ in range(REPLY_TOKENS):
             rows.append(_decode_token(decoder, reply[-1], cache))
             reply.append(int(rows[-1].argmax()))
@@ -199,9 +199,7 @@ class _Comparison:
         """Decode the reply of the raw cache under a spec; return the seconds of a token."""
         screen = self.evaluator.screen
         cache = screen.make_cache(make_unbounded_spec(screen.model, spec))
-        cache.rewind(cache.reachable(cache.length - 1))
-        if cache.length < screen.prompt.shape[1] - 1:
-            read_prompt(screen.model, screen.prompt[:, cache.length : -1], cache)
+        cache = _drop_last_token(screen, cache)
         rows, times = list[Tensor](), list[float]()
         for token in self.reply[:-1]:
             begin = time.perf_counter()
@@ -214,13 +212,24 @@ class _Comparison:
     def _describe_verdict(self, trial: FormatTrial) -> str:
         tolerance = self.evaluator.trial
         if trial.harmless:
-            return "harmless"
+            return HARMLESS
         if trial.lost is not None and trial.lost > tolerance.max_lost:
             return f"recalls less: {trial.lost:.0%} of the probability is lost"
         return (
             f"changes predictions: another most likely token at {1 - trial.top1:.1%} of positions "
             f"(a KL of {trial.mean_kl:.2g}, limit {tolerance.max_kl:.2g})"
         )
+
+
+def _drop_last_token(screen: QuickScreen, cache: TransformersCache) -> TransformersCache:
+    """Return the cache of a screen's prompt without its last token.
+
+    A cache that cannot be rewound by one token reads again what it lost.
+    """
+    cache.rewind(cache.reachable(cache.length - 1))
+    if cache.length < screen.prompt.shape[1] - 1:
+        read_prompt(screen.model, screen.prompt[:, cache.length : -1], cache)
+    return cache
 
 
 def _decode_token(decoder: TransformersDecoder, token: int, cache: TransformersCache) -> Tensor:

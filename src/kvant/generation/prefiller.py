@@ -136,7 +136,6 @@ class Prefiller:
         """Adopt the cache with the longest prefix of a prompt; return the restored tokens."""
         cache = cast(TransformersCache, self.cache)
         if prefixes.needs_shapes(cache):  # before a store's tensors are accepted
-            self._tokens = list(keys[:1])
             self.decoder.compute_logits(list(tokens[:1]), cache)
             self._drop_tokens()
         restored = prefixes.fetch_from_store(keys, cache)
@@ -276,7 +275,7 @@ class Prefiller:
         return logits
 
     def _run_forward(self, tokens: Sequence[int], begin: int, stop: int, num_logits: int) -> Tensor:
-        self._tokens[begin:] = self._make_keys(tokens[:stop])[begin:]
+        self._tokens[begin:] = self._make_keys(tokens)[begin:stop]
         if self.adaptive is not None:
             self.adaptive.make_room(self.cache, stop - begin)
         ids = list(tokens[begin:stop])

@@ -49,8 +49,8 @@ KEY_VERSION = b"kvant prefix 2"
 # Part of the root key if a layer reads only selected pages. The first version of page selection did
 # not always read the first page, so the rows that it stored differ under the same spec.
 SELECTION_VERSION = b"kvant selection 2"
-# Part of the root key if the spec names extensions of packages: two packages may have one name, and
-# different rows. A registered extension has no package.
+# Part of the root key if the spec names extensions: other packages or versions, or changed code,
+# may store other rows under one name.
 EXTENSION_VERSION = b"kvant extension 1"
 ADAPTER_VERSION = b"kvant adapter 1"
 NUM_PROBED_VALUES = 16  # values of a weight that are compared to notice a write

@@ -73,10 +73,6 @@ class ImageBlock(Block):
         return make_image_part(self.source.media_type, self.source.data)
 
 
-class ResultImage(ImageBlock):
-    """An image in the result of a tool."""
-
-
 class ThinkingBlock(Block):
     """Reasoning of an earlier reply, sent back by the client."""
 
@@ -120,10 +116,9 @@ class ToolResultBlock(Block):
         return self.content if isinstance(self.content, list) else []
 
     @property
-    def images(self) -> list[ResultImage]:
+    def images(self) -> list[ImageBlock]:
         """The images, for a user message that follows all results: these have text alone."""
-        blocks = [block for block in self.blocks if isinstance(block, ImageBlock)]
-        return [ResultImage.model_construct(**vars(block)) for block in blocks]
+        return [block for block in self.blocks if isinstance(block, ImageBlock)]
 
     def list_marks(self) -> list[CacheControl]:
         return [mark for part in (self, *self.blocks) for mark in Block.list_marks(part)]
@@ -180,19 +175,19 @@ class InputMessage(RequestBody):
         if self.role == "assistant":
             yield MarkedMessage(self._make_reply(), any(b.cache_control for b in self.blocks))
             return
-        parts: list[TextBlock | ImageBlock] = []  # those of results precede the next ones
+        images: list[ImageBlock] = []  # of the results so far
+        parts: list[TextBlock | ImageBlock] = []
         for block in self.blocks:
             if isinstance(block, TextBlock | ImageBlock):
                 parts.append(block)
-                continue
-            if parts and not isinstance(parts[-1], ResultImage):
-                yield _join_parts(self.role, parts)
-                parts = []
-            if isinstance(block, ToolResultBlock):
+            elif isinstance(block, ToolResultBlock):
+                if parts:
+                    yield _join_parts(self.role, [*images, *parts])
+                    images, parts = [], []
                 yield MarkedMessage(block.template_dict, bool(block.list_marks()))
-                parts += block.images
-        if parts:
-            yield _join_parts(self.role, parts)
+                images += block.images
+        if images or parts:
+            yield _join_parts(self.role, [*images, *parts])
 
     def _make_reply(self) -> dict[str, Any]:
         texts = [block.text for block in self.blocks if isinstance(block, TextBlock)]

@@ -1,8 +1,10 @@
-"""Where the images of a prompt are among its tokens.
+"""Find the images of a prompt among its tokens.
 
-tokens     a  b  <start> <image> <image> <image> <end>  c      placeholders have one token id
-features                    0       1       2                  rows of the image's features
-prefix     a  b  <start>  -4711   -815    -1234  <end>  c      keys of cached prefixes
+    tokens     a  b  <start> <image> <image> <image> <end>  c      placeholders have one token id
+    features                    0       1       2                  rows of the image's features
+    prefix     a  b  <start>  #1f..   #e2..   #77..  <end>  c      hashes of the image
+
+Cached prefixes are found by the last line.
 """
 
 from __future__ import annotations

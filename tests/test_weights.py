@@ -655,6 +655,29 @@ def test_a_compiled_model_computes_the_same(backend: str, format_name: str) -> N
             assert_close(compiled(make_rows(2)), plain(make_rows(2)))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_decoding_a_weight_is_not_compiled() -> None:
+    """Below a deep stack a compiler would exceed the limit of recursion in what it calls."""
+    torch.compiler.reset()
+    functions = []
+
+    def record(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        functions.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    model = make_model_pair("affine4")[1]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        out: torch.Tensor = model(x)
+        return out
+
+    torch.compile(run, backend=record)(make_rows(2)).sum().backward()
+    assert "sin" in functions
+    assert not [name for name in functions if "and" in name or "shift" in name]
+
+
 def test_float32_weights_are_rounded_but_not_packed_in_32_bits() -> None:
     plain, packed = make_model_pair("affine8", torch.float32)
     x = torch.randn(3, IN)

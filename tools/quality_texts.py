@@ -64,15 +64,12 @@ FORMATS = (
     *("affine8", "fp8", "affine8v4", "affine6", "affine5", "affine4", "affine3", "affine2"),
     *("turbo4v4", "turbo4v3", "turbo4v2", "turbo3v3", "turbo3v2", "turbo2v2"),
 )
+WITHOUT_TAIL = ("affine4,tail=0", "turbo4v4,tail=0", "turbo4v2,tail=0")
 SPECS = {
-    2048: (
-        *FORMATS,
-        *(f"{name},tail=0" for name in FORMATS if name != "affine8"),
-        *("raw,select=25%", "raw,window=768,sinks=4"),
-    ),
+    2048: (*FORMATS, *WITHOUT_TAIL, "raw,select=25%", "raw,window=768,sinks=4"),
     8192: (
         *FORMATS,
-        *("affine4,tail=0", "turbo4v4,tail=0", "turbo4v2,tail=0"),
+        *WITHOUT_TAIL,
         *("raw,select=25%", "raw,select=12%", "raw,window=2304,sinks=4"),
     ),
 }

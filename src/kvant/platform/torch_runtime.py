@@ -5,10 +5,12 @@ Triton is optional: this module imports it only inside functions.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -16,6 +18,9 @@ from torch.autograd import forward_ad
 
 from kvant.errors import CacheError
 from kvant.recipes import DTYPE_NAMES
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 get_transform = peek_interpreter_stack  # the innermost transform of torch.func, or None
 DTYPES: dict[str, torch.dtype] = {
@@ -56,6 +61,21 @@ def is_tracing() -> bool:
     ):
         return True
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING_MODES)
+
+
+def run_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that no compiler traces it, nor what it calls."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if (
+            "torch._dynamo" not in sys.modules
+        ):  # nothing is compiled, and importing it takes a second
+            return function(*args, **kwargs)
+        disable: Callable[..., Callable[P, R]] = torch.compiler.disable
+        return disable(function)(*args, **kwargs)
+
+    return call
 
 
 def make_transform_error(operation: str) -> CacheError:

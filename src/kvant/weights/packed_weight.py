@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_map_only
 
 from kvant.errors import CacheError
-from kvant.platform.torch_runtime import is_dual_level_open, is_transforming
+from kvant.platform.torch_runtime import is_dual_level_open, is_transforming, run_uncompiled
 from kvant.weights.packed_matrix import (
     DENSE_DTYPES,
     SLICE_VALUES,
@@ -94,6 +94,7 @@ class PackedWeight(torch.Tensor):
             matrix = self._matrix = make_dense_matrix(self.original)
         return matrix
 
+    @run_uncompiled  # traced below a deep stack, it exceeds the limit of recursion
     def decode(self) -> Tensor:
         """Return the values in the parameter's shape."""
         *experts, rows, columns = self.dense_shape

@@ -342,6 +342,8 @@ def test_stats_count_operations() -> None:
     assert (stats["length"], stats["held"]) == (97, 97)
     assert (stats["nbytes"], stats["nbytes_used"]) == (cache.nbytes, cache.nbytes_used)
     assert stats["efficiency"] == cache.nbytes_used / cache.nbytes
+    rows = cache[0].read()
+    assert stats["raw_nbytes"] == len(cache) * sum(x.nbytes for x in rows)
     assert (stats["appends"], stats["rewinds_exact"], stats["rewinds_decoded"]) == (2, 2, 0)
     assert (stats["abandoned"], stats["attended"]) == (0, {"reference": 1})
     assert sum(stats["sealed"].values()) == 2 * 2 * 2  # layers, sequences, keys and values

@@ -151,6 +151,34 @@ def test_too_small_budget_has_no_context() -> None:
     assert plan(QWEN3_1_7B, "raw,capacity=4096").largest_context(1000) == 0
 
 
+@pytest.mark.parametrize("text", ["affine8", "affine4", "turbo4v2", "affine4,tail=0,window=500"])
+def test_saving_length_is_the_first_from_which_on_memory_is_saved(text: str) -> None:
+    shape = Shape(2, 2, 64, 64, torch.bfloat16)
+    plans = {n: plan(shape, text, context=n) for n in range(1, 1500)}
+    saves = {n: p.nbytes < p.count_raw_nbytes(n) for n, p in plans.items()}
+    first = plans[1].find_saving_length()
+    assert first is not None and not saves[first - 1]
+    assert all(saves[n] for n in range(first, 1500))
+
+
+def test_formats_without_a_saving_length() -> None:
+    for text in ("raw", "raw,step=64", "bf16"):
+        assert plan(Shape(2, 2, 64, 64, torch.bfloat16), text).find_saving_length() is None
+    assert plan(Shape(2, 2, 64, 64, torch.float32), "bf16").find_saving_length() is None
+
+
+def test_raw_bytes_count_the_rows_of_a_model() -> None:
+    config = build("gemma3").config  # windows of some layers
+    for context in (5, 300):
+        planned = plan(config, "affine4", context=context, sequences=2)
+        layers = [layer for layer in planned.layers if layer.attends]
+        rows = [min(context, layer.window or context) for layer in layers]
+        widths = [layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers]
+        size = layers[0].dtype.itemsize
+        expected = 2 * size * sum(n * width for n, width in zip(rows, widths, strict=True))
+        assert planned.count_raw_nbytes(context) == expected
+
+
 def test_sequences_need_equal_bytes() -> None:
     single, seven = (plan(QWEN3_1_7B, "affine8", sequences=n).nbytes for n in (1, 7))
     assert seven == 7 * single

@@ -8,6 +8,7 @@ are not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,6 +40,8 @@ from kvant.spec import as_spec
 from kvant.weights.packing import count_weight_nbytes
 
 UNLIMITED_CONTEXT = 1 << 40  # tokens: more than any memory holds
+MAX_SHORT_LENGTH = 4096  # tokens, from which on every format that saves memory does
+SHORT_LENGTH_STEP = 8  # divides pages, since a sequence takes most for its length as one begins
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,45 @@ class Plan:
             low, high = (middle, high) if self._count_nbytes(middle) <= limit else (low, middle)
         return None if low == UNLIMITED_CONTEXT else low
 
+    def count_raw_nbytes(self, context: int) -> int:
+        """Return the bytes of the rows of `context` tokens without a format, and of the states."""
+        row_nbytes = sum(
+            min(context, layer.window or context)
+            * (_make_geometry(spec, layer).open_nbytes(spec) // spec.page)
+            for recipe, layer in self._layer_pairs
+            for spec in iterate_attention(recipe)
+        )
+        return self.sequences * (row_nbytes + self.state_nbytes)
+
+    def find_saving_length(self) -> int | None:
+        """Return the number of tokens from which on the cache takes less than raw rows.
+
+        A short sequence lies in a few pages, whole and partly open. None: no length saves memory.
+        """
+        lengths = range(1, MAX_SHORT_LENGTH + 1, SHORT_LENGTH_STEP)
+        longest = max((length for length in lengths if not self._saves_memory(length)), default=0)
+        if longest == lengths[-1]:
+            return None
+        following = range(longest + 1, longest + 1 + SHORT_LENGTH_STEP)
+        return next(length for length in following if self._saves_memory(length))
+
+    def _saves_memory(self, context: int) -> bool:
+        return self._count_nbytes(context) < self.count_raw_nbytes(context)
+
     @property
     def _layer_pairs(self) -> Sequence[tuple[Recipe, LayerShape]]:
         return tuple(zip(self.spec.layers, self.layers, strict=True))
 
     def _count_nbytes(self, context: int) -> int:
         return sum(
-            _count_layer_nbytes(*pair, self.sequences, context) for pair in self._layer_pairs
+            count * _count_layer_nbytes(*pair, self.sequences, context)
+            for pair, count in self._pair_counts.items()
         )
+
+    @cached_property
+    def _pair_counts(self) -> Counter[tuple[Recipe, LayerShape]]:
+        """The numbers of equal layers."""
+        return Counter(self._layer_pairs)
 
     def __str__(self) -> str:
         missing = self.uncounted_layers

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
 import test_models
 from hf.zoo import FAMILIES, build, family_names, valid_spec
@@ -107,3 +107,24 @@ def test_config_file_is_parsed_like_transformers_does(name: str) -> None:
     family = config_.get("model_type") or config_["text_config"]["model_type"].removesuffix("_text")
     config = CONFIG_MAPPING[family].from_dict(dict(config_))
     assert layer_shapes(config_) == layer_shapes(config)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "deepseek_v3", "falcon_h1"])
+@pytest.mark.parametrize("spec", ["raw", "affine4,tail=0"])
+def test_raw_bytes_are_those_of_the_cache_of_transformers(name: str, spec: str) -> None:
+    model = build(name)
+    cache, stock = cache_for(model, spec), DynamicCache(config=model.config)
+    ids = torch.randint(3, 50, (2, 150))
+    with torch.no_grad():
+        for past in (cache, stock):
+            model(ids, cache=past)
+            model(ids[:, :1], cache=past)  # a window keeps the whole chunk until the next token
+    expected = 0
+    for layer in stock.layers:
+        row_tensors = [x for key in ("keys", "values") if (x := vars(layer).get(key)) is not None]
+        for rows in row_tensors:
+            is_window = rows.shape[2] == getattr(layer, "sliding_window", 0) - 1  # all but one row
+            expected += rows.nbytes // rows.shape[2] * (rows.shape[2] + is_window)
+    states = sum(state.nbytes for state in cache.states.holder.external_states.values())
+    assert cache.raw_nbytes == expected + states
+    assert cache.stats()["raw_nbytes"] == cache.raw_nbytes

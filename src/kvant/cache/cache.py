@@ -115,7 +115,9 @@ class Cache(UsageHints):
         return iter(self.layers.values())
 
     def __repr__(self) -> str:
-        contents = f"{len(self)} layers, length {self.length}, {format_size(self.nbytes)}"
+        nbytes, raw_nbytes = self.nbytes, self.raw_nbytes
+        share = f", {nbytes / raw_nbytes:.2f} of raw" if raw_nbytes else ""
+        contents = f"{len(self)} layers, length {self.length}, {format_size(nbytes)}{share}"
         return f"Cache({describe_spec(self.spec)}: {contents})"
 
     @property
@@ -195,6 +197,15 @@ class Cache(UsageHints):
         """Bytes of stored rows and states."""
         return sum(leaf.nbytes_used for leaf in self.leaves.values())
 
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes that the rows of all tokens would take without a format, and the states."""
+        attention = self.state.layout.attention_by_name
+        return sum(
+            leaf.count_raw_nbytes() if name in attention else leaf.nbytes_used
+            for name, leaf in self.leaves.items()
+        )
+
     def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
         """Return the bytes allocated after `num_new_tokens` more tokens.
 
@@ -223,6 +234,7 @@ class Cache(UsageHints):
             "held": self.num_rows,
             "nbytes": allocated,
             "nbytes_used": used,
+            "raw_nbytes": self.raw_nbytes,
             "efficiency": used / allocated if allocated else 0.0,
             "appends": stats.appends,
             "rewinds_exact": stats.rewinds_exact,

@@ -121,6 +121,15 @@ class PagedLayer:
         num_sealed -= pools.sealed.size - storage.used_slots[1]
         return num_open * storage.open_nbytes + num_sealed * storage.sealed_nbytes
 
+    def count_raw_nbytes(self, window: int | None = None) -> int:
+        """Return the bytes of all tokens' rows without a format, or of the last `window` tokens."""
+        page_table, storage = self.page_table, self.storage
+        if page_table is None or storage is None:
+            return 0
+        lengths = page_table.seq_lens
+        num_rows = int((lengths if window is None else np.minimum(lengths, window)).sum())
+        return num_rows * storage.open_nbytes // self.spec.page
+
     @property
     def nbytes_used(self) -> int:
         """Bytes of stored rows."""

@@ -126,6 +126,7 @@ def _explain_spec(spec: str) -> dict[str, Any]:
         "spec": spec,
         "words": words,
         "nbytes_per_token": _plan_layer(first, EXAMPLE_LENGTHS[0]).nbytes_per_token,
+        "saves_from": _plan_layer(main_layer, 1).find_saving_length(),
         "layer": EXAMPLE_LAYER_TEXT,
         "lengths": lengths,
     }
@@ -205,6 +206,8 @@ def _show_spec(report: dict[str, Any]) -> None:
         return
     size = f"{report['nbytes_per_token']:.0f}"
     print_line(f"{size} bytes per sealed token in {report['layer']}")
+    if report["saves_from"] is not None:
+        print_line(f"less memory than raw rows from {report['saves_from']} tokens on")
     if any(word.startswith("edge=") for word in report["words"]):
         print_line("the table leaves out the first and last layers (edge=)")
     if any(word.startswith("layer") for word in report["words"]):

@@ -342,17 +342,19 @@ class PrintedReply:
 
 
 def describe_memory(session: Session) -> str:
-    """Format the bytes of a cache, compared with a raw one: 1.2 MiB, 0.31 of raw."""
+    """Format the bytes of a cache, compared with raw rows: 1.2 MiB, 0.31 of raw."""
     from kvant.planner import plan
 
     cache = session.stats()
-    length, nbytes = cache["length"], cache["nbytes"]
-    decoder = cast("TransformersDecoder", session.loop.prefiller.decoder)
-    raw_nbytes = plan(decoder.model, "raw", context=length).nbytes if length else 0
+    nbytes, raw_nbytes = cache["nbytes"], cache["raw_nbytes"]
     if not raw_nbytes:
         return format_size(nbytes)
-    saved = f", {format_size(raw_nbytes - nbytes)} saved" if nbytes < raw_nbytes else ""
-    return f"{format_size(nbytes)}, {nbytes / raw_nbytes:.2f} of raw{saved}"
+    text = f"{format_size(nbytes)}, {nbytes / raw_nbytes:.2f} of raw"
+    if nbytes < raw_nbytes:
+        return f"{text}, {format_size(raw_nbytes - nbytes)} saved"
+    decoder = cast("TransformersDecoder", session.loop.prefiller.decoder)
+    saving_length = plan(decoder.model, session.cache.spec, context=1).find_saving_length()
+    return text if saving_length is None else f"{text}; saves memory from {saving_length} tokens on"
 
 
 def describe_recodes(recoded: Sequence[dict[str, Any]]) -> list[str]:

@@ -27,6 +27,7 @@ from kvant.hf.cache_context import (
     StatesAttribute,
     UseCacheCheck,
     resolve_indices,
+    sum_attention_stats,
 )
 from kvant.hf.layers import AttentionLayer, make_layer, make_recurrences
 from kvant.hf.model import ModelLayer, make_cache_spec
@@ -313,9 +314,8 @@ class TransformersCache(HFCache):
             context,
             copy.deepcopy(self._get_opaque_layers(), {id(self.context): context}),
         )
-        for old, new in zip(
-            self._list_attention_layers(), cache._list_attention_layers(), strict=True
-        ):
+        layers = self._list_attention_layers(), cache._list_attention_layers()
+        for old, new in zip(*layers, strict=True):
             new.copy_initialization(old)
         return cache
 
@@ -326,13 +326,9 @@ class TransformersCache(HFCache):
         return f"TransformersCache({self.states!r})"
 
     def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
-        """Return the bytes allocated after `num_new_tokens` more tokens.
-
-        With `spec`, count as if the cache were recoded to it first.
-        """
-        return self.states.nbytes_after(
-            num_new_tokens, None if spec is None else self._resolve_spec(spec)
-        )
+        """Return the bytes after `num_new_tokens` more tokens, recoded to `spec` before them."""
+        new_spec = None if spec is None else self._resolve_spec(spec)
+        return self.states.nbytes_after(num_new_tokens, new_spec)
 
     def reachable(self, to: int) -> int:
         """Return the longest length <= `to` that every layer can rewind to."""
@@ -403,14 +399,18 @@ class TransformersCache(HFCache):
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of the cache and of its attention calls."""
-        layer_stats = self.context.attention_stats.values()
-        return self.states.stats() | {
-            "fused": sum(stats.fused_calls for stats in layer_stats),
-            "prompts": sum(stats.prompt_calls for stats in layer_stats),
-            "materialized": sum(stats.materialized.total() for stats in layer_stats),
-            "masks": sum(stats.tensor_masks for stats in layer_stats),
+        return {
+            **self.states.stats(),
+            "raw_nbytes": self.raw_nbytes,
+            **sum_attention_stats(self.context.attention_stats.values()),
             "replayed": self.context.replay_stats.num_tokens,
         }
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Bytes that the cache of transformers would take: only the rows of the model's windows."""
+        layers = self._list_attention_layers()
+        return self.states.raw_nbytes - sum(x.count_nbytes_beyond_window() for x in layers)
 
     def explain(self) -> CacheExplanation:
         """Explain how each layer is stored, and whether attention reads the stored pages."""
@@ -465,8 +465,7 @@ class TransformersCache(HFCache):
         return {i: self.layers[i] for i, info in enumerate(self.layer_info) if info.is_opaque}
 
     def _check_no_opaque_layers(self, method: str) -> None:
-        opaque_layers = self._get_opaque_layers()
-        if opaque_layers:
+        if opaque_layers := self._get_opaque_layers():
             types = sorted({self.layer_info[index].kind for index in opaque_layers})
             raise CacheError(
                 f"{method}: layers {list(opaque_layers)} ({', '.join(types)}) live in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, TypeVar
@@ -32,6 +32,17 @@ class AttentionStats:
     prompt_calls: int = 0  # first chunks, which attend to their own rows only
     materialized: Counter[str] = field(default_factory=Counter)  # by the operation that needed it
     tensor_masks: int = 0  # masks that could not be replaced by a rule
+
+
+def sum_attention_stats(layers: Iterable[AttentionStats]) -> dict[str, int]:
+    """Return the sums over layers, under the names of `stats()`."""
+    layers = [*layers]
+    return {
+        "fused": sum(stats.fused_calls for stats in layers),
+        "prompts": sum(stats.prompt_calls for stats in layers),
+        "materialized": sum(stats.materialized.total() for stats in layers),
+        "masks": sum(stats.tensor_masks for stats in layers),
+    }
 
 
 @dataclass

@@ -169,6 +169,11 @@ class AttentionLayer(CacheLayerMixin):
         self.invalidate_pending()
         self.attention_stats.fused_calls += 1
 
+    def count_nbytes_beyond_window(self) -> int:
+        """Return the bytes that raw rows before the model's window would take."""
+        layer = self.paged_layer
+        return layer.count_raw_nbytes() - layer.count_raw_nbytes(self._window)
+
     def get_seq_length(self) -> int:
         return self.context.states.length
 

@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c const
 
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 
-.PHONY: sanitize fuzz arm demo gpu quality site env check test test-avx2 laws format clean
+.PHONY: sanitize fuzz arm demo gpu quality site env check test test-avx2 laws format clean release
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -119,8 +119,8 @@ $(RECORDING): $(RECORDED) $(addprefix tests/native/,cases.py interface.py record
 ARM := aarch64-linux-gnu
 ARM_BUILD := build/arm
 ARM_ROOT := $(ARM_BUILD)/root
-ARM_PACKAGES := libc6 libgcc-s1 libstdc++6 zlib1g libexpat1 libffi8 libpython3.11-minimal \
-  libpython3.11-stdlib python3.11-minimal
+ARM_PACKAGES := libc6 libgcc-s1 libstdc++6 zlib1g libbz2-1.0 libexpat1 libffi8 liblzma5 libssl3 \
+  libpython3.11-minimal libpython3.11-stdlib python3.11-minimal
 ARM_APT = apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures::=arm64 \
   -o Dir::State::Lists=$(CURDIR)/$(ARM_BUILD)/lists -o Dir::State::status=/dev/null
 
@@ -158,6 +158,11 @@ arm: $(ARM_BUILD)/libkvant.so $(RECORDING)
 	done; \
 	test -d $(ARM_ROOT) || echo "wrong sizes were not tried: make $(ARM_ROOT)"; \
 	exit $$failed
+
+# The packages of this version, built into dist/, checked, installed and run; nothing is published.
+# It needs no environment; for Arm, apt-get install g++-aarch64-linux-gnu qemu-user.
+release:
+	@$(PYTHON) tools/release.py
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

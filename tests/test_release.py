@@ -144,6 +144,15 @@ def test_a_wrong_wheel(
         release.check_wheel(make_wheel(tmp_path, tags, machine, left_out), "aarch64")
 
 
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "find_one", lambda folder, pattern: tmp_path)
+    monkeypatch.setattr(release.shutil, "unpack_archive", lambda *paths, **options: None)
+    monkeypatch.setattr(release.shutil, "which", lambda name: None)
+    monkeypatch.setattr(release.platform, "machine", lambda: "x86_64")
+    with pytest.raises(StepError, match=r"apt-get install g\+\+-aarch64-linux-gnu"):
+        release.build_wheel("aarch64")
+
+
 def test_a_package_of_another_version_fails() -> None:
     with pytest.raises(StepError, match=r"kvant 0\.0\.1 was installed"):
         release.try_package(lambda *words: '{"kvant": "0.0.1"}')

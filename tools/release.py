@@ -41,7 +41,8 @@ LIBRARY = "kvant/native/libkvant.so"
 REQUIRED_FILES = (LIBRARY, "kvant/py.typed", "kvant/demo/model.safetensors")
 TOKENS = ("run", "--prompt", "import os", "--max-new-tokens", "4", "--kv-cache", "affine4")
 
-CROSS_COMPILER = "aarch64-linux-gnu-g++"
+CROSS_TARGET = "aarch64-linux-gnu"
+CROSS_COMPILER = f"{CROSS_TARGET}-g++"
 CROSS_ARGS = (
     "-DCMAKE_SYSTEM_NAME=Linux",
     "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
@@ -50,8 +51,8 @@ CROSS_ARGS = (
 EMULATOR = "qemu-aarch64"
 ARM_ROOT = ROOT / "build" / "arm" / "root"  # Python of Debian 12; the Makefile makes it
 ARM_PYTHON = "3.11"
-# The last wheel for Arm on PyPI that is not for CUDA. Later ones, which kvant requires, need 3 GB
-# of CUDA's libraries, and qemu 7.2 crashes when they are imported.
+# The last wheel for Arm on PyPI that is not for CUDA. Later ones, which kvant requires, take 4.8 GB
+# with CUDA's libraries, and torch 2.13.0 crashes in qemu 7.2 when it is imported.
 ARM_TORCH = "torch==2.10.0"
 ARM_TORCH_DEPENDENCIES = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec")
 
@@ -190,8 +191,7 @@ def build_wheel(machine: str) -> str:
     variables: dict[str, str] = {}
     if machine != platform.machine():
         if not shutil.which(CROSS_COMPILER):
-            package = CROSS_COMPILER.replace("-g++", "").replace("aarch64", "g++-aarch64", 1)
-            raise StepError(f"not built: {CROSS_COMPILER} is missing: apt-get install {package}")
+            raise StepError(f"{CROSS_COMPILER} is missing: apt-get install g++-{CROSS_TARGET}")
         options = [f"-Ccmake.args={';'.join(CROSS_ARGS)}"]
         variables = {"_PYTHON_HOST_PLATFORM": f"linux-{machine}"}
     folder = find_one(sources, "*")
@@ -283,7 +283,7 @@ def run_emulated() -> str:
     """Run the wheel for Arm in qemu, with Python of Debian and the dependencies of PyPI."""
     wheel = find_one(DIST, "*_aarch64.whl")
     if not shutil.which(EMULATOR):
-        raise StepError(f"not run: {EMULATOR} is missing: apt-get install qemu-user")
+        raise StepError(f"{EMULATOR} is missing: apt-get install qemu-user")
     run_logged("arm", ["make", "-s", "-C", ROOT, ARM_ROOT.relative_to(ROOT)])
     folder = WORK / "arm"
     install_for_arm(wheel, folder)

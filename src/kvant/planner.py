@@ -21,7 +21,7 @@ from kvant.cache.layout import has_per_head_tables, make_layer_group
 from kvant.cache.pruning import count_retained_nbytes
 from kvant.checkpoints import check_gguf_weights, find_gguf, make_meta_model, read_config
 from kvant.errors import CapacityError, SpecError
-from kvant.models import layer_shapes
+from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape, Shape, fit_spec
 from kvant.page_table import LayerGroup
 from kvant.pages.storage import Geometry, pages_nbytes
@@ -39,6 +39,7 @@ from kvant.recipes import (
 from kvant.spec import as_spec
 from kvant.weights.packing import count_weight_nbytes
 
+DEFAULT_CONTEXT = 8192  # tokens
 UNLIMITED_CONTEXT = 1 << 40  # tokens: more than any memory holds
 MAX_SHORT_LENGTH = 4096  # tokens, from which on every format that saves memory does
 SHORT_LENGTH_STEP = 8  # divides pages, since a sequence takes most for its length as one begins
@@ -225,7 +226,7 @@ def plan(
     """
     layers, full = _resolve_layers(model, spec)
     limit = _find_max_context(full)
-    context = min(8192, limit) if context is None else context
+    context = min(DEFAULT_CONTEXT, limit) if context is None else context
     if context < 0 or sequences < 1:
         raise ValueError(f"context {context} and {sequences} sequences: >= 0 and >= 1 are needed")
     if context > limit:
@@ -267,6 +268,21 @@ def _make_config(config: Any) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**config)
+
+
+def find_default_context(model: Any) -> int:
+    """Return the tokens at which formats are compared: 8192, or the model's context if shorter."""
+    return min(DEFAULT_CONTEXT, max_context(model) or DEFAULT_CONTEXT)
+
+
+def compute_share_of_raw(model: Any, spec: AnySpec) -> float:
+    """Return the bytes of a cache, as a share of raw's, at the default context.
+
+    A capacity of the spec may limit the context.
+    """
+    context = min(find_default_context(model), plan(model, spec).context)
+    spec_nbytes, raw_nbytes = (plan(model, s, context=context).nbytes_kept for s in (spec, "raw"))
+    return spec_nbytes / raw_nbytes
 
 
 def _resolve_layers(model: Any, spec: AnySpec) -> tuple[tuple[LayerShape, ...], CacheSpec]:

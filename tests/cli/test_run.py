@@ -140,9 +140,9 @@ def test_auto_reports_its_choice(call: Any) -> None:
     assert code == 0 and first.startswith("auto: testing formats") and chosen.startswith("auto: ")
     assert head.split() == [
         "format",
-        "bytes",
-        "a",
-        "token",
+        "of",
+        "raw",
+        "mean",
         "KL",
         "top-1",
         "recall",

@@ -82,6 +82,7 @@ def test_command_prints_rows_and_the_choice(call: Any) -> None:
         "bytes",
         "of",
         "raw",
+        "mean",
         "KL",
         "top-1",
         "recall",

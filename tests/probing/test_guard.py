@@ -66,7 +66,7 @@ def test_harmful_format_is_recognized_after_a_few_tokens(
     )
     assert (
         explanation is not None
-        and "affine4,tail=0 changes what" in explanation
+        and "affine4,tail=0 changes predictions of Qwen3ForCausalLM: " in explanation
         and probe_steps[-1][0] <= 256
     )
 
@@ -79,9 +79,13 @@ def test_harm_is_explained_by_an_example_and_a_harmless_spec(
     trial = make_trial(broken, tokenizer)
     explanation = explain_harm(broken, "affine4,tail=0", trial) or ""
     assert explanation == explain_harm(broken, "affine4,tail=0", trial)  # stored
+    assert re.search(
+        r"the most likely token differs at \d+\.\d% of positions \(mean KL \S+, limit 0\.005\)\. ",
+        explanation,
+    )
     assert re.search(r"After '.+' raw continues '.+', and affine4,tail=0 '.+'\. ", explanation)
     found = re.search(
-        r"Take (\S+): a KL of (\S+) here, and (\S+) of raw's bytes at 2,048 tokens, "
+        r"Take (\S+): mean KL (\S+) here, and (\S+) of raw's bytes at 2,048 tokens, "
         r"where affine4,tail=0 takes (\S+)\. Recall was not tested",
         explanation,
     )
@@ -162,7 +166,7 @@ def test_second_start_probes_nothing(
 def test_harmful_format_warns_at_each_start(plain_model: Any, tokenizer: Any) -> None:
     broken = scale_key_channels(plain_model, 100.0, channels=(3, 11))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="affine4 changes what"):
+        with pytest.warns(UserWarning, match="affine4 changes predictions"):
             kvant.attach(broken, "affine4", tokenizer=tokenizer)
         hf.detach(broken)
 

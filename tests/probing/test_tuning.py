@@ -233,7 +233,7 @@ def test_harmful_result_in_given_bits_warns(
     worst = MeasuredSpec("affine2,tail=0", 0.1, 0.9, is_mixture=False)
     result = TunedSpec(worst.spec, 4.0, (worst,), "no measurement")
     monkeypatch.setattr(recommendation, "find_best_spec", lambda *arguments: result)
-    with pytest.warns(UserWarning, match="affine2,tail=0 changes what"):
+    with pytest.warns(UserWarning, match="affine2,tail=0 changes predictions"):
         kvant.attach(model, "auto:4bits", tokenizer=tokenizer)
     kvant.detach(model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
 from kvant.platform.terminal import make_table
@@ -17,6 +17,24 @@ def print_note(line: str) -> None:
 def print_line(line: str) -> None:
     """Print a line between tables; only a terminal wraps it."""
     make_table()[0].print(line, soft_wrap=True)
+
+
+class StreamedTable:
+    """A table whose rows are printed one by one: the width of each column is known before.
+
+    The first column is aligned to the left, as is text after the last column.
+    """
+
+    def __init__(self, widths: Mapping[str, int]) -> None:
+        self._widths = [max(width, len(heading)) for heading, width in widths.items()]
+        self.headings = (*widths,)
+
+    def print_row(self, cells: Iterable[str]) -> None:
+        first, *others = cells
+        widths, more = self._widths[1:], others[len(self._widths) - 1 :]
+        padded = [first.ljust(self._widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(others, widths, strict=False)]
+        print_line("  ".join([*padded, *more]))
 
 
 def print_table(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from kvant import checkpoints
-from kvant.cli import options, print_line
+from kvant.cli import StreamedTable, options, print_line
 from kvant.cli.options import ModelOptions, expand_options
+from kvant.platform.figures import format_kl, format_lost, format_of_raw, format_top1
 from kvant.platform.sizes import format_size, parse_size
 from kvant.recipes import RAW_WEIGHTS
 from kvant.spec import split_specs
@@ -19,8 +20,15 @@ from kvant.spec.language import parse_words
 if TYPE_CHECKING:
     from kvant.eval.recommend import ComparedFormat
 
-COLUMNS = ("format", "bytes", "of raw", "KL", "top-1", "recall lost", "reply same", "tokens/s")
-WIDTHS = (10, 10, 7, 9, 7, 12, 11, 9)
+WIDTHS = {  # of the columns after the format
+    "bytes": 10,
+    "of raw": 6,
+    "mean KL": 7,
+    "top-1": 6,
+    "recall lost": 11,
+    "reply same": 10,
+    "tokens/s": 8,
+}
 
 
 @expand_options
@@ -51,13 +59,15 @@ def recommend(
 
     attach(model)  # some attention modules read compressed rows only when attached
 
+    specs = ("raw", *(word for word in words if word != "raw")) if words else COMPARED_SPECS
+    table = StreamedTable({"format": max(map(len, specs)), **WIDTHS})
+
     def show(row: ComparedFormat) -> None:
         if not json:
-            print_line(_format_row(_format_cells(row)))
+            table.print_row(_format_cells(row))
 
     if not json:
-        print_line(_format_row(COLUMNS))
-    specs = ("raw", *(word for word in words if word != "raw")) if words else COMPARED_SPECS
+        table.print_row(table.headings)
     result = recommend(
         model, tokenizer, context=context, budget=max_bytes, specs=specs, on_format=show
     )
@@ -71,23 +81,16 @@ def recommend(
         print_line(f"try it: kvant run{name} --kv-cache {result.spec}")
 
 
-def _format_row(cells: tuple[str, ...]) -> str:
-    first, *others = cells
-    padded = [first.ljust(WIDTHS[0])]
-    padded += [cell.rjust(width) for cell, width in zip(others, WIDTHS[1:], strict=False)]
-    return "".join([*padded, *(f"  {cell}" for cell in cells[len(WIDTHS) :])])
-
-
 def _format_cells(row: ComparedFormat) -> tuple[str, ...]:
     verdict = row.verdict if row.fits else f"{row.verdict}; exceeds the budget"
     return (
         row.spec,
         format_size(row.nbytes),
-        f"{row.of_raw:.2f}",
-        f"{row.mean_kl:.2g}",
-        f"{row.top1:.1%}",
-        f"{max(row.lost, 0):.1%}",
-        f"{row.reply_same:.1%}",
+        format_of_raw(row.of_raw),
+        format_kl(row.mean_kl),
+        format_top1(row.top1),
+        format_lost(row.lost),
+        format_top1(row.reply_same),
         f"{row.tokens_per_second:.0f}",
         verdict.partition(":")[0],
     )

@@ -24,6 +24,7 @@ from kvant.cli.options import (
 )
 from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
+from kvant.platform.figures import format_kl, format_lost, format_of_raw, format_top1
 from kvant.platform.sizes import format_count, format_size, parse_size
 from kvant.platform.terminal import ProgressBar
 from kvant.recipes import AnySpec
@@ -234,17 +235,17 @@ def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -
 
 def _show_candidates(model: Any, verdict: GuardedSpec) -> None:
     """Print the formats that `auto` tested, on standard error."""
-    from kvant.planner import plan
+    from kvant.planner import compute_share_of_raw
 
-    headings = ("", "format", "bytes a token", "KL", "top-1", "recall lost", "verdict")
+    headings = ("", "format", ">of raw", ">mean KL", ">top-1", ">recall lost", "verdict")
     rows = [
         (
             "*" if candidate.spec == verdict.spec else "",
             candidate.spec,
-            f"{plan(model, candidate.spec, context=1).nbytes_per_token:.0f}",
-            f"{candidate.mean_kl:.2g}",
-            f"{candidate.top1:.1%}",
-            "" if candidate.lost is None else f"{candidate.lost:.2g}",
+            format_of_raw(compute_share_of_raw(model, candidate.spec)),
+            format_kl(candidate.mean_kl),
+            format_top1(candidate.top1),
+            "" if candidate.lost is None else format_lost(candidate.lost),
             candidate.verdict,
         )
         for candidate in verdict.candidates
@@ -349,7 +350,7 @@ def describe_memory(session: Session) -> str:
     nbytes, raw_nbytes = cache["nbytes"], cache["raw_nbytes"]
     if not raw_nbytes:
         return format_size(nbytes)
-    text = f"{format_size(nbytes)}, {nbytes / raw_nbytes:.2f} of raw"
+    text = f"{format_size(nbytes)}, {format_of_raw(nbytes / raw_nbytes)} of raw"
     if nbytes < raw_nbytes:
         return f"{text}, {format_size(raw_nbytes - nbytes)} saved"
     decoder = cast("TransformersDecoder", session.loop.prefiller.decoder)

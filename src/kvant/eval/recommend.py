@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,20 +20,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvant.errors import SpecError
+from kvant.eval.decoding import decode_token, measure_token_seconds
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import TransformersCache, get_text_model, get_transformers_model
 from kvant.models import layer_shapes, max_context
-from kvant.planner import plan
+from kvant.planner import find_default_context, plan
+from kvant.platform.figures import describe_predictions, describe_recall, format_of_raw
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.probing import Divergence, make_trial
 from kvant.probing.divergence import compare_logits, make_unbounded_spec, read_prompt
 from kvant.probing.example import Example, find_example
 from kvant.probing.screen import QuickScreen
-from kvant.probing.trials import HARMLESS, FormatTrial, SpecEvaluator
+from kvant.probing.trials import HARMFUL, HARMLESS, RECALLS_LESS, FormatTrial, SpecEvaluator
 
-DEFAULT_CONTEXT = 8192
 REPLY_TOKENS = 96  # decoded with each format
-WARMUP_TOKENS = 16  # of these, not timed: forwards are captured for replay
 COMPARED_SPECS = (  # from the largest to the smallest
     *("raw", "affine8", "affine8v4", "affine6", "affine4"),
     *("turbo4", "turbo4v3", "turbo4v2", "turbo3", "turbo2"),
@@ -92,7 +91,8 @@ class Recommendation:
             )
             return
         taken = next(row for row in self.formats if row.spec == self.spec)
-        yield f"take {taken.spec}: {format_size(taken.nbytes)} {size}, {taken.of_raw:.2f} of raw"
+        share = format_of_raw(taken.of_raw)
+        yield f"take {taken.spec}: {format_size(taken.nbytes)} {size}, {share} of raw"
         larger = [row for row in harmless if row.nbytes > taken.nbytes]
         if larger:
             nearest = min(larger, key=lambda row: row.nbytes)
@@ -126,7 +126,7 @@ def recommend(
     text_model = get_text_model(get_transformers_model(model))
     limit = max_context(text_model)
     if context is None:
-        context = DEFAULT_CONTEXT if limit is None else min(DEFAULT_CONTEXT, limit)
+        context = find_default_context(text_model)
     if context < 1 or (limit is not None and context > limit):
         raise ValueError(f"context={context}: 1 to {limit or 'any number of'} tokens are possible")
     max_bytes = None if budget is None else as_bytes(budget)
@@ -162,7 +162,7 @@ class _Comparison:
         cache = _drop_last_token(screen, screen.cache.fork())
         reply, rows = [int(screen.prompt[0, -1])], list[Tensor]()
         for _ in range(REPLY_TOKENS):
-            rows.append(_decode_token(decoder, reply[-1], cache))
+            rows.append(decode_token(decoder, reply[-1], cache))
             reply.append(int(rows[-1].argmax()))
         return cls(evaluator, decoder, context, max_bytes, tuple(reply), torch.stack(rows))
 
@@ -203,22 +203,20 @@ class _Comparison:
         rows, times = list[Tensor](), list[float]()
         for token in self.reply[:-1]:
             begin = time.perf_counter()
-            rows.append(_decode_token(self.decoder, token, cache))
+            rows.append(decode_token(self.decoder, token, cache))
             times.append(time.perf_counter() - begin)
         targets = torch.tensor(self.reply[1:])
         divergence = compare_logits(self.raw_logits, torch.stack(rows), targets)
-        return divergence, median(times[WARMUP_TOKENS:])
+        return divergence, measure_token_seconds(times)
 
     def _describe_verdict(self, trial: FormatTrial) -> str:
         tolerance = self.evaluator.trial
         if trial.harmless:
             return HARMLESS
         if trial.lost is not None and trial.lost > tolerance.max_lost:
-            return f"recalls less: {trial.lost:.0%} of the probability is lost"
-        return (
-            f"changes predictions: another most likely token at {1 - trial.top1:.1%} of positions "
-            f"(a KL of {trial.mean_kl:.2g}, limit {tolerance.max_kl:.2g})"
-        )
+            recalled = self.evaluator.recall.raw_probability
+            return f"{RECALLS_LESS}: {describe_recall(recalled, trial.lost, tolerance.max_lost)}"
+        return f"{HARMFUL}: {describe_predictions(trial.mean_kl, trial.top1, tolerance.max_kl)}"
 
 
 def _drop_last_token(screen: QuickScreen, cache: TransformersCache) -> TransformersCache:
@@ -230,8 +228,3 @@ def _drop_last_token(screen: QuickScreen, cache: TransformersCache) -> Transform
     if cache.length < screen.prompt.shape[1] - 1:
         read_prompt(screen.model, screen.prompt[:, cache.length : -1], cache)
     return cache
-
-
-def _decode_token(decoder: TransformersDecoder, token: int, cache: TransformersCache) -> Tensor:
-    """Return the logits [vocabulary] after a token, on the CPU."""
-    return decoder.compute_batch_logits([[token]], [cache.length], cache)[0, 0].cpu()

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvant.models import layer_shapes, max_context
 from kvant.planner import plan
+from kvant.platform.figures import format_kl, format_of_raw
 from kvant.probing.divergence import make_format_spec
 from kvant.probing.example import find_example
 from kvant.probing.recommendation import format_spec, list_promotions
@@ -76,7 +77,8 @@ def _compare_nbytes(model: PreTrainedModel, spec: AnySpec, name: str, promotion:
     raw, harmful, harmless = (
         plan(layers, s, context=context).nbytes_kept for s in ("raw", spec, promotion.spec)
     )
+    shares = [format_of_raw(nbytes / raw) for nbytes in (harmless, harmful)]
     return (
-        f"Take {promotion.spec}: a KL of {promotion.mean_kl:.2g} here, and {harmless / raw:.2f} of "
-        f"raw's bytes at {context:,} tokens, where {name} takes {harmful / raw:.2f}"
+        f"Take {promotion.spec}: mean KL {format_kl(promotion.mean_kl)} here, and {shares[0]} of "
+        f"raw's bytes at {context:,} tokens, where {name} takes {shares[1]}"
     )

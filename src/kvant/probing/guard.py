@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.model import get_model_layers, make_cache_spec
+from kvant.platform.figures import describe_predictions
 from kvant.probing import verdicts
 from kvant.probing.advice import describe_harm
 from kvant.probing.divergence import make_empty_cache, make_format_spec
 from kvant.probing.recommendation import choose_format, format_spec
-from kvant.probing.trials import FormatTrial, ProbeTrial, make_trial
+from kvant.probing.trials import HARMFUL, FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
 from kvant.spec import refuse_second_pass
@@ -190,16 +191,13 @@ def explain_harm(
         log.info("the format was not tried on the model: %s", error)
         return None
     model_name = type(model).__name__
-    figures = f"{verdict.mean_kl:.2g} nats in the mean (limit {trial.max_kl:.2g})"
+    seen = describe_predictions(verdict.mean_kl, verdict.top1, trial.max_kl)
     if verdict.harmless is None:
         return (
             f"unknown what {name} does to {model_name}: {verdict.tokens} of {verdict.total} tokens "
-            f"were read in {TRIAL_SECONDS:g} s, with a KL of {figures}. `kvant eval` or "
+            f"were read in {TRIAL_SECONDS:g} s, where {seen}. `kvant eval --quick` or "
             "kvant.probe(model, tokenizer, spec) measures it"
         )
     if verdict.harmless:
         return None
-    return (
-        f"{name} changes what {model_name} predicts: a KL of {figures}, and another most likely "
-        f"token at {1 - verdict.top1:.0%} of positions. {verdict.details}"
-    )
+    return f"{name} {HARMFUL} of {model_name}: {seen}. {verdict.details}"

@@ -14,6 +14,7 @@ from kvant.hf import get_text_model, get_transformers_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
+from kvant.platform.figures import describe_recall, format_kl, format_top1
 from kvant.platform.sizes import format_size, parse_size
 from kvant.probing import verdicts
 from kvant.probing.divergence import Divergence, make_unbounded_spec
@@ -22,6 +23,7 @@ from kvant.probing.trials import (
     CANDIDATE_SPECS,
     HARMFUL,
     HARMLESS,
+    RECALLS_LESS,
     FormatTrial,
     ProbeTrial,
     SpecEvaluator,
@@ -137,18 +139,24 @@ class Probe:
     def harmless(self) -> bool:
         return self.divergence.mean_kl <= self.max_kl and self.lost <= self.max_lost
 
+    @property
+    def verdict(self) -> str:
+        """Harmless, or what the spec does: the words of `kvant recommend`."""
+        if self.harmless:
+            return HARMLESS
+        return HARMFUL if self.divergence.mean_kl > self.max_kl else RECALLS_LESS
+
     def __str__(self) -> str:
         worst = max(range(len(self.layers)), key=self.layers.__getitem__)
-        name = format_spec(self.spec)
+        name, divergence = format_spec(self.spec), self.divergence
         example = "" if self.example is None else f"after {self.example.describe(name)}\n"
         return (
-            f"{name}: mean divergence {self.divergence.mean_kl:.2g} nats (limit "
-            f"{self.max_kl:.2g}), {self.divergence.quantile(0.999):.2g} at 1 of 1000 positions; "
-            f"the most likely token stays at {self.divergence.top1:.1%}\n{example}"
-            f"recall: probability {self.recalled - self.lost:.2f} of an answer, "
-            f"{self.recalled:.2f} with raw (limit of the loss {self.max_lost:.2g})\n"
-            f"layer {worst} alone: {self.layers[worst]:.2g} nats, the most of all layers\n"
-            f"recommended: {format_spec(self.recommended)} ({self.why})"
+            f"{name}: {self.verdict}; top-1 {format_top1(divergence.top1)}, mean KL "
+            f"{format_kl(divergence.mean_kl)} (limit {format_kl(self.max_kl)}), p99.9 "
+            f"{format_kl(divergence.quantile(0.999))}\n{example}"
+            f"{describe_recall(self.recalled, self.lost, self.max_lost)}\n"
+            f"layer {worst} alone: mean KL {format_kl(self.layers[worst])}, the most of all "
+            f"layers\nrecommended: {format_spec(self.recommended)} ({self.why})"
         )
 
 

@@ -95,7 +95,7 @@ def make_trial(
 
 FIRST_SCREEN_TOKENS = 16  # enough to reject a very harmful format:
 FIRST_SCREEN_KL_FACTOR = 4.0  # one above this multiple of the limit
-HARMLESS, HARMFUL = "harmless", "changes predictions"  # verdicts
+HARMLESS, HARMFUL, RECALLS_LESS = "harmless", "changes predictions", "recalls less"  # verdicts
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class SpecEvaluator:
                 return FormatTrial(spec, divergence.mean_kl, divergence.top1, None, HARMFUL)
         lost = self.measure_recall_loss(spec)
         if lost > self.trial.max_lost:
-            return FormatTrial(spec, divergence.mean_kl, divergence.top1, lost, "recalls less")
+            return FormatTrial(spec, divergence.mean_kl, divergence.top1, lost, RECALLS_LESS)
         if formats.prunes:
             divergence = self.measure_divergence(spec)
             harmless = divergence.mean_kl <= max_kl

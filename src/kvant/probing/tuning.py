@@ -31,6 +31,7 @@ from kvant.hf import get_text_model, get_transformers_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
+from kvant.platform.figures import format_kl, format_top1
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.probing.divergence import make_unbounded_spec
 from kvant.probing.trials import (
@@ -141,8 +142,8 @@ class TunedSpec:
     def __str__(self) -> str:
         lines = [f"{self.spec}: {self.bits_per_value:.4g} bits a value ({self.why})"]
         lines += [
-            f"{'by layer' if trial.is_mixture else 'uniform'}: {trial.spec}: mean divergence "
-            f"{trial.mean_kl:.2g} nats; the most likely token stays at {trial.top1:.1%}"
+            f"{'by layer' if trial.is_mixture else 'uniform'}: {trial.spec}: top-1 "
+            f"{format_top1(trial.top1)}, mean KL {format_kl(trial.mean_kl)}"
             for trial in self.trials
         ]
         return "\n".join(lines)

@@ -85,3 +85,17 @@ def test_short_work_and_quiet_work_print_nothing(
 )
 def test_durations_are_human_readable(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_lines_printed_while_the_bar_is_hidden_go_to_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich redirects standard output to standard error while a bar is shown."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with ProgressBar("measuring") as bar:
+        bar.update(1, 2)
+        with bar.hide():
+            print("a row")
+        bar.update(2, 2)
+    out, error = capsys.readouterr()
+    assert out == "a row\n" and "2/2" in error

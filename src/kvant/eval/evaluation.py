@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.demo import load_held_out_texts
+from kvant.eval.decoding import decode_token, measure_token_seconds
 from kvant.eval.result import (
     EvaluationResult,
     EvaluationSettings,
@@ -29,10 +30,11 @@ from kvant.eval.result import (
     summarize_nbytes,
     summarize_quality,
 )
+from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import compute_model_fingerprint
 from kvant.models import max_context
 from kvant.prefixes.tree import count_shared_prefix
-from kvant.probing.divergence import continue_greedily, make_empty_cache, measure_divergence
+from kvant.probing.divergence import make_empty_cache, measure_divergence, read_prompt
 from kvant.probing.recall import RecallExam, RecallShares, make_exams, measure_recall
 from kvant.probing.verdicts import ProbeProgress, ignore_progress
 from kvant.recipes import AnySpec
@@ -89,14 +91,16 @@ def _interleave_documents(documents: Sequence[list[int]], piece_length: int) -> 
 
 
 def _continue_greedily(
-    model: PreTrainedModel, spec: AnySpec, prompt: Tensor
+    decoder: TransformersDecoder, spec: AnySpec, prompt: Tensor
 ) -> Iterator[tuple[int, float]]:
     """Yield the tokens of a greedy continuation, each with the seconds of its forward."""
-    tokens = continue_greedily(model, prompt, make_empty_cache(model, spec))
+    cache = make_empty_cache(decoder.model, spec)
+    start = time.perf_counter()
+    token = int(read_prompt(decoder.model, prompt, cache).argmax())
     while True:
-        start = time.perf_counter()
-        token = next(tokens)
         yield token, time.perf_counter() - start
+        start = time.perf_counter()
+        token = int(decode_token(decoder, token, cache).argmax())
 
 
 @dataclass(frozen=True)
@@ -112,19 +116,21 @@ def compare_continuations(
     model: PreTrainedModel, prompts: Iterable[Tensor], spec: AnySpec, num_tokens: int
 ) -> ContinuationSummary:
     """Continue each prompt by `num_tokens` tokens with raw and with a spec, in turn."""
+    decoder = TransformersDecoder(model)
     num_identical: list[int] = []
-    seconds: list[tuple[float, float]] = []
+    seconds: list[tuple[float, float]] = []  # of a token, with raw and with the spec
     for prompt in prompts:
-        raw = _continue_greedily(model, "raw", prompt)
-        both = zip(raw, _continue_greedily(model, spec, prompt), strict=True)
+        raw = _continue_greedily(decoder, "raw", prompt)
+        both = zip(raw, _continue_greedily(decoder, spec, prompt), strict=True)
         pairs = list(islice(both, num_tokens))
         tokens = [token for (token, _), _ in pairs], [token for _, (token, _) in pairs]
         num_identical.append(count_shared_prefix(*tokens))
         decoded = pairs[1:]  # the first token took the prompt's forward
-        seconds.append((sum(s for (_, s), _ in decoded), sum(s for _, (_, s) in decoded)))
-    raw_seconds, spec_seconds = (statistics.median(column) for column in zip(*seconds, strict=True))
-    speed = (num_tokens - 1) / spec_seconds
-    return ContinuationSummary(statistics.fmean(num_identical), speed, raw_seconds / spec_seconds)
+        raw_seconds = measure_token_seconds([s for (_, s), _ in decoded])
+        seconds.append((raw_seconds, measure_token_seconds([s for _, (_, s) in decoded])))
+    raw_median, spec_median = (statistics.median(column) for column in zip(*seconds, strict=True))
+    identical = statistics.fmean(num_identical)
+    return ContinuationSummary(identical, 1 / spec_median, raw_median / spec_median)
 
 
 Item = TypeVar("Item")
@@ -190,11 +196,13 @@ def evaluate(
     settings: EvaluationSettings = DEFAULT_SETTINGS,
     save: Path | None = None,
     progress: ProbeProgress = ignore_progress,
+    on_format: Callable[[EvaluationResult], None] = lambda result: None,
 ) -> list[EvaluationResult]:
     """Evaluate each format, by its name.
 
     The default text is the files of the Python library that the built-in model was not trained on.
-    Results in the file `save` are not measured again; new results are appended to it.
+    Results in the file `save` are not measured again; new results are appended to it. `on_format`
+    is called with each result before the next format is measured.
     """
     recipes = {name: _compute_recipe_id(model, spec) for name, spec in formats.items()}
     model_context = max_context(model)
@@ -230,6 +238,7 @@ def evaluate(
             for _ in range(steps):
                 evaluation.report_step()
         results.append(result)
+        on_format(result)
     return results
 
 

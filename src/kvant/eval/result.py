@@ -107,6 +107,11 @@ class EvaluationResult:
     def raw_recall_shares(self) -> dict[str, float]:
         return {kind: fmean(depths.values()) for kind, depths in self.raw_recall.items()}
 
+    @property
+    def recall_share(self) -> float:
+        """Share of correct answers, the mean over the kinds."""
+        return fmean(self.recall_shares.values())
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields; infinity, of formats with NaN logits, becomes null."""
         return {name: _encode_infinity(value) for name, value in asdict(self).items()}

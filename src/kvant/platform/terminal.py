@@ -62,6 +62,13 @@ class ProgressBar:
     def stop(self) -> None:
         self._bar.stop()
 
+    @contextmanager
+    def hide(self) -> Iterator[None]:
+        """Remove the bar while lines are printed, which would otherwise be redirected."""
+        self._bar.stop()
+        yield
+        self._bar.start()
+
     def update(self, done: int, total: int) -> None:
         now = monotonic()
         if now - self._start < RESUME_S:

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from pages import DOCS, format_table
-from quality_page import make_tables
+from quality_page import make_smollm2_table, make_tables
 
 TABLES = make_tables(json.loads((DOCS / "quality.json").read_text())["rows"])
+TABLES["smollm2"] = make_smollm2_table()
 
 
 @pytest.mark.parametrize("name", TABLES)

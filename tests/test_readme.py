@@ -1,21 +1,13 @@
-"""Test that the README table holds the measurements; tests/test_docs.py runs its examples."""
+"""Test that the tables about SmolLM2 hold the measurements; tests/test_docs.py runs examples."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from kvant import Shape, plan
+from formats import DECODE_PAGE, README, make_speed_table, make_table
 from kvant.bench.markdown import format_markdown
-
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 
 
 def test_table_equals_the_measurements() -> None:
-    rows = json.loads((ROOT / "docs" / "benchmarks" / "formats.json").read_text())["rows"]
-    assert format_markdown(rows) in README.read_text()
-    raw = plan(Shape(1, 8, 128, 128), "raw").nbytes_per_token
-    for row in rows:
-        cost = plan(Shape(1, 8, 128, 128), row["format"].strip("`")).nbytes_per_token
-        assert (row["bytes a token"], row["of raw"]) == (f"{cost:.0f}", f"{cost / raw:.3g}")
+    table = make_table()
+    assert format_markdown(table) in README.read_text()
+    assert format_markdown(make_speed_table()) in DECODE_PAGE.read_text()
+    assert all(line["KL"] and line["`kvant.generate`, AVX2"] for line in table[:2])

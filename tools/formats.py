@@ -1,79 +1,83 @@
-"""Compare the formats on the built-in model, and write docs/benchmarks/formats.json.
+"""Make the tables of README.md and of docs/benchmarks/decode.md about SmolLM2, from measurements.
 
-`python tools/formats.py` takes a few minutes and prints the table of README.md. The quality of a
-format is the divergence of its next-token distribution from that of a raw cache, in float32, at
-every position of files that the model was not trained on; every token sees what decoding would
-see. Speed is that of whole generations in bfloat16, a token of each format in turn.
+Bytes are those of `kvant.plan`, the quality is that of tools/quality_texts.py, and the speeds are
+those of tools/generate_speed.py.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import kvant
-from kvant.bench.decode import make_candidates, make_dynamic, measure_generations
-from kvant.bench.harness import describe_machine
-from kvant.checkpoints import load
-from kvant.demo import load_held_out_texts
-from kvant.probing import measure_divergence
-from pages import DOCS, format_table
+from kvant.platform.sizes import format_size
+from pages import DOCS, format_table, write_tables
 
-RESULTS = DOCS / "benchmarks" / "formats.json"
-FORMATS = (
-    *("raw", "affine8", "fp8", "affine6", "affine8v4", "affine4"),
-    *("turbo4v4", "turbo4v2", "turbo3"),
-)
-TEXT_LENGTH, NUM_TEXTS = 2048, 8
-PROMPT_TOKENS, NEW_TOKENS, NUM_RUNS = 1024, 512, 3
-EXAMPLE_SHAPE = kvant.Shape(1, 8, 128, 128)  # a layer of many real models
+README, DECODE_PAGE = DOCS.parent / "README.md", DOCS / "benchmarks" / "decode.md"
+MODEL = "smollm2"
+SHAPE = kvant.Shape(30, 3, 64, 64)  # of its cache
+FORMATS = ("raw", "affine8", "affine4", "turbo4v4")
+CONTEXT = 8192
+TEXT, TEXT_CONTEXT = "prose", 2048
+PROMPTS = (5, 2048)  # tokens
+ISAS = {"AVX-512": "avx512", "AVX2": "avx2"}
+WAYS = "model.generate", "kvant.generate"
 
 
-def encode_texts(tokenizer: Any) -> Iterator[Tensor]:
-    """Yield the beginnings of the longest held-out files."""
-    for text in sorted(load_held_out_texts(), key=len)[-NUM_TEXTS:]:
-        ids = tokenizer.encode(text)[:TEXT_LENGTH]
-        yield torch.tensor([ids])
+def load_rows(path: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((DOCS / path).read_text(encoding="utf-8"))["rows"]
+    return rows
 
 
-def main() -> None:
-    bf16_model, tokenizer = load(None, device="cpu")
-    ids = list(encode_texts(tokenizer))
-    makes = make_candidates(bf16_model, FORMATS) | {"transformers": make_dynamic(bf16_model)}
-    speeds = measure_generations(makes, ids[-1][0].tolist()[:PROMPT_TOKENS], NEW_TOKENS, NUM_RUNS)
-    speeds_by_cache = {row["cache"]: row for row in speeds}
-    model = bf16_model.float()
-    raw = kvant.plan(EXAMPLE_SHAPE, "raw").nbytes_per_token
-    rows = []
+def find_row(rows: Iterable[dict[str, Any]], **names: Any) -> dict[str, Any] | None:
+    """Return the row that has all these values."""
+    return next((row for row in rows if names.items() <= row.items()), None)
+
+
+def make_table() -> list[dict[str, str]]:
+    """Return the lines of the table: bytes, quality, and times the speed of stock `generate`."""
+    raw = kvant.plan(SHAPE, "raw", context=CONTEXT).nbytes
+    qualities = load_rows("quality-texts.json")
+    speeds = {isa: load_rows(f"benchmarks/generate-{file}.json") for isa, file in ISAS.items()}
+    lines = []
     for spec in FORMATS:
-        nbytes = kvant.plan(EXAMPLE_SHAPE, spec).nbytes_per_token
-        divergence = measure_divergence(model, ids, spec)
-        rows.append(
-            {
-                "format": f"`{spec}`",
-                "bytes a token": f"{nbytes:.0f}",
-                "of raw": f"{nbytes / raw:.3g}",
-                "KL": f"{divergence.mean_kl:.2g}",
-                "KL, 999 in 1000": f"{divergence.quantile(0.999):.2g}",
-                "top-1": f"{divergence.top1:.1%}",
-                "tokens a second": speeds_by_cache[spec]["tokens_s"],
-                "vs transformers": speeds_by_cache[spec]["vs_transformers"],
-            }
-        )
-    machine = describe_machine()
-    facts = {
-        "machine": "{processor}, {threads} threads, torch {torch}".format_map(machine),
-        "positions": divergence.num_positions,
-        "texts": len(ids),
-    }
-    line = json.dumps({"bench": "formats", "machine": machine, **facts, "rows": rows})
-    RESULTS.write_text(line + "\n", encoding="utf-8")
-    print(format_table(rows))
+        nbytes = kvant.plan(SHAPE, spec, context=CONTEXT).nbytes
+        share = f"{nbytes / raw:.2f}"
+        line = {
+            "format": f"`{spec}`",
+            "memory": format_size(nbytes),
+            "of raw": f"**{share}**" if spec == "affine4" else share,
+        }
+        names = {"model": MODEL, "text": TEXT, "context": TEXT_CONTEXT, "format": spec}
+        quality = {"mean_kl": 0.0, "top1": 1.0} if spec == "raw" else find_row(qualities, **names)
+        line["KL"] = "" if quality is None else f"{quality['mean_kl']:.2g}"
+        line["same token"] = "" if quality is None else f"{quality['top1']:.1%}"
+        for isa, rows in speeds.items():
+            found = [find_row(rows, tokens=length, cache=spec) for length in PROMPTS]
+            for way in WAYS:
+                ratios = [f"{row[f'{way}_ratio']:.2f}" for row in found if row is not None]
+                line[f"`{way}`, {isa}"] = ", ".join(ratios)
+        lines.append(line)
+    return lines
+
+
+def make_speed_table() -> list[dict[str, str]]:
+    """Return the lines of the speeds: milliseconds of stock, and the ratios of two ways to it."""
+    speeds = {isa: load_rows(f"benchmarks/generate-{file}.json") for isa, file in ISAS.items()}
+    lines = []
+    for row in speeds["AVX-512"]:
+        line = {"prompt": f"{row['tokens']:,}", "cache": f"`{row['cache']}`"}
+        for isa, rows in speeds.items():
+            found = find_row(rows, tokens=row["tokens"], cache=row["cache"])
+            assert found is not None
+            line[f"{isa}: stock"] = f"{found['stock_ms']:.1f}"
+            for way in WAYS:
+                line[f"{isa}: `{way}`"] = f"{found[f'{way}_ratio']:.2f}"
+        lines.append(line)
+    return lines
 
 
 if __name__ == "__main__":
-    main()
+    write_tables(README, {"formats": format_table(make_table())})
+    write_tables(DECODE_PAGE, {"generate": format_table(make_speed_table())})

@@ -29,9 +29,9 @@ from kvant.bench import attend
 from kvant.bench.harness import LEGEND_OPTIONS, draw_curves, format_figure
 from pages import DOCS
 
-QWEN3_SHAPE = kvant.Shape(28, 8, 128, 128)  # the cache of Qwen3-0.6B and Qwen3-1.7B
-FORMATS = ("raw", "affine8", "affine4", "turbo4v2", "affine8,window=4096,sinks=4")
-LENGTHS = (1024, 4096, 16384, 65536, 262144)
+SMOLLM2_SHAPE = kvant.Shape(30, 3, 64, 64)  # of the cache of SmolLM2-135M
+FORMATS = ("raw", "affine8", "affine4", "affine8,window=2048")
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 TURN_FIELDS = {"turn 1": "turn_1_s", "turn 2": "turn_2_s", "turn 2 after\na restart": "restarted_s"}
 TERMINAL_WIDTH = 92
 FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # the picture must not load remote files
@@ -51,10 +51,10 @@ def load_results(name: str) -> Any:
 
 def draw_memory(file: Path) -> None:
     curves = {
-        spec: {n: kvant.plan(QWEN3_SHAPE, spec, context=n).nbytes / 2**30 for n in LENGTHS}
+        spec: {n: kvant.plan(SMOLLM2_SHAPE, spec, context=n).nbytes / 2**20 for n in LENGTHS}
         for spec in FORMATS
     }
-    draw_curves(curves, "the cache of Qwen3-0.6B, one sequence", file, "GiB")
+    draw_curves(curves, "the cache of SmolLM2-135M, one sequence", file, "MiB")
 
 
 def draw_attention(file: Path) -> None:

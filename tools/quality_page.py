@@ -1,4 +1,7 @@
-"""Write the results of tools/quality.py into the tables of docs/quality.md; its text stays."""
+"""Write results into the tables of docs/quality.md; its text stays.
+
+The results are those of tools/quality.py, and of tools/quality_texts.py for SmolLM2.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ COLUMNS = {  # of the page: a field of a result, and its format
     "p99.9": ("p999_kl", ".2g"),
     "top-1": ("top1", ".1%"),
 }
+SMOLLM2_TASK = {"model": "smollm2", "text": "prose", "context": 2048}
 ResultRow = Mapping[str, Any]
 
 
 def write_page(rows: Sequence[ResultRow]) -> None:
-    write_tables(
-        DOCS / "quality.md", {name: format_table(t) for name, t in make_tables(rows).items()}
-    )
+    tables = make_tables(rows) | {"smollm2": make_smollm2_table()}
+    write_tables(DOCS / "quality.md", {name: format_table(t) for name, t in tables.items()})
     plain = select_rows(rows, "formats", "plain")
     points = [
         FormatPoint(row["of_raw"], row["mean_kl"], name)
@@ -70,6 +73,7 @@ def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
             for name, row in recipes.items()
             if ladder[0].relative_nbytes <= row["of_raw_2k"] <= ladder[-1].relative_nbytes
             and not re.fullmatch(UNIFORM_PATTERN, name)
+            and not re.match("affine[23],", name)
         ],
         "sinks": [
             {
@@ -91,6 +95,22 @@ def make_tables(rows: Sequence[ResultRow]) -> dict[str, list[dict[str, Any]]]:
             for name, row in select_rows(rows, "peers", "plain").items()
         ],
     }
+
+
+def make_smollm2_table() -> list[dict[str, Any]]:
+    """Return the lines of SmolLM2's caches, and of llama.cpp's, by bits."""
+    rows = json.loads((DOCS / "quality-texts.json").read_text(encoding="utf-8"))["rows"]
+    wanted = [
+        row
+        for row in rows
+        if SMOLLM2_TASK.items() <= row.items() and not row["format"].startswith("raw")
+    ]
+    return [
+        {"cache": row["format"] if " " in row["format"] else f"`{row['format']}`"}
+        | {"bits": f"{row['bits']:.2f}"}
+        | _format_columns(row, "perplexity", "mean KL", "p99.9", "top-1")
+        for row in sorted(wanted, key=lambda row: -row["bits"])
+    ]
 
 
 def _format_name(row: ResultRow) -> dict[str, str]:

@@ -41,8 +41,8 @@ from kvant.weights.packing import count_weight_nbytes
 
 DEFAULT_CONTEXT = 8192  # tokens
 UNLIMITED_CONTEXT = 1 << 40  # tokens: more than any memory holds
-MAX_SHORT_LENGTH = 4096  # tokens, from which on every format that saves memory does
-SHORT_LENGTH_STEP = 8  # divides pages, since a sequence takes most for its length as one begins
+MAX_SHORT_LENGTH = 4096  # tokens, within which the usual formats begin to save memory
+SHORT_LENGTH_STEP = 8  # divides pages: a sequence takes most for its length as a page begins
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Plan:
     def find_saving_length(self) -> int | None:
         """Return the number of tokens from which on the cache takes less than raw rows.
 
-        A short sequence lies in a few pages, whole and partly open. None: no length saves memory.
+        A short sequence lies in a few pages, whole and partly open. None: no length up to 4,096.
         """
         lengths = range(1, MAX_SHORT_LENGTH + 1, SHORT_LENGTH_STEP)
         longest = max((length for length in lengths if not self._saves_memory(length)), default=0)

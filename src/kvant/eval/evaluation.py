@@ -214,6 +214,7 @@ def evaluate(
     evaluation_text = split_text(tokenizer, text, context, settings.tokens)
     header = {  # what results depend on, apart from the format
         "eval": version("kvant"),
+        "method": 2,  # raise it when the same settings give other figures
         "model": compute_model_fingerprint(model),
         "text": evaluation_text.digest,
         **asdict(settings),

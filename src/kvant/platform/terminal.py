@@ -66,8 +66,10 @@ class ProgressBar:
     def hide(self) -> Iterator[None]:
         """Remove the bar while lines are printed, which would otherwise be redirected."""
         self._bar.stop()
-        yield
-        self._bar.start()
+        try:
+            yield
+        finally:
+            self._bar.start()
 
     def update(self, done: int, total: int) -> None:
         now = monotonic()

@@ -68,9 +68,8 @@ def run_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if (
-            "torch._dynamo" not in sys.modules
-        ):  # nothing is compiled, and importing it takes a second
+        # Without dynamo nothing is compiled, and importing it takes a second.
+        if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         disable: Callable[..., Callable[P, R]] = torch.compiler.disable
         return disable(function)(*args, **kwargs)

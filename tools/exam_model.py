@@ -1,4 +1,4 @@
-"""Load the model of an exam."""
+"""Load a model with dense weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from kvant.checkpoints import load
 def load_float32(name: str | None) -> tuple[Any, Any]:
     """Load a model and its tokenizer, on the CPU, with all products in float32.
 
-    Weights of a GGUF file, such as SmolLM2's, are expanded: products with their codes may round
-    activations to integers, and llama.cpp reads the expanded weights.
+    Products with codes may round activations to integers, and llama.cpp reads expanded weights.
     """
-    model, tokenizer = load(name, device="cpu", dtype="float32")
+    return load_dense(name, "float32")
+
+
+def load_dense(name: str | None, dtype: str) -> tuple[Any, Any]:
+    """Load a model and its tokenizer, on the CPU; weights of a GGUF file are expanded."""
+    model, tokenizer = load(name, device="cpu", dtype=dtype)
     with warnings.catch_warnings(action="ignore"):  # they keep their rounded values
         kvant.unpack(model)
     return model, tokenizer

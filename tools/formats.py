@@ -30,6 +30,11 @@ def load_rows(path: str) -> list[dict[str, Any]]:
     return rows
 
 
+def load_speeds() -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each instruction set."""
+    return {isa: load_rows(f"benchmarks/generate-{file}.json") for isa, file in ISAS.items()}
+
+
 def find_row(rows: Iterable[dict[str, Any]], **names: Any) -> dict[str, Any] | None:
     """Return the row that has all these values."""
     return next((row for row in rows if names.items() <= row.items()), None)
@@ -39,7 +44,7 @@ def make_table() -> list[dict[str, str]]:
     """Return the lines of the table: bytes, quality, and times the speed of stock `generate`."""
     raw = kvant.plan(SHAPE, "raw", context=CONTEXT).nbytes
     qualities = load_rows("quality-texts.json")
-    speeds = {isa: load_rows(f"benchmarks/generate-{file}.json") for isa, file in ISAS.items()}
+    speeds = load_speeds()
     lines = []
     for spec in FORMATS:
         nbytes = kvant.plan(SHAPE, spec, context=CONTEXT).nbytes
@@ -64,7 +69,7 @@ def make_table() -> list[dict[str, str]]:
 
 def make_speed_table() -> list[dict[str, str]]:
     """Return the lines of the speeds: milliseconds of stock, and the ratios of two ways to it."""
-    speeds = {isa: load_rows(f"benchmarks/generate-{file}.json") for isa, file in ISAS.items()}
+    speeds = load_speeds()
     lines = []
     for row in speeds["AVX-512"]:
         line = {"prompt": f"{row['tokens']:,}", "cache": f"`{row['cache']}`"}

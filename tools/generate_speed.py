@@ -25,13 +25,15 @@ import typer
 from transformers import DynamicCache, StoppingCriteria
 
 import kvant
+from exam_model import load_dense
 from kvant.bench import harness
 from kvant.bench.harness import parse_numbers, show_progress
-from kvant.checkpoints import load
 from kvant.hf import get_cache_argument
 from kvant.spec import split_specs
 from texts import load_text
 
+MODEL = "smollm2"
+STOCK = "stock", "model.generate"
 Times = list[float]  # of the end of each token
 
 
@@ -44,14 +46,6 @@ class Clock(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.times.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def load_dense(dtype: str) -> tuple[Any, Any]:
-    """Load SmolLM2 with dense weights in one dtype."""
-    model, tokenizer = load("smollm2", device="cpu", dtype=dtype)
-    with warnings.catch_warnings(action="ignore"):  # they keep their rounded values
-        kvant.unpack(model)
-    return model.to(getattr(torch, dtype)).eval(), tokenizer
 
 
 def time_model_generate(
@@ -99,9 +93,6 @@ def measure_length(
     return rows
 
 
-STOCK = "stock", "model.generate"
-
-
 def main(
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts")] = "5,128,2048",
     formats: Annotated[str, typer.Option(help="Specs")] = "raw,affine8,affine4,turbo4v4",
@@ -114,8 +105,8 @@ def main(
     """Measure decoding in model.generate and in kvant.generate."""
     harness.set_threads(threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    model, tokenizer = load_dense(dtype)
-    packed, _ = load_dense(dtype)
+    model, tokenizer = load_dense(MODEL, dtype)
+    packed, _ = load_dense(MODEL, dtype)
     kvant.pack(packed)
     ids = tokenizer(load_text("prose"))["input_ids"]
     ways: dict[tuple[str, str], Callable[..., Times]] = {
@@ -128,7 +119,7 @@ def main(
     rows = []
     for length in parse_numbers("--lengths", lengths, 1):
         rows += measure_length(ways, ids[:length], tokens, rounds)
-    facts = {"model": "smollm2", "dtype": dtype, "new_tokens": tokens}
+    facts = {"model": MODEL, "dtype": dtype, "new_tokens": tokens}
     harness.print_report("generate", rows, facts, quiet=json)
 
 

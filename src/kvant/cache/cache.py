@@ -32,6 +32,7 @@ from kvant.cache.transitions import Transition
 from kvant.contracts import ExternalState, LayerStats, Snapshot
 from kvant.errors import RenamedAttribute, RewindError, UsageHints
 from kvant.page_table import Ints, PageTable
+from kvant.platform.figures import format_of_raw
 from kvant.platform.sizes import format_size
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 from kvant.spec import as_spec, check_fitted, describe_spec, refuse_second_pass
@@ -116,7 +117,7 @@ class Cache(UsageHints):
 
     def __repr__(self) -> str:
         nbytes, raw_nbytes = self.nbytes, self.raw_nbytes
-        share = f", {nbytes / raw_nbytes:.2f} of raw" if raw_nbytes else ""
+        share = f", {format_of_raw(nbytes / raw_nbytes)} of raw" if raw_nbytes else ""
         contents = f"{len(self)} layers, length {self.length}, {format_size(nbytes)}{share}"
         return f"Cache({describe_spec(self.spec)}: {contents})"
 

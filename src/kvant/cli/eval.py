@@ -10,9 +10,8 @@ from typer import Option
 
 from kvant.cli import options, print_line, print_note
 from kvant.cli.eval_report import EvaluationReport, OutputFiles
-from kvant.cli.options import ModelOptions, expand_options, read_text
+from kvant.cli.options import PackedModelOptions, expand_options, read_text
 from kvant.platform.terminal import INTERRUPTED_CODE, ProgressBar
-from kvant.recipes import RAW_WEIGHTS
 from kvant.spec import split_specs
 from kvant.spec.language import check_spec_or_auto, is_auto
 
@@ -33,16 +32,11 @@ QUICK_SAMPLE = Sample(2048, 1024, 2, 32)  # seconds for a small model
 
 
 @dataclass(frozen=True)
-class EvaluatedModel(ModelOptions):
+class EvaluatedModel(PackedModelOptions):
     dtype: Annotated[
         str,
         Option(help="auto, bfloat16, ...; float32 avoids 16-bit rounding, which adds to the KL."),
     ] = "auto"
-
-    @property
-    def load_options(self) -> dict[str, Any]:
-        """Options of `checkpoints.load`; weights of 16 bits are packed, as `kvant run` does."""
-        return super().load_options | {"weights": self.weights or RAW_WEIGHTS}
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,16 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class PackedModelOptions(ModelOptions):
+    """Options of the commands that compare formats, with weights as `kvant run` has them."""
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Options of `checkpoints.load`; weights of 16 bits are packed."""
+        return super().load_options | {"weights": self.weights or RAW_WEIGHTS}
+
+
+@dataclass(frozen=True)
 class CacheOptions(ModelOptions):
     """Options of every command that generates text: the model, its cache and its kernels."""
 

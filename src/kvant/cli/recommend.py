@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from kvant import checkpoints
 from kvant.cli import StreamedTable, options, print_line
-from kvant.cli.options import ModelOptions, expand_options
+from kvant.cli.options import PackedModelOptions, expand_options
 from kvant.platform.figures import format_kl, format_lost, format_of_raw, format_top1
 from kvant.platform.sizes import format_size, parse_size
-from kvant.recipes import RAW_WEIGHTS
 from kvant.spec import split_specs
 from kvant.spec.language import parse_words
 
@@ -33,7 +31,7 @@ WIDTHS = {  # of the columns after the format
 
 @expand_options
 def recommend(
-    model_options: ModelOptions,
+    model_options: PackedModelOptions,
     context: Annotated[
         int | None,
         Option(min=1, help="Tokens whose bytes are compared; default: 8192, or the model's."),
@@ -51,9 +49,7 @@ def recommend(
     words = [] if formats is None else split_specs(formats)
     for word in words:
         parse_words(word)  # `auto` is what this command finds out
-    weights = model_options.weights or RAW_WEIGHTS  # packed, as `kvant run` packs them
-    load_options = model_options.load_options | {"weights": weights}
-    model, tokenizer = checkpoints.load(model_options.model, **load_options)
+    model, tokenizer = model_options.load()
     from kvant.eval.recommend import COMPARED_SPECS, recommend
     from kvant.hf import attach
 

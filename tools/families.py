@@ -208,14 +208,15 @@ def examine_class(name: str) -> FamilyResults:
             lambda run=run_stock: [run()],
         )
 
-    def generate_padded() -> list[GenerateOutput]:
-        return [generate_output(model, MODES["left padded"][0])]
+    def generate_texts() -> list[GenerateOutput]:
+        single = [generate_output(model, (33,), seed) for seed in range(2)]
+        return [generate_output(model, MODES["left padded"][0]), *single]
 
     def generate_attached() -> list[GenerateOutput]:
         with attach(model, "raw", guard=False):
-            return generate_padded()
+            return generate_texts()
 
-    judge_mode(family, "attach", generate_attached, generate_padded)
+    judge_mode(family, "attach", generate_attached, generate_texts)
     tokenizer = AutoTokenizer.from_pretrained(demo.PATH)
     judge_mode(
         family,

@@ -60,7 +60,7 @@ def served(tmp_path: Path) -> Served:
 @pytest.fixture
 def immediate_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = NATIVE_REPLAY._replace(num_warmup_forwards=0)
-    monkeypatch.setattr("kvant.generation.decoder.NATIVE_REPLAY", at_once)
+    monkeypatch.setattr("kvant.replay.replayer.NATIVE_REPLAY", at_once)
 
 
 def submit(engine: Any, prompt: list[int], name: str | None, **options: Any) -> Any:

@@ -38,7 +38,7 @@ def replay_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
     monkeypatch.setattr(TransformersDecoder, "compute_batch_logits", count_forwards)
     at_once = NATIVE_REPLAY._replace(num_warmup_forwards=0)
-    monkeypatch.setattr("kvant.generation.decoder.NATIVE_REPLAY", at_once)
+    monkeypatch.setattr("kvant.replay.replayer.NATIVE_REPLAY", at_once)
     return actual
 
 
@@ -66,7 +66,7 @@ def test_replay_survives_sequences_joining_and_leaving(
     assert {1, 4} <= sizes <= {1, 2, 3, 4}, "nobody is beside them who asked nothing"
     assert {size for size, was_replayed in replay_log if was_replayed} == sizes
     assert sum(was_replayed for _, was_replayed in replay_log) > len(replay_log) // 2
-    monkeypatch.setattr(TransformersDecoder, "_captures_on_cpu", False)
+    monkeypatch.setattr(TransformersDecoder, "make_replayer", lambda *args, **options: None)
     for prompt, n, tokens in zip(inputs, counts, actual, strict=True):
         assert tokens == generate_alone(model, prompt, spec, max_new_tokens=n)
 

@@ -55,7 +55,7 @@ DRAFT_CELLS = [
     )
     for column, spec in enumerate(("raw", "affine8", "affine4,tail=3"))
     for row, family in enumerate(family_names("decoder"))
-    if family != "mllama"  # its images live in transformers
+    if family not in ("mllama", "deepseek_v32")  # layers of transformers store some of their rows
 ]
 
 
@@ -65,7 +65,7 @@ def make_decoder_pair(model: Any, spec: str) -> list[tuple[TransformersDecoder, 
         (decoder, decoder.make_cache(spec))
         for decoder in (TransformersDecoder(model), TransformersDecoder(model))
     ]
-    pairs[0][0].__dict__["_captures_on_cpu"] = False
+    pairs[0][0].__dict__["make_replayer"] = lambda **options: None
     return pairs
 
 
@@ -310,7 +310,7 @@ def test_uncapturable_model_is_not_tried_again(
         tried.append(1)
         raise KeyError("lost")
 
-    monkeypatch.setattr("kvant.generation.decoder.capture_forward", failing)
+    monkeypatch.setattr("kvant.replay.replayer.capture_forward", failing)
     decoder = TransformersDecoder(build("llama"))
     for _ in range(2):
         cache = decoder.make_cache("raw")

@@ -6,7 +6,7 @@ A decoder knows the model and how its forwards are replayed. It knows neither te
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from reprlib import repr as short
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -32,17 +32,14 @@ from kvant.hf import (
     supports_chunked_prefill,
     unwrap_model,
 )
-from kvant.native import get_library
 from kvant.probing import make_trial, resolve_auto
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.replay import (
-    NATIVE_REPLAY,
     CaptureFunction,
     ReplayBuffers,
     Replayer,
-    capture_forward,
-    capture_graph,
-    make_capture_function,
+    get_graph_capture,
+    make_replayer,
 )
 from kvant.spec import describe_spec
 from kvant.spec.language import is_auto
@@ -61,7 +58,7 @@ class TransformersDecoder:
     def __init__(self, model: PreTrainedModel, capture: CaptureFunction | None = None) -> None:
         check_text_model(model)
         self.model = model
-        self._capture = capture or (capture_graph if model.device.type == "cuda" else None)
+        self._capture = capture or get_graph_capture(model)
         # By cache and by tokens of a forward.
         self._replayers: WeakKeyDictionary[TransformersCache, dict[int, Replayer]] = (
             WeakKeyDictionary()
@@ -232,10 +229,6 @@ class TransformersDecoder:
         """Whether forwards are captured as graphs, each for a fixed number of sequences."""
         return self._capture is not None
 
-    @cached_property
-    def _captures_on_cpu(self) -> bool:
-        return self.model.device.type == "cpu" and get_library().functions is not None
-
     def make_replayer(
         self, buffers: ReplayBuffers | None = None, num_new: int = 1
     ) -> Replayer | None:
@@ -243,15 +236,9 @@ class TransformersDecoder:
 
         Replayers that never run at the same time may share `buffers`.
         """
-        if not (num_new == 1 if self.captures_graphs else self._captures_on_cpu):
-            return None
-        if self._capture is not None:
-            capture = make_capture_function(
-                self._capture, self.model.generation_config.compile_config
-            )
-            return Replayer(self.model, self._forward, capture)
-        capture_native = partial(capture_forward, buffers=buffers)
-        return Replayer(self.model, self._forward, capture_native, NATIVE_REPLAY, num_new=num_new)
+        return make_replayer(
+            self.model, self._forward, self._capture, buffers=buffers, num_new=num_new
+        )
 
 
 class CallableDecoder:

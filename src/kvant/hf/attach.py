@@ -224,13 +224,7 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`.
-
-    >>> attached = kvant.attach(model, "affine8")
-    >>> kvant.detach(model)
-    >>> attached
-    AttachedModel(Qwen3ForCausalLM, not attached any more)
-    """
+    """Undo `attach`."""
     attachments = get_attachments(model)
     if not attachments:
         raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")

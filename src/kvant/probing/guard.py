@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvant.probing.recommendation import choose_format, format_spec
 from kvant.probing.trials import HARMFUL, FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
+from kvant.replay import disable_replay, enable_replay
 from kvant.spec import refuse_second_pass
 from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto, parse_auto_bits
@@ -45,6 +46,7 @@ def attach(
 ) -> AttachedModel:
     """Make `model.generate(...)` use a cache with this spec, until `detach` or a `with` ends.
 
+    Tokens are replayed without Python where possible; `generate(disable_compile=True)` forbids it.
     The format is first tried on the model, for at most two seconds, on a text if there is a
     tokenizer. A warning explains a format that changes predictions too much (two seconds more or a
     little longer), or names one whose harm is still unknown; `guard=False` skips the trial.
@@ -67,7 +69,22 @@ def attach(
     guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
     if guarded.warning is not None:
         warnings.warn(guarded.warning, stacklevel=2)
+    _enable_replays(hf.get_attachments(model))
     return AttachedModel(model, previous)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`.
+
+    >>> attached = kvant.attach(model, "affine8")
+    >>> kvant.detach(model)
+    >>> attached
+    AttachedModel(Qwen3ForCausalLM, not attached any more)
+    """
+    parts = hf.get_attachments(model)
+    hf.detach(model)
+    for part in parts:
+        disable_replay(part)
 
 
 class AttachedModel:
@@ -90,9 +107,18 @@ class AttachedModel:
 
 def _restore_attachments(model: nn.Module, previous: Mapping[PreTrainedModel, Any]) -> None:
     if hf.get_attachments(model):
-        hf.detach(model)
+        detach(model)
     for part, attachment in previous.items():
         hf.attach(part, attachment.spec, backend=attachment.backend)
+    _enable_replays(previous)
+
+
+def _enable_replays(parts: Iterable[PreTrainedModel]) -> None:
+    """Replay the tokens of the parts that kvant's own loop can run: a replay calls them as it."""
+    for part in parts:
+        is_text_model = hf.find_text_model(part) is part
+        if is_text_model and hf.get_support(part).level >= hf.SupportLevel.ONE_SEQUENCE:
+            enable_replay(part)
 
 
 @dataclass(frozen=True)

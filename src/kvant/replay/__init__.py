@@ -3,18 +3,17 @@
 from kvant.replay.capture import (
     CaptureFunction,
     ReplayBuffers,
-    capture_forward,
-    capture_graph,
-    make_capture_function,
 )
-from kvant.replay.replayer import NATIVE_REPLAY, Replayer
+from kvant.replay.generate import disable_replay, enable_replay
+from kvant.replay.replayer import NATIVE_REPLAY, Replayer, get_graph_capture, make_replayer
 
 __all__ = [
     "NATIVE_REPLAY",
     "CaptureFunction",
     "ReplayBuffers",
     "Replayer",
-    "capture_forward",
-    "capture_graph",
-    "make_capture_function",
+    "disable_replay",
+    "enable_replay",
+    "get_graph_capture",
+    "make_replayer",
 ]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -39,10 +40,19 @@ from kvant.hf.cache import TransformersCache
 from kvant.hf.handles import PendingAttention
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.model import has_hooks, make_comparable, named_attributes
+from kvant.native import get_library
 from kvant.page_table import AppendPlan
 from kvant.platform.torch_runtime import no_inference_mode
 from kvant.replay.cache import ReplayCache
-from kvant.replay.capture import CaptureFunction, Replay, StaticForward
+from kvant.replay.capture import (
+    CaptureFunction,
+    Replay,
+    ReplayBuffers,
+    StaticForward,
+    capture_forward,
+    capture_graph,
+    make_capture_function,
+)
 from kvant.replay.steps import (
     DecodeStep,
     NativeDecodeStep,
@@ -233,6 +243,12 @@ class Replayer:
             if self._capture_failed and self.num_new == 1:  # do not try again for other caches
                 FAILED_CAPTURES[self.model] = self._pending_refusal
 
+    def release_pages(self) -> None:
+        """Release the pages of the last cache, which is gone; a graph of them is dropped."""
+        self._last_forward = None
+        if self._bound is not None and not all(s.release_pages() for s in self._bound.steps):
+            self._bound = None
+
     def _save_baked_values(self, values: list[object]) -> None:
         """Keep the baked values, and the memory of the weights."""
         self._keepalive = [
@@ -353,6 +369,35 @@ class Replayer:
         if not bound.has_run:
             self._bound = bound._replace(has_run=True)
         return bound.run(*arguments)
+
+
+def get_graph_capture(model: PreTrainedModel) -> CaptureFunction | None:
+    """Return what captures graphs on the device of the model, None if nothing does."""
+    return capture_graph if model.device.type == "cuda" else None
+
+
+def make_replayer(
+    model: PreTrainedModel,
+    model_forward: ModelForward,
+    capture: CaptureFunction | None,
+    *,
+    buffers: ReplayBuffers | None = None,
+    num_new: int = 1,
+) -> Replayer | None:
+    """Make a replayer for the number of sequences that it sees first, of `num_new` tokens each.
+
+    `capture` captures graphs, None: natively, where replayers that never run at the same time may
+    share `buffers`. Return None if such forwards cannot be replayed, as drafts by a graph.
+    """
+    if capture is not None:
+        if num_new > 1:
+            return None
+        compile_config = model.generation_config.compile_config
+        return Replayer(model, model_forward, make_capture_function(capture, compile_config))
+    if model.device.type != "cpu" or get_library().functions is None:
+        return None
+    native = partial(capture_forward, buffers=buffers)
+    return Replayer(model, model_forward, native, NATIVE_REPLAY, num_new=num_new)
 
 
 def _rebind(bound: BoundForward, views: Sequence[View], plans: Sequence[AppendPlan]) -> bool:

@@ -70,6 +70,10 @@ class DecodeStep:
         """Continue from a later view of the same layer; return False if it differs."""
 
     @abstractmethod
+    def release_pages(self) -> bool:
+        """Release the memory of the pages, until `rebind`; return False if that is impossible."""
+
+    @abstractmethod
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
         """Store the framed rows [B, H, T, D] of the tokens."""
 
@@ -212,7 +216,7 @@ class NativeDecodeStep(DecodeStep):
     """The decode step of a layer on a CPU."""
 
     page_table: StaticNativePageTable
-    source_view: View  # keeps the memory that the records of `view` point to
+    source_view: View | None  # keeps the memory that the records of `view` point to
 
     @classmethod
     def from_view(cls, view: View, page_table: StaticNativePageTable) -> NativeDecodeStep:
@@ -231,6 +235,10 @@ class NativeDecodeStep(DecodeStep):
         if not all(_rebind_record(*side) for side in sides):
             return False
         self.source_view = view
+        return True
+
+    def release_pages(self) -> bool:
+        self.source_view = None
         return True
 
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
@@ -288,6 +296,9 @@ class TritonDecodeStep(DecodeStep):
     def rebind(self, view: View) -> bool:
         """Tell whether a later view of the same layer has the same storage addresses."""
         return _get_memory_key(view) == _get_memory_key(self.view)
+
+    def release_pages(self) -> bool:
+        return False  # addresses are compared with those of its view
 
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
         write_token(self.view, self.page_table, keys, values)

@@ -209,8 +209,7 @@ def examine_class(name: str) -> FamilyResults:
         )
 
     def generate_texts() -> list[GenerateOutput]:
-        single = [generate_output(model, (33,), seed) for seed in range(2)]
-        return [generate_output(model, MODES["left padded"][0]), *single]
+        return [generate_output(model, MODES[mode][0]) for mode in ("short", "left padded")]
 
     def generate_attached() -> list[GenerateOutput]:
         with attach(model, "raw", guard=False):

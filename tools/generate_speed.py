@@ -9,8 +9,8 @@ weights expanded to one dtype, after prompts of several lengths, in four ways by
 * kvant.generate: `kvant.generate(model, ..., kv_cache=spec)` of a model that `kvant.pack` packed.
 
 A figure is the mean time of a token after the first one, and the median of the rounds; a ratio is
-the time of stock in the same round over it. A round before them, which is not counted, captures
-the forward of each attached model; `kvant.generate` captures it in every call.
+the time of stock in the same round over it. `attach` and `kvant.generate` record the forward anew
+in every call, after a few ordinary ones.
 """
 
 from __future__ import annotations

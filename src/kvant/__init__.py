@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     )
     from kvant.eval.recommend import Recommendation, recommend
     from kvant.generation import Grammar, Messages, Session, Step, generate
-    from kvant.hf import TransformersCache, cache_for
+    from kvant.hf import TransformersCache, cache_for, detach
     from kvant.models.shapes import Shape
     from kvant.planner import Plan, plan
     from kvant.prefixes import Prefixes
-    from kvant.probing import Probe, TunedSpec, attach, detach, probe, tune
+    from kvant.probing import Probe, TunedSpec, attach, probe, tune
     from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
     from kvant.spec import parse
     from kvant.spec.tables import register_codec, register_retention, register_score
@@ -132,11 +132,11 @@ NAMES_BY_MODULE = {  # the public names that are imported on first use
         "UnsupportedView"
     ),
     "kvant.generation": "Grammar Messages Session Step generate",
-    "kvant.hf": "cache_for",
+    "kvant.hf": "cache_for detach",
     "kvant.models.shapes": "Shape",
     "kvant.planner": "Plan plan",
     "kvant.prefixes": "Prefixes",
-    "kvant.probing": "Probe TunedSpec attach detach probe tune",
+    "kvant.probing": "Probe TunedSpec attach probe tune",
     "kvant.recipes": "CacheSpec EmptySpec GroupSpec LayerSpec RecurrentSpec SharedSpec",
     "kvant.spec": "parse",
     "kvant.spec.tables": "register_codec register_retention register_score",

@@ -49,7 +49,11 @@ class LoadOptions(TypedDict, total=False):
 
 
 def load(name: str | None, **options: Unpack[LoadOptions]) -> tuple[Any, Any]:
-    """Load a model and its tokenizer from safetensors."""
+    """Load a model and its tokenizer; None: those of the package.
+
+    `name` is a folder or a name on the hub with safetensors, a GGUF file, or "smollm2". Quantized
+    weights of a GGUF file stay quantized.
+    """
     return _load(name, tokenizer=True, **options)
 
 

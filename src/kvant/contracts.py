@@ -311,6 +311,13 @@ class View(NamedTuple):
     selection: ViewSelection | None = None  # None: queries read all visible pages
     query_listener: Callable[[AttentionRequest], None] | None = None  # its queries have no frame
 
+    def __repr__(self) -> str:
+        codecs = dict.fromkeys(type(side.codec).__name__ for side in (self.keys, self.values))
+        return (
+            f"View({self.batch} x {self.page_table.num_columns} tokens, {self.heads} key heads of "
+            f"{self.keys.dim}, {' and '.join(codecs)})"
+        )
+
     @property
     def num_new(self) -> int:
         """The columns of `new_rows`."""

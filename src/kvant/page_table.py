@@ -259,6 +259,12 @@ class PageTable(SequenceNumbers):
         columns = self.lengths + self.padding
         return bool((columns != columns[:1]).any())
 
+    def without_padding(self) -> PageTable:
+        """Return the same rows as of sequences of different lengths."""
+        numbers = self.numbers.copy()
+        numbers[:, PADDING] = 0
+        return replace(self, numbers=numbers, derived=Derived())
+
     def mask_leading_rows(self, first: Sequence[int]) -> PageTable:
         """Return the same table with the rows of each sequence before `first` masked."""
         masked_tables = self.derived.setdefault(MASKED_TABLES, {})

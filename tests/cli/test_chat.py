@@ -86,7 +86,7 @@ def test_conversation_resumes_from_its_file(call: Any, tmp_path: Path) -> None:
         ("/dance", "/dance is unknown"),
         ("/rewind 2", "there is 1 turn"),
         ("/rewind a", "a number is needed"),
-        ("/fork 3", "0 branches are saved"),
+        ("/fork 3", "saved so far: 0"),
         ("/save", "the name of a file"),
         ("/save nowhere/a", "in an existing folder"),
         ("/load nowhere", "there is no such file"),

@@ -139,9 +139,10 @@ def test_probe_without_enough_time_is_inconclusive(
     set_slow_clock(monkeypatch, 0.7)
     explanation = explain_harm(plain_model, "affine8", make_trial(plain_model, tokenizer))
     assert explanation is not None and explanation.startswith(
-        "unknown what affine8 does to Qwen3ForCausalLM"
+        "no verdict on affine8 for this Qwen3ForCausalLM: in 2 s only"
     )
-    assert "of 1023 tokens were read in 2 s" in explanation and "kvant eval" in explanation
+    assert "of 1023 tokens were read. To measure it: `kvant eval" in explanation
+    assert "likely token" not in explanation, "figures of few tokens look like a verdict"
     assert not verdicts.exists()
 
 

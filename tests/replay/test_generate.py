@@ -23,9 +23,21 @@ from kvant.native import get_library
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
 )
-FEW = ("llama", "qwen3", "gemma2", "mistral", "gpt_oss", "phi3", "mixtral")  # replayed if attached
+REPLAYED_FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "mistral",
+    "gpt_oss",
+    "phi3",
+    "mixtral",
+)  # replayed if attached
 PROMPT, TOKENS = 50, 20  # a page is sealed during the replays, and another begins
+REPLAYED = TOKENS - 6  # the prompt's token, that of the first forward, and four warmups are not
 FORMATS = ("raw", "affine8", "affine4,tail=3", "raw,window=24,sinks=2")
+
+
+NOT_REPLAYED = ("num_beams", "output_hidden_states")
 
 
 def make_text(family: str, sequences: int = 1, tokens: int = PROMPT) -> Tensor:
@@ -58,26 +70,27 @@ def assert_same(output: Any, expected: Any) -> None:
         pytest.param(
             family,
             spec,
-            marks=[] if family in FEW and (row + column) % 4 == 0 else pytest.mark.laws,
+            marks=[]
+            if family in REPLAYED_FAMILIES and (row + column) % 4 == 0
+            else pytest.mark.laws,
         )
         for column, spec in enumerate(FORMATS)
-        for row, family in enumerate(dict.fromkeys((*FEW, *family_names("decoder", "hybrid"))))
+        for row, family in enumerate(
+            dict.fromkeys((*REPLAYED_FAMILIES, *family_names("decoder", "hybrid")))
+        )
     ],
 )
 def test_logits_equal_those_of_ordinary_forwards(family: str, spec: str) -> None:
-    """In two texts, of which the second is replayed from its first decoded token on."""
-    model = build(family)
+    model, ids = build(family), make_text(family, sequences=2)
     with kvant.attach(model, valid_spec(family, spec), guard=False):
-        for seed, count in ((0, TOKENS - 6), (1, TOKENS - 1)):
-            ids = FAMILIES[family].inputs(2, PROMPT, seed)["input_ids"]
-            try:
-                expected = generate(model, ids, disable_compile=True)
-            except kvant.UnsupportedView:  # a window needs an attention that kvant can replace
-                assert family in OWN_ATTENTION or family in ("diffllama", "doge", "jetmoe")
-                return
-            output = generate(model, ids)
-            assert_same(output, expected)
-            assert family not in FEW or count_replayed(output) == count
+        try:
+            expected = generate(model, ids, disable_compile=True)
+        except kvant.UnsupportedView:  # a window needs an attention that kvant can replace
+            assert family in OWN_ATTENTION or family in ("diffllama", "doge", "jetmoe")
+            return
+        output = generate(model, ids)
+        assert_same(output, expected)
+        assert family not in REPLAYED_FAMILIES or count_replayed(output) == REPLAYED
 
 
 @pytest.fixture
@@ -88,39 +101,104 @@ def model() -> Any:
 
 
 def test_ordinary_forwards_decode_if_compiling_is_disabled(model: Any) -> None:
-    assert count_replayed(generate(model, make_text("llama"), disable_compile=True)) == 0
+    output = generate(model, make_text("llama"), disable_compile=True)
+    assert count_replayed(output) == 0
+    assert "disable_compile" in str(kvant.explain(output.past_key_values))
 
 
-def test_capture_is_reused_for_the_next_text(model: Any) -> None:
+def change_embedding(model: Any) -> None:
+    embedding = model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(embedding.weight.flip(0))
+
+
+class ScaledHead(torch.nn.Module):
+    """A head with an attribute that is a tensor, but no weight and no buffer."""
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head, self.options = head, {"scale": torch.tensor(1.0)}
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x) * self.options["scale"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        change_embedding,
+        lambda model: model.lm_head.options.update(scale=torch.tensor(-1.0)),
+        lambda model: model.half(),
+        lambda model: model.lm_head.register_forward_hook(lambda module, x, out: -out),
+    ),
+    ids=("weight", "attribute", "dtype", "hook"),
+)
+def test_a_model_may_change_between_calls(model: Any, change: Any) -> None:
+    """Each call records the forward anew; an older one is not kept alive."""
     ids = make_text("llama")
-    assert count_replayed(generate(model, ids)) == TOKENS - 6  # two forwards, four warmups
-    assert count_replayed(generate(model, ids)) == TOKENS - 1
-    batch = make_text("llama", sequences=3)
-    assert_same(generate(model, batch), generate(model, batch, disable_compile=True))
-
-
-def test_changed_weights_are_captured_again(model: Any) -> None:
-    ids = make_text("llama")
-    before = generate(model, ids)
+    model.lm_head = ScaledHead(model.lm_head)
     with torch.no_grad():
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
-        model.model.norm.weight *= 0.5
-    after = generate(model, ids)
-    assert not torch.equal(before.sequences, after.sequences)
-    assert_same(after, generate(model, ids, disable_compile=True))
+        before = generate(model, ids)
+        change(model)
+        after = generate(model, ids)
+        assert count_replayed(before) == REPLAYED
+        assert_same(after, generate(model, ids, disable_compile=True))
+        assert not all(map(torch.equal, before.logits, after.logits))
 
 
-@pytest.mark.parametrize("spec", ("affine8", "raw,window=24,sinks=2"))
-def test_left_padding_is_hidden(spec: str) -> None:
-    """Padding of a model with sinks is not stored; other padding is, and needs the mask."""
-    model = build("llama")
+def test_a_cache_goes_on_with_a_changed_model(model: Any) -> None:
+    """Even if no forward of transformers lies between the replays of two calls."""
+    ids, outputs = make_text("llama"), []
+    for disable in (False, True):
+        cache = kvant.cache_for(model, "affine8")
+        text = generate(model, ids, past_key_values=cache, disable_compile=disable).sequences
+        change_embedding(model)
+        options = {"past_key_values": cache, "prefill_chunk_size": 16}
+        outputs.append(generate(model, text, disable_compile=disable, **options))
+        change_embedding(model)
+    assert count_replayed(outputs[0]) > REPLAYED
+    assert_same(*outputs)
+
+
+def test_a_refusal_ends_with_its_call(model: Any) -> None:
+    ids = make_text("llama")
+    cache = kvant.cache_for(model, "raw,prune=keydiff:25%")
+    output = generate(model, ids, past_key_values=cache)
+    assert "prunes" in str(kvant.explain(output.past_key_values))
+    assert count_replayed(generate(model, ids)) == REPLAYED
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [("llama", "affine8"), ("gemma2", "raw,window=24"), ("mistral", "raw,window=24,sinks=2")],
+)
+def test_padded_batch_is_replayed(family: str, spec: str) -> None:
+    """Its padding is not stored: the sequences are read as of different lengths."""
+    model, ids = build(family), make_text(family, sequences=2)
     kvant.attach(model, spec, guard=False)
-    ids, mask = make_text("llama", sequences=2), torch.ones(2, PROMPT, dtype=torch.long)
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
     mask[0, :7] = 0
     output = generate(model, ids, attention_mask=mask)
     assert_same(output, generate(model, ids, attention_mask=mask, disable_compile=True))
+    assert count_replayed(output) == REPLAYED
     alone = generate(model, ids[:1, 7:])
     assert torch.equal(output.sequences[0, PROMPT:], alone.sequences[0, PROMPT - 7 :])
+
+
+def test_stored_padding_needs_the_mask(model: Any) -> None:
+    ids, mask = make_text("llama", sequences=2), torch.ones(2, PROMPT, dtype=torch.long)
+    mask[0, :7] = 0
+    outputs = [
+        generate(
+            model,
+            ids,
+            attention_mask=mask,
+            past_key_values=kvant.cache_for(model, "affine8"),
+            disable_compile=disable,
+        )
+        for disable in (False, True)
+    ]
+    assert_same(*outputs)
+    assert "hides stored rows" in str(kvant.explain(outputs[0].past_key_values))
 
 
 @pytest.mark.parametrize(
@@ -141,6 +219,7 @@ def test_options_have_their_effect(model: Any, options: dict[str, Any]) -> None:
     expected = generate(model, ids, disable_compile=True, **options)
     assert torch.equal(output.sequences, expected.sequences)
     assert set(output) == set(expected)
+    assert (count_replayed(output) > 0) != (next(iter(options)) in NOT_REPLAYED)
     if "hidden_states" in expected:
         for states, needed in zip(output.hidden_states, expected.hidden_states, strict=True):
             assert all(map(torch.equal, states, needed))
@@ -209,17 +288,17 @@ def test_threads_generate_at_the_same_time(model: Any) -> None:
     assert all(torch.equal(actual[number], ids) for number, ids in enumerate(expected))
 
 
-def test_pages_of_a_dropped_cache_are_released(model: Any) -> None:
-    """The recorded forward is kept, and binds those of the next cache."""
-    ids = make_text("llama")
-    output = generate(model, ids)
+def test_recorded_forward_and_its_cache_are_released(model: Any) -> None:
+    output = generate(model, make_text("llama"))
     storage = next(iter(output.past_key_values.states.state.storages.values()))
     pages = [weakref.ref(side.open) for side in storage.sides.values()]
     assert all(page() is not None for page in pages)
+    weight = weakref.ref(model.get_input_embeddings().weight)
+    change_embedding(model)
     del output, storage
     gc.collect()
     assert all(page() is None for page in pages)
-    assert count_replayed(generate(model, ids)) == TOKENS - 1
+    assert weight() is None
 
 
 def test_static_caches_of_transformers_are_compiled(

@@ -103,6 +103,8 @@ class Cache(UsageHints):
         cached_layer = self.layers.get(layer)
         if cached_layer is not None:
             return cached_layer
+        if not -len(self) <= layer < len(self):
+            raise IndexError(f"layer {layer}: this cache has the layers 0 to {len(self) - 1}")
         index = range(len(self))[layer]
         if index not in self.layers:
             raise ValueError(f"layer {index} has no cache: its recipe in the spec is EmptySpec")

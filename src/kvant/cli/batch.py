@@ -9,7 +9,8 @@ from __future__ import annotations
 import json as json_text
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from hashlib import blake2b
@@ -129,6 +130,16 @@ def batch(
         raise Exit(1)
 
 
+@contextmanager
+def name_way_to_resume(out: Path) -> Iterator[None]:
+    """Say after an interrupt how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_note(f"the same command continues after the replies in {out}")
+        raise
+
+
 def _write_replies(
     engine: Engine,
     requests: list[dict[str, Any]],
@@ -144,7 +155,7 @@ def _write_replies(
     failed = 0
     with name_path(out):
         out.touch()
-    with ProgressBar("prompts", quiet=quiet) as bar:
+    with name_way_to_resume(out), ProgressBar("prompts", quiet=quiet) as bar:
         bar.update(num_done, len(requests))
         submits = [partial(_submit, engine, request) for request in requests[num_done:]]
         for index, result in enumerate(iterate_results(submits, engine.max_sequences), num_done):

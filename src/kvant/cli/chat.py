@@ -174,7 +174,7 @@ def _fork(chat_loop: ChatLoop, argument: str) -> str:
         return f"saved as branch {number}: /fork {number} switches back to it"
     number = _parse_number(argument, "/fork")
     if not 0 < number <= len(chat_loop.forks):
-        raise ValueError(f"/fork {number}: {len(chat_loop.forks)} branches are saved")
+        raise ValueError(f"/fork {number}: saved so far: {len(chat_loop.forks)}")
     chat_loop.session = chat_loop.forks[number - 1].fork()
     return f"on branch {number}: {_describe_length(chat_loop.session)}"
 

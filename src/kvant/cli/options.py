@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seco
 
 
 Model = Annotated[
-    str | None, Option(help="Folder or name on the hub; default: the model inside the package.")
+    str | None,
+    Option(help="Folder, name on the hub, GGUF file or smollm2; default: a bundled one."),
 ]
 Json = Annotated[bool, Option(help="Print only one JSON object.")]
 Draft = Annotated[

@@ -237,7 +237,12 @@ class TransformersDecoder:
         Replayers that never run at the same time may share `buffers`.
         """
         return make_replayer(
-            self.model, self._forward, self._capture, buffers=buffers, num_new=num_new
+            self.model,
+            self._forward,
+            self._capture,
+            compile_config=self.model.generation_config.compile_config,
+            buffers=buffers,
+            num_new=num_new,
         )
 
 

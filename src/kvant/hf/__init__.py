@@ -10,6 +10,7 @@ from kvant.hf.attach import (
     get_attachments,
     load_cache,
     make_model_cache,
+    replace_method,
 )
 from kvant.hf.cache import TransformersCache
 from kvant.hf.model import (
@@ -62,6 +63,7 @@ __all__ = [
     "make_model_cache",
     "named_attributes",
     "named_modules",
+    "replace_method",
     "supports_chunked_prefill",
     "unwrap_model",
 ]

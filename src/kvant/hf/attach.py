@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.metadata import requires, version
@@ -198,6 +199,7 @@ class Attachment:
     # Configurations, each with the name of its attention before `attach`.
     implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
     folded_modules: list[Any] = field(default_factory=list)  # with kvant's `expand_kv`
+    replaced_methods: list[str] = field(default_factory=list)  # of the model's class
 
 
 def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
@@ -216,20 +218,36 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
         detach(model)
     for part in parts:
         part.__dict__[ATTACHMENT_ATTRIBUTE] = Attachment(spec, backend)
-        part.__dict__[PREPARE_CACHE_METHOD] = partial(_prepare_cache, part)
+        replace_method(part, PREPARE_CACHE_METHOD, _prepare_cache)
     attachment: Attachment = model.__dict__[ATTACHMENT_ATTRIBUTE]
     if any(layer.attends for layer in get_model_layers(model)):
         attachment.implementations = set_kvant_implementations(model)
     attachment.folded_modules = enable_folding(model)
 
 
+def replace_method(part: PreTrainedModel, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of an attached model, until `detach`; `function` gets the model first."""
+    attachment: Attachment = part.__dict__[ATTACHMENT_ATTRIBUTE]
+    if name not in attachment.replaced_methods:
+        attachment.replaced_methods.append(name)
+    part.__dict__[name] = partial(function, part)
+
+
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
+    """Undo `attach`.
+
+    >>> attached = kvant.attach(model, "affine8")
+    >>> kvant.detach(model)
+    >>> attached
+    AttachedModel(Qwen3ForCausalLM, not attached any more)
+    """
     attachments = get_attachments(model)
     if not attachments:
         raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")
     for part, attachment in attachments.items():
-        del part.__dict__[ATTACHMENT_ATTRIBUTE], part.__dict__[PREPARE_CACHE_METHOD]
+        del part.__dict__[ATTACHMENT_ATTRIBUTE]
+        for name in attachment.replaced_methods:
+            del part.__dict__[name]
         disable_folding(attachment.folded_modules)
         restore_implementations(attachment.implementations)
 

@@ -22,7 +22,7 @@ from kvant.probing.recommendation import choose_format, format_spec
 from kvant.probing.trials import HARMFUL, FormatTrial, ProbeTrial, make_trial
 from kvant.probing.verdicts import ProbeProgress, Verdict, assess, ignore_progress
 from kvant.recipes import AnySpec, iterate_attention
-from kvant.replay import disable_replay, enable_replay
+from kvant.replay import enable_replay
 from kvant.spec import refuse_second_pass
 from kvant.spec.headers import dumps
 from kvant.spec.language import is_auto, parse_auto_bits
@@ -69,22 +69,8 @@ def attach(
     guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
     if guarded.warning is not None:
         warnings.warn(guarded.warning, stacklevel=2)
-    _enable_replays(hf.get_attachments(model))
+    _enable_replay(hf.get_attachments(model))
     return AttachedModel(model, previous)
-
-
-def detach(model: nn.Module) -> None:
-    """Undo `attach`.
-
-    >>> attached = kvant.attach(model, "affine8")
-    >>> kvant.detach(model)
-    >>> attached
-    AttachedModel(Qwen3ForCausalLM, not attached any more)
-    """
-    parts = hf.get_attachments(model)
-    hf.detach(model)
-    for part in parts:
-        disable_replay(part)
 
 
 class AttachedModel:
@@ -107,18 +93,20 @@ class AttachedModel:
 
 def _restore_attachments(model: nn.Module, previous: Mapping[PreTrainedModel, Any]) -> None:
     if hf.get_attachments(model):
-        detach(model)
+        hf.detach(model)
     for part, attachment in previous.items():
         hf.attach(part, attachment.spec, backend=attachment.backend)
-    _enable_replays(previous)
+    _enable_replay(previous)
 
 
-def _enable_replays(parts: Iterable[PreTrainedModel]) -> None:
-    """Replay the tokens of the parts that kvant's own loop can run: a replay calls them as it."""
+def _enable_replay(parts: Iterable[PreTrainedModel]) -> None:
+    """Replay the tokens of attached parts, if kvant's own loop can run them, as a replay does."""
     for part in parts:
-        is_text_model = hf.find_text_model(part) is part
-        if is_text_model and hf.get_support(part).level >= hf.SupportLevel.ONE_SEQUENCE:
-            enable_replay(part)
+        if hf.find_text_model(part) is part:
+            level = hf.get_support(part).level
+            if level >= hf.SupportLevel.ONE_SEQUENCE:
+                supports_padding = level >= hf.SupportLevel.RAGGED_BATCH
+                enable_replay(part, supports_padding=supports_padding)
 
 
 @dataclass(frozen=True)
@@ -217,13 +205,13 @@ def explain_harm(
         log.info("the format was not tried on the model: %s", error)
         return None
     model_name = type(model).__name__
-    seen = describe_predictions(verdict.mean_kl, verdict.top1, trial.max_kl)
     if verdict.harmless is None:
         return (
-            f"unknown what {name} does to {model_name}: {verdict.tokens} of {verdict.total} tokens "
-            f"were read in {TRIAL_SECONDS:g} s, where {seen}. `kvant eval --quick` or "
-            "kvant.probe(model, tokenizer, spec) measures it"
+            f"no verdict on {name} for this {model_name}: in {TRIAL_SECONDS:g} s only "
+            f"{verdict.tokens} of {verdict.total} tokens were read. To measure it: `kvant eval "
+            f"--quick --model MODEL --formats {name}`, or kvant.probe(model, tokenizer, {name!r})"
         )
     if verdict.harmless:
         return None
+    seen = describe_predictions(verdict.mean_kl, verdict.top1, trial.max_kl)
     return f"{name} {HARMFUL} of {model_name}: {seen}. {verdict.details}"

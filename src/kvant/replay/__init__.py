@@ -4,7 +4,7 @@ from kvant.replay.capture import (
     CaptureFunction,
     ReplayBuffers,
 )
-from kvant.replay.generate import disable_replay, enable_replay
+from kvant.replay.generate import enable_replay
 from kvant.replay.replayer import NATIVE_REPLAY, Replayer, get_graph_capture, make_replayer
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "CaptureFunction",
     "ReplayBuffers",
     "Replayer",
-    "disable_replay",
     "enable_replay",
     "get_graph_capture",
     "make_replayer",

@@ -28,7 +28,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import CompileConfig, PreTrainedModel
 from transformers.cache_utils import DummyLayer
 
 from kvant.attention.triton.arguments import StaticTritonPageTable
@@ -101,7 +102,11 @@ def explain_unreplayable(model: PreTrainedModel) -> str | None:
         return f"the model lies on {', '.join(sorted(devices))}"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches converted weights, which a replay would read for ever"
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "hooks of all modules are registered, which a replay does not call"
     for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            return f"{name or 'the model'} is compiled, which a replay would undo"
         if has_hooks(module) or "_hf_hook" in vars(module):
             return f"{name or 'the model'} has hooks, which a replay does not call"
         if "forward" in vars(module) and not is_fused(module):
@@ -243,12 +248,6 @@ class Replayer:
             if self._capture_failed and self.num_new == 1:  # do not try again for other caches
                 FAILED_CAPTURES[self.model] = self._pending_refusal
 
-    def release_pages(self) -> None:
-        """Release the pages of the last cache, which is gone; a graph of them is dropped."""
-        self._last_forward = None
-        if self._bound is not None and not all(s.release_pages() for s in self._bound.steps):
-            self._bound = None
-
     def _save_baked_values(self, values: list[object]) -> None:
         """Keep the baked values, and the memory of the weights."""
         self._keepalive = [
@@ -372,7 +371,7 @@ class Replayer:
 
 
 def get_graph_capture(model: PreTrainedModel) -> CaptureFunction | None:
-    """Return what captures graphs on the device of the model, None if nothing does."""
+    """Return the function that captures CUDA graphs of a model; None on other devices."""
     return capture_graph if model.device.type == "cuda" else None
 
 
@@ -381,18 +380,19 @@ def make_replayer(
     model_forward: ModelForward,
     capture: CaptureFunction | None,
     *,
+    compile_config: CompileConfig | None = None,
     buffers: ReplayBuffers | None = None,
     num_new: int = 1,
 ) -> Replayer | None:
     """Make a replayer for the number of sequences that it sees first, of `num_new` tokens each.
 
-    `capture` captures graphs, None: natively, where replayers that never run at the same time may
-    share `buffers`. Return None if such forwards cannot be replayed, as drafts by a graph.
+    `capture` captures graphs, of a compiled forward if there is a `compile_config`. None: natively,
+    where replayers that never run at the same time may share `buffers`. Return None if such
+    forwards cannot be replayed, as drafts by a graph.
     """
     if capture is not None:
         if num_new > 1:
             return None
-        compile_config = model.generation_config.compile_config
         return Replayer(model, model_forward, make_capture_function(capture, compile_config))
     if model.device.type != "cpu" or get_library().functions is None:
         return None

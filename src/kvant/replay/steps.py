@@ -29,7 +29,10 @@ from kvant.page_table import LENGTH, PADDING, WRITE_COUNT, WRITE_ROW, AppendPlan
 
 
 class StaticPageTable(Protocol):
-    """The page table of a layer group for the next forward, updated in place."""
+    """The page table of a layer group for the next forward, updated in place.
+
+    It has no left padding, which is not stored: a padded batch is one of different lengths.
+    """
 
     capacity: int  # columns that it has room for
     num_new: int  # tokens of each sequence in a forward
@@ -40,7 +43,7 @@ class StaticPageTable(Protocol):
 
     @property
     def columns(self) -> Tensor:
-        """Tokens of the longest sequence, its padding included."""
+        """Tokens of the longest sequence."""
 
     def advance(self) -> None:
         """Advance every sequence by one token that needs no new page and seals none.
@@ -68,10 +71,6 @@ class DecodeStep:
     @abstractmethod
     def rebind(self, view: View) -> bool:
         """Continue from a later view of the same layer; return False if it differs."""
-
-    @abstractmethod
-    def release_pages(self) -> bool:
-        """Release the memory of the pages, until `rebind`; return False if that is impossible."""
 
     @abstractmethod
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
@@ -176,7 +175,6 @@ class StaticNativePageTable:
             structs.get_pointer(self._plan_record), self._plan_record
         )
         self.lengths: Tensor = torch.from_numpy(numbers)[:, LENGTH]
-        self._padding = torch.from_numpy(numbers)[:, PADDING]
         self._writes: Ints
         self._keepalive: tuple[Ints, ...]  # other memory that the records point to
         updated = self.update(plan)
@@ -184,8 +182,8 @@ class StaticNativePageTable:
 
     @property
     def columns(self) -> Tensor:
-        """Tokens of the longest sequence, its padding included."""
-        return (self.lengths + self._padding).amax()
+        """Tokens of the longest sequence."""
+        return self.lengths.amax()
 
     def advance(self) -> None:
         """Advance every sequence by one token that needs no new page and seals none."""
@@ -202,6 +200,7 @@ class StaticNativePageTable:
         expected = int(source.lengths.clip(0, plan.num_new).sum())
         assert num_written == expected, "every sequence writes the rows of its new tokens"
         numbers[:] = source.numbers
+        numbers[:, PADDING] = 0
         self._record[:] = structs.get_page_table_record(source)
         self._record[structs.NUMBERS_POINTER] = structs.get_pointer(numbers)
         self._writes = plan.writes.copy()
@@ -216,7 +215,7 @@ class NativeDecodeStep(DecodeStep):
     """The decode step of a layer on a CPU."""
 
     page_table: StaticNativePageTable
-    source_view: View | None  # keeps the memory that the records of `view` point to
+    source_view: View  # keeps the memory that the records of `view` point to
 
     @classmethod
     def from_view(cls, view: View, page_table: StaticNativePageTable) -> NativeDecodeStep:
@@ -235,10 +234,6 @@ class NativeDecodeStep(DecodeStep):
         if not all(_rebind_record(*side) for side in sides):
             return False
         self.source_view = view
-        return True
-
-    def release_pages(self) -> bool:
-        self.source_view = None
         return True
 
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
@@ -291,14 +286,12 @@ class TritonDecodeStep(DecodeStep):
         device = view.keys.open.device.type
         backend = TritonBackend("interpreted" if device == "cpu" else "triton", device)
         check_step_view(backend, view)
+        view = view._replace(page_table=view.page_table.without_padding())
         return cls(view, page_table, view.mask, backend.name)
 
     def rebind(self, view: View) -> bool:
         """Tell whether a later view of the same layer has the same storage addresses."""
         return _get_memory_key(view) == _get_memory_key(self.view)
-
-    def release_pages(self) -> bool:
-        return False  # addresses are compared with those of its view
 
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
         write_token(self.view, self.page_table, keys, values)

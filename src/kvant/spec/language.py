@@ -97,6 +97,10 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     >>> len(spec.layers), spec.layers[0].retention
     (32, Window(window=4096, sinks=4))
     """
+    if not isinstance(num_layers, int):
+        raise TypeError(
+            f"num_layers={short(num_layers)}: give the number of layers first, then the spec"
+        )
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
     words = parse_words(text)

@@ -22,7 +22,7 @@ from kvant.codecs.codebook import compute_levels
 from kvant.codecs.packing import BIT_PLANES, INTERLEAVE_BLOCK
 from kvant.contracts import Codec, Fields, Form
 from kvant.lazy import Memo
-from kvant.page_table import LENGTH, PADDING, AppendPlan, Ints, LayerGroup, PageTable
+from kvant.page_table import LENGTH, AppendPlan, Ints, LayerGroup, PageTable
 from kvant.platform.torch_runtime import no_inference_mode
 
 MAX_DIM = 256
@@ -279,8 +279,8 @@ class StaticTritonPageTable(TritonPageTable):
 
     @property
     def columns(self) -> Tensor:
-        """Tokens of the longest sequence, its padding included."""
-        return (self.integers[:, LENGTH] + self.integers[:, PADDING]).amax()
+        """Tokens of the longest sequence."""
+        return self.lengths.amax()
 
     def advance(self) -> None:
         """Advance every sequence by one token that needs no new page and seals none."""

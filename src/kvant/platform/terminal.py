@@ -108,7 +108,7 @@ def handle_errors() -> Iterator[None]:
     try:
         yield
     except TyperException as error:
-        _exit_with_error(error.format_message(), error.exit_code)
+        _exit_with_error(_format_usage_error(error), error.exit_code)
     except (CacheError, ValueError) as error:
         _exit_with_error(str(error) or type(error).__name__, 2)
     except (OSError, MemoryError) as error:
@@ -116,6 +116,16 @@ def handle_errors() -> Iterator[None]:
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED_CODE) from None
+
+
+def _format_usage_error(error: TyperException) -> str:
+    """Return the message of a wrong command line, with the value that an option refuses."""
+    from pydantic import ValidationError  # slow to import
+
+    message = str(error.format_message())
+    if not isinstance(error.__cause__, ValidationError):
+        return message
+    return f"{message}, not {error.__cause__.errors()[0]['input']!r}"
 
 
 def print_error(message: str) -> None:

@@ -66,7 +66,7 @@ def test_table_lists_all_formats(call: Any, tmp_path: Path) -> None:
     assert [row.split()[0] for row in rows] == list(PLANNED_FORMATS)
     assert rows[0].split() == ["raw", "114688", "1", "4.38", "GiB", "1", "74880"]  # whole pages
     assert rows[1].split()[:3] == ["affine8", "60928", "0.5312"]
-    assert rows[2].split()[:3] == ["fp8", "58240", "0.5078"]
+    assert rows[2].split()[:3] == ["affine8v4", "48384", "0.4219"]
     assert rows[5].split()[:3] == ["affine4", "35840", "0.3125"]
     assert "\x1b" not in out
 
@@ -185,7 +185,7 @@ def test_formats_that_cannot_store_the_rows_are_omitted(call: Any, tmp_path: Pat
     odd = write_config(tmp_path, QWEN3_1_7B | {"head_dim": 100})
     code, out, _ = call("plan", "--config", odd)
     assert code == 0
-    assert "left out: affine8, fp8, affine6" in out and "multiple of 8" in out
+    assert "left out: affine8, affine8v4, affine6" in out and "multiple of 8" in out
     code, out, error = call("plan", "--config", odd, "--kv-cache", "affine8")
     assert (code, out) == (2, "") and "multiple of 8" in error
 

@@ -50,9 +50,9 @@ RAW = "raw"
 PLANNED_FORMATS = (
     RAW,
     "affine8",
-    "fp8",
-    "affine6",
     "affine8v4",
+    "affine6",
+    "affine5",
     "affine4",
     "turbo4v4",
     "turbo4v2",

@@ -35,7 +35,7 @@ from kvant.probing.trials import HARMFUL, HARMLESS, RECALLS_LESS, FormatTrial, S
 
 REPLY_TOKENS = 96  # decoded with each format
 COMPARED_SPECS = (  # from the largest to the smallest
-    *("raw", "affine8", "affine8v4", "affine6", "affine4"),
+    *("raw", "affine8", "affine8v4", "affine6", "affine5", "affine4"),
     *("turbo4", "turbo4v3", "turbo4v2", "turbo3", "turbo2"),
 )
 

@@ -168,9 +168,10 @@ class SpecEvaluator:
         return FormatTrial(spec, *figures, lost, HARMLESS if harmless else HARMFUL)
 
 
-# The smallest first; of equal sizes, formats without smoothing first.
+# The smallest first; of equal sizes, formats without smoothing first. Without fp8, which loses more
+# than smaller formats (docs/quality.md).
 FORMAT_LADDER = (
     *("turbo2", "turbo3v2", "turbo3", "turbo4v2", "turbo4v3", "turbo4", "affine4"),
-    *("affine8v4", "affine6", "fp8", "affine8"),
+    *("affine5", "affine6", "affine8v4", "affine8"),
 )
 CANDIDATE_SPECS = tuple(spec for word in FORMAT_LADDER for spec in (word, f"{word},smooth"))

@@ -280,7 +280,7 @@ def _describe_arguments(arguments: Any) -> tuple[object, ...]:
     """Return the layout of each tensor and the value of each other argument."""
     return tuple(
         (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNMENT)
-        if isinstance(x, Tensor)
+        if isinstance(x, Tensor) and x.layout is torch.strided
         else (type(x), x)
         for x in tree_leaves(arguments)
     )

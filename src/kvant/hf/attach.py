@@ -208,7 +208,7 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
     `kvant.attach` calls this, and also tries the spec on the model.
 
     If `model` is a wrapper, the model inside is attached. So are its parts that have a `generate`
-    of their own. A copy of an attached model, pickled or not, is attached independently.
+    of their own. A deep copy of an attached model, pickled or not, is attached independently.
     """
     model = get_transformers_model(model)
     parts = list_generating_parts(model)
@@ -245,8 +245,9 @@ def detach(model: nn.Module) -> None:
     if not attachments:
         raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")
     for part, attachment in attachments.items():
-        del part.__dict__[ATTACHMENT_ATTRIBUTE]
-        for name in attachment.replaced_methods:
+        # Attachments that earlier versions pickled have no list.
+        names = vars(attachment).get("replaced_methods", [PREPARE_CACHE_METHOD])
+        for name in (ATTACHMENT_ATTRIBUTE, *names):
             del part.__dict__[name]
         disable_folding(attachment.folded_modules)
         restore_implementations(attachment.implementations)

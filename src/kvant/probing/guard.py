@@ -52,9 +52,9 @@ def attach(
     little longer), or names one whose harm is still unknown; `guard=False` skips the trial.
     Verdicts are stored on disk and reused. `auto` takes the smallest format that is harmless to
     predictions and recall, `auto:3.25bits` what `kvant.tune` finds. If the model is wrapped
-    (torch.compile, peft), the model inside is attached, with the parts that it delegates to. A copy
-    or a pickled model is attached independently. `backend` reads every layer; the default is the
-    first that supports it.
+    (torch.compile, peft), the model inside is attached, with the parts that it delegates to. A
+    deep copy or an unpickled model is attached independently. `backend` reads every layer; the
+    default is the first that supports it.
 
     >>> with kvant.attach(model, "affine8"):
     ...     ids = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)

@@ -106,7 +106,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._steps: list[NativeRequest | ReplayStep] = []
         self._buffers = buffers
-        self._out_variants: dict[object, Any] = {}  # by operator and arguments; None: none is exact
+        self._out_variants: dict[object, Any] = {}  # by operator and arguments; None: other bits
         self._keepalive: dict[int, Tensor] = {_get_storage_key(x): _make_alias(x) for x in inputs}
 
     def add_request(self, request: NativeRequest) -> None:
@@ -193,9 +193,9 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _find_out_variant(
         self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor, result: Tensor
     ) -> Any:
-        """Return the variant of an operator that writes the same bits into `out`; None: no such.
+        """Return the variant of an operator that writes the same bits into `out`, or None.
 
-        It is run once for arguments of each shape and alignment, which decide about its bits.
+        It is run once for arguments of each shape and alignment: its bits depend only on these.
         """
         key = func, _describe_arguments((args, kwargs))
         if key not in self._out_variants:

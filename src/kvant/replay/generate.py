@@ -2,7 +2,7 @@
 
 `generate` decodes through `get_compiled_call` where `_valid_auto_compile_criteria` allows it, else
 through the model itself. `enable_replay` replaces both methods of one model, so that forwards of
-single tokens are replayed. The model itself runs prompts, and all other calls.
+single tokens are replayed, and the model runs all others.
 
 A recorded forward is used for one call of `generate`: the model may change between two calls.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from kvant.hf import TransformersCache, replace_method
@@ -24,6 +24,7 @@ from kvant.replay.replayer import get_graph_capture, make_replayer
 
 CRITERIA_METHOD = "_valid_auto_compile_criteria"
 CALL_METHOD = "get_compiled_call"
+MIN_NEW_TOKENS = 24  # of a call that gains more than recording a forward costs
 # Arguments of a token's forward that a replay honours, or that do not change its results.
 HONOURED_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
@@ -33,8 +34,11 @@ HONOURED_ARGUMENTS = frozenset(
 def enable_replay(model: PreTrainedModel, *, supports_padding: bool) -> None:
     """Replay the tokens that `generate` of an attached model decodes, until `detach`.
 
-    `supports_padding`: sequences of different lengths decode in one forward of this model.
+    `supports_padding`: sequences of different lengths decode in one forward of this model. A model
+    with a decoding loop of its own may call these methods for something else: it is left alone.
     """
+    if type(model)._sample is not GenerationMixin._sample:
+        return
     replace_method(model, CRITERIA_METHOD, _allow_replay)
     make_call = partial(_make_decoding_call, supports_padding=supports_padding)
     replace_method(model, CALL_METHOD, make_call)
@@ -43,13 +47,18 @@ def enable_replay(model: PreTrainedModel, *, supports_padding: bool) -> None:
 def _allow_replay(
     model: PreTrainedModel, model_kwargs: dict[str, Any], config: GenerationConfig
 ) -> bool:
-    """Stand in for the criteria of transformers, which allow static caches only."""
+    """Return whether `generate` may decode through `get_compiled_call`."""
     cache = model_kwargs.get(get_cache_argument(model))
     if isinstance(cache, TransformersCache):
-        cache.context.replay_stats.refusal = (
-            "generate has disable_compile=True" if config.disable_compile else None
-        )
-        return not config.disable_compile
+        reason = None
+        if config.disable_compile:
+            reason = "generate has disable_compile=True"
+        elif config.is_assistant:
+            reason = "an assistant drafts few tokens a call"
+        elif config.max_new_tokens is not None and config.max_new_tokens < MIN_NEW_TOKENS:
+            reason = f"generate has max_new_tokens={config.max_new_tokens}: {MIN_NEW_TOKENS} pay"
+        cache.context.replay_stats.refusal = reason
+        return reason is None
     allowed: bool = getattr(type(model), CRITERIA_METHOD)(model, model_kwargs, config)
     return allowed
 
@@ -57,7 +66,7 @@ def _allow_replay(
 def _make_decoding_call(
     model: PreTrainedModel, compile_config: CompileConfig | None, *, supports_padding: bool
 ) -> DecodingCall:
-    """Stand in for `get_compiled_call`, once in each call of `generate`."""
+    """Return the call that runs the decoding forwards of one call of `generate`."""
     return DecodingCall(model, compile_config, supports_padding)
 
 
@@ -82,6 +91,8 @@ class DecodingCall:
         """Return the outputs of the model for these inputs."""
         cache = inputs.get(self._cache_argument)
         if not isinstance(cache, TransformersCache):
+            if cache is None or not cache.is_compileable:  # a model may drop its cache (Phi-3)
+                return self._model(*args, **inputs)
             compiled = getattr(type(self._model), CALL_METHOD)(self._model, self._compile_config)
             return compiled(*args, **inputs)
         reason = self._explain_ordinary_forward(cache, inputs)
@@ -89,7 +100,7 @@ class DecodingCall:
             cache.context.replay_stats.refusal = reason
             return self._model(*args, **inputs)
         outputs = self._replay(cache, inputs)
-        return self._run_ordinary_forward(inputs) if outputs is None else outputs
+        return self._run_ordinary_forward(cache, inputs) if outputs is None else outputs
 
     def _explain_ordinary_forward(
         self, cache: TransformersCache, inputs: dict[str, Any]
@@ -136,11 +147,13 @@ class DecodingCall:
             return None
         return self._output_class(logits=logits[:, -1:].clone(), **{self._cache_argument: cache})
 
-    def _run_ordinary_forward(self, inputs: dict[str, Any]) -> Any:
+    def _run_ordinary_forward(self, cache: TransformersCache, inputs: dict[str, Any]) -> Any:
         outputs = self._model(**inputs)
         if self._replayer is not None:
             self._replayer.confirm_forward()
         names = {"logits", self._cache_argument}
         is_plain = isinstance(outputs, ModelOutput) and set(outputs) == names
         self._output_class = type(outputs) if is_plain else None
+        if not is_plain:
+            cache.context.replay_stats.refusal = "the outputs have more than logits"
         return outputs

@@ -16,7 +16,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import kvant
 from hf.zoo import NO_ROWS, build
-from kvant import SpecError
+from kvant import SpecError, hf
 from kvant.hf import TransformersCache
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "falcon", "bloom", "falcon_h1")
@@ -73,6 +73,16 @@ def test_detaching_leaves_no_trace(name: str) -> None:
     assert model.config._attn_implementation == implementation
     assert not any("expand_kv" in module.__dict__ for module in model.modules())
     assert same_outputs(outputs(model), expected)
+
+
+def test_attachment_of_an_earlier_version_is_detached() -> None:
+    """It has no list of the methods that it replaced, since it always replaced one."""
+    model = build("llama")
+    before = set(model.__dict__)
+    hf.attach(model, "affine8")
+    vars(hf.get_attachments(model)[model]).pop("replaced_methods")
+    kvant.detach(model)
+    assert set(model.__dict__) == before
 
 
 def test_transformers_cache_is_unchanged() -> None:

@@ -199,7 +199,8 @@ class Attachment:
     # Configurations, each with the name of its attention before `attach`.
     implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
     folded_modules: list[Any] = field(default_factory=list)  # with kvant's `expand_kv`
-    replaced_methods: list[str] = field(default_factory=list)  # of the model's class
+    # Of the model's class; the default is that of attachments which earlier versions pickled.
+    replaced_methods: tuple[str, ...] = (PREPARE_CACHE_METHOD,)
 
 
 def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
@@ -229,7 +230,7 @@ def replace_method(part: PreTrainedModel, name: str, function: Callable[..., Any
     """Replace a method of an attached model, until `detach`; `function` gets the model first."""
     attachment: Attachment = part.__dict__[ATTACHMENT_ATTRIBUTE]
     if name not in attachment.replaced_methods:
-        attachment.replaced_methods.append(name)
+        attachment.replaced_methods += (name,)
     part.__dict__[name] = partial(function, part)
 
 
@@ -245,9 +246,7 @@ def detach(model: nn.Module) -> None:
     if not attachments:
         raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")
     for part, attachment in attachments.items():
-        # Attachments that earlier versions pickled have no list.
-        names = vars(attachment).get("replaced_methods", [PREPARE_CACHE_METHOD])
-        for name in (ATTACHMENT_ATTRIBUTE, *names):
+        for name in (ATTACHMENT_ATTRIBUTE, *attachment.replaced_methods):
             del part.__dict__[name]
         disable_folding(attachment.folded_modules)
         restore_implementations(attachment.implementations)

@@ -40,7 +40,7 @@ def enable_replay(model: PreTrainedModel, *, supports_padding: bool) -> None:
     if type(model)._sample is not GenerationMixin._sample:
         return
     replace_method(model, CRITERIA_METHOD, _allow_replay)
-    make_call = partial(_make_decoding_call, supports_padding=supports_padding)
+    make_call = partial(DecodingCall, supports_padding=supports_padding)
     replace_method(model, CALL_METHOD, make_call)
 
 
@@ -63,18 +63,15 @@ def _allow_replay(
     return allowed
 
 
-def _make_decoding_call(
-    model: PreTrainedModel, compile_config: CompileConfig | None, *, supports_padding: bool
-) -> DecodingCall:
-    """Return the call that runs the decoding forwards of one call of `generate`."""
-    return DecodingCall(model, compile_config, supports_padding)
-
-
 class DecodingCall:
     """Run the forwards of one call of `generate`: replay single tokens, else call the model."""
 
     def __init__(
-        self, model: PreTrainedModel, compile_config: CompileConfig | None, supports_padding: bool
+        self,
+        model: PreTrainedModel,
+        compile_config: CompileConfig | None,
+        *,
+        supports_padding: bool,
     ) -> None:
         self._model = model
         self._compile_config = compile_config

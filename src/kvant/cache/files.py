@@ -108,7 +108,8 @@ def save(
 ) -> None:
     """Write a cache to a file; an older file of that name is replaced once the new one is complete.
 
-    `about` is a JSON object that `read` returns.
+    `about` is a JSON object that `read` returns. `kvant.load` also takes a model, and returns a
+    cache for it.
 
     >>> cache = kvant.cache_for(model, "affine4")
     >>> ids = model.generate(**inputs, cache=cache, max_new_tokens=4)

@@ -1,7 +1,7 @@
 """An open forward: what the layers of a cache have appended so far, until all of them have.
 
     layers that appended    forward
-    none                    there is none, or it has failed
+    none                    not begun, or only planned: `plan_tokens`, for an external kernel
     some                    open: plans by layer group, new storages and states by layer
     all                     committed: the cache adopts the state that `commit` returns
     some, then one again    failed: it is rolled back, and another one begins
@@ -88,8 +88,8 @@ class Forward:
         """Return one plan per group for `count` more tokens of every sequence.
 
         An external kernel writes their rows, and reads them from their pages. If the kernel also
-        `seals`, the plans keep their writes. Otherwise they have none, and no page may be due with
-        these rows.
+        `seals`, the plans keep the writes and seals that are due. Otherwise the plans have no
+        writes, and these tokens must not complete a page that must be sealed.
         """
         state = self.state
         if None in state.layout.leaf_groups:

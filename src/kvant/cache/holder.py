@@ -103,7 +103,7 @@ class StateHolder:
     def bound_slots_after(
         self, group: int, page_table: PageTable, num_new_tokens: int
     ) -> tuple[int, int]:
-        """Return the maximum of open and sealed slots after `num_new_tokens` more tokens."""
+        """Return upper bounds of open and of sealed slots after `num_new_tokens` more tokens."""
         present, is_shared = self.count_slots(group), self.state.pools[group].is_shared
         needed = bound_slots_after(page_table, num_new_tokens, is_shared=is_shared)
         return max(present[0], needed[0]), max(present[1], needed[1])

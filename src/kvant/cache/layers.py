@@ -122,7 +122,7 @@ class PagedLayer:
         return num_open * storage.open_nbytes + num_sealed * storage.sealed_nbytes
 
     def count_raw_nbytes(self, window: int | None = None) -> int:
-        """Return the bytes of all tokens' rows without a format, or of the last `window` tokens."""
+        """Return the bytes of the rows of all tokens, or of the last `window`, if uncompressed."""
         page_table, storage = self.page_table, self.storage
         if page_table is None or storage is None:
             return 0
@@ -210,9 +210,9 @@ class PagedLayer:
     ) -> View:
         """Append the rows of T tokens to every sequence; return the view for attention.
 
-        `start` gives the columns of left padding of each sequence, with its first rows; padding is
-        not stored. The view is valid until the next append, while the cache is alive. An incomplete
-        forward is rolled back first.
+        `start` is the number of columns of left padding of each sequence, which are not stored; it
+        goes with the first append. The view is valid until the next append, while the cache is
+        alive. An incomplete forward is rolled back first.
         """
         if get_transform() is not None:
             raise make_transform_error("append")
@@ -246,6 +246,8 @@ class PagedLayer:
                 }
             stats = holder.stats[self.name]
             store_rows(plan, rows, storage.sides, stats)
+            # A long chunk, or one with rows that are sealed at once, is not read from its pages:
+            # the view has its rows as appended. With `new_rows_dense`, all its queries read those.
             view = leaf.make_view(
                 holder.state.pools,
                 storage,
@@ -320,7 +322,10 @@ class PagedLayer:
         return (keys.transpose(1, 2), values.transpose(1, 2)) if swap else (keys, values)
 
     def positions(self) -> Tensor:
-        """Return the position of each row of `read()`, [B, n]; -1: padding, or a repeated row."""
+        """Return the position of each row of `read()`, [B, n].
+
+        -1: padding, a pruned row, or a sink that `read()` repeats.
+        """
         page_table = self.page_table
         return (
             torch.empty(0, 0, dtype=torch.int64)
@@ -370,7 +375,11 @@ class PagedLayer:
 def _make_query_listener(
     holder: StateHolder, forward: Forward, leaf: AttentionLeaf, view: View
 ) -> Callable[[AttentionRequest], None] | None:
-    """Return what records the queries of a forward for a prune; None: no prune needs them."""
+    """Return what records the queries of a forward for a prune; None: no prune needs them.
+
+    A score that `repeats_prompt` is computed by a second pass over the prompt: its queries are
+    recorded by `RowAttention`, those of other scores by the forward.
+    """
     assert leaf.spec.prune is not None
     score = leaf.spec.prune.score
     if holder.row_attention is not None and score.repeats_prompt:

@@ -276,7 +276,10 @@ class SequenceRecoder:
             seal_pages(stored, name, torch.cat(pages), slots, batch * page, sinks, self.stats)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return positions [start, stop) in the new frame and dtype, [1, H, n, D]."""
+        """Return positions [start, stop) as the new codec stores them, [1, H, n, D].
+
+        Rows are in the frame of the new codec (its rotation or scaling), and of its dtype.
+        """
         rows = read_visible_rows(self.length_group, name, start, stop)  # type: ignore[arg-type]
         frames = [side.spec.sides[name].frame for side in (self.old, self.new)]
         dtype = self.new.geometry.dtypes[name]

@@ -1,8 +1,9 @@
 """Recurrent layers: fixed-shape states of recurrences and short convolutions.
 
-A state can be rewound only to a checkpoint, or to length 0. Stored states are never written, so
-forks and checkpoints share them. Floating point states are stored in float32, because rounding at
-every token would accumulate. States are copied in and out, because models update them in place.
+A state can be rewound only to a checkpoint, or to length 0. Stored states are never changed in
+place, so forks and checkpoints share them. Floating point states are stored in float32, because
+rounding at every token would accumulate. States are copied in and out, because models update theirs
+in place.
 """
 
 from __future__ import annotations

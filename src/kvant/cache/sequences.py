@@ -84,7 +84,10 @@ class SequenceEntry:
             self.measured_changes = num_changes if is_stable else MEASURED_DURING_WRITE
 
     def confirm_append(self) -> None:
-        """Take the reserved `nbytes` as measured, unless a commit followed: it may free pages."""
+        """Take the reserved `nbytes` as the measured size.
+
+        If the append committed a forward, which may free pages, the next reader measures instead.
+        """
         if not self.cache.is_complete:
             self.measured_changes = self.cache.holder.num_changes
 

@@ -48,7 +48,7 @@ class Repeat(RequestAction):
     """Run the next `count` tokens of the second pass over the prompt of a request."""
 
     count: int
-    position: int  # tokens before these: the prompt, and those that a fork of its cache appended
+    position: int  # tokens before these: the prompt, and those of the pass so far
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The drafts of an engine: the tokens that a decode verifies besides the newest ones.
+"""The drafts of an engine: proposed tokens, verified in one forward with each newest token.
 
 They are the tokens that followed an earlier copy of a sequence's last ones (`NGramDrafts`), or
-those of a smaller model (`ModelDrafts`). A decode verifies the same number of drafts of each
-sequence, the one with the highest predicted speed: while a forward mostly reads weights, more
+those of a smaller model (`ModelDrafts`). A decode verifies equally many drafts of every sequence;
+the number is the one with the highest predicted speed: while a forward mostly reads weights, more
 tokens take little more time. Sequences with fewer drafts are padded. Rejected drafts and padding
 are dropped from the caches afterwards.
 """
@@ -36,12 +36,12 @@ from kvant.planner import plan
 log = logging.getLogger("kvant")
 
 Pairs = abc.Sequence[tuple[Request, Sequence]]
-# Returns the number of drafts by the proposals, and the seconds that one draft of each takes.
+# Chooses the number of drafts, from the proposals and the seconds that one draft of each takes.
 ChooseCount = abc.Callable[[list[Proposal], float], int]
 CATCH_UP_CHUNK = 256  # tokens that the draft model may prefill before a decode
 PROBE_INTERVAL = 63  # decodes without drafts, after which a draft model proposes one again
 MAX_DRAFT_TIMES = 5  # the newest ones, of which the fastest counts
-MAX_VOCABULARY_DIFFERENCE = 0.1  # of a model with the same tokenizer, whose size is padded
+MAX_VOCABULARY_DIFFERENCE = 0.1  # relative; models pad the vocabulary of a tokenizer
 MAX_FAILURES = 3  # of the draft model, after which it is not used any more
 
 
@@ -122,7 +122,7 @@ class DraftChooser:
                 proposals, limit, recomputes=recomputes, draft_seconds=draft_seconds
             )
 
-        # At least one draft and the token after it may still be generated.
+        # Leave room for the token that follows the accepted drafts.
         limits = [
             max(0, min(self._max_drafts, request.outputs[sequence.choice].num_remaining - 1))
             for request, sequence in pairs
@@ -233,7 +233,7 @@ class ModelState:
 
     sequence: Sequence
     num_equal: int = 0  # first tokens that are known to be those of the engine's sequence
-    is_readable: bool = True  # whether the draft model has all of its tokens
+    is_readable: bool = True  # whether the draft model's vocabulary has all its tokens
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     def find_divergence(self, tokens: list[int]) -> int:
@@ -249,9 +249,9 @@ class ModelState:
 class ModelDrafts:
     """Drafts of a smaller model, whose sequences decode in one batch, too.
 
-        tokens of the engine    ... a b c      c is the newest
-        draft model             ... a b [c]    forward of c: d, of d: e, of e: f
-        verified                ... a b c d e x
+        tokens of the engine    ... a b c      c is the newest; neither model has cached it
+        draft model             ... a b [c]    proposes d (forward of c), e (of d), f (of e)
+        verified                ... a b c d e x    f is rejected, x was sampled in its place
         draft model             ... a b c d e  rewound; the next forward is of x
 
     A forward for each draft costs time. So the number is chosen first. Where drafts do not pay, one
@@ -373,7 +373,7 @@ class ModelDrafts:
         caches, vocab_size = self._batch.caches, self._batch.decoder.vocab_size
         for (_, sequence), state in zip(pairs, states, strict=True):
             own, equal = state.sequence, state.find_divergence(sequence.tokens)
-            # Now all but the newest are cached, and the newest is right, too.
+            # After the rewind below, `own` begins the engine's tokens; all but its last are cached.
             length = min(equal, caches.count_tokens(own), len(sequence.tokens) - 1)
             unread = sequence.tokens[length:]
             state.is_readable = vocab_size is None or max(unread) < vocab_size

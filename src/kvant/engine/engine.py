@@ -111,9 +111,9 @@ class Engine:
         `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
         `max_bytes` and are evicted if needed. With a `store`, the engine makes its own
         prefixes, which are also written to the store and restored from it.
-        `adapters` are LoRA adapters: folders of PEFT by name. A `draft` proposes up to `max_drafts`
-        tokens, which a decode verifies where that is faster: those that followed an earlier copy of
-        the newest ones ("ngram"), or those of a smaller model. Replies stay equal, up to rounding.
+        `adapters` are LoRA adapters: folders of PEFT by name. `draft` is a smaller model, or
+        "ngram": propose what followed an earlier copy of the last tokens. A decode verifies up to
+        `max_drafts` proposed tokens where that is faster. Replies stay equal, up to rounding.
         """
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
@@ -220,10 +220,10 @@ class Engine:
         """Request `n` continuations of a prompt: text, token ids, or messages with roles.
 
         Messages may have images if the engine has a processor. The `options` are fields of
-        `Sampling`. One more, `sampling`, is an instance of it; the others replace its fields. Each
-        step has the log-probabilities of the `logprobs` likeliest
-        tokens. Higher `priority` first; among equals, the `tenant` with the fewest running
-        sequences. Prefixes are shared only among requests of the same `salt` and `adapter`.
+        `Sampling`; `sampling=` passes a whole one, whose fields the other options replace. Each
+        step has the log-probabilities of the `logprobs` likeliest tokens. Higher `priority` first;
+        among equals, the `tenant` with the fewest running sequences. Prefixes are shared only among
+        requests of the same `salt` and `adapter`.
         `adapter` is the name of one of the engine's adapters.
         `on_step` is called with each step in the engine's thread; an error in it fails the request.
         Invalid arguments raise here.
@@ -256,7 +256,8 @@ class Engine:
             salt=salt,
             last_token_time=now,
         )
-        # The second pass scores the rows of a prompt for a prune; the first token comes before it.
+        # The second pass scores the rows of a prompt for a prune. The first token does not depend
+        # on it, so a request of one token skips it.
         second_pass = None if max_new == 1 else self._second_pass
         if (images := self._image_reader.locate_images(prompt, tokens)) is not None:
             images.check_cache(second_pass, self._chunk_alignment)

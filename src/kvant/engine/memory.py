@@ -175,7 +175,11 @@ _max_pages = lru_cache(1 << 16)(bound_pages)
 class MemoryBudget:
     """Count the slots of prefixes and requests, and compare their bytes with a limit.
 
-    Pools keep their peak size, so the peak of each is tracked, too.
+    Pools keep their peak size, so the peak of each is tracked, too. Slots of requests are counted
+
+        committed    at their longest lengths
+        allocated    as they are now
+        charged      as they count towards the limit: committed, or with overcommit allocated
     """
 
     def __init__(

@@ -39,7 +39,7 @@ Inbox = SimpleQueue[Callable[[], None]]  # calls for the engine's thread, from a
 
 
 class PrefixReuse:
-    """Reuse prefixes in the batch, and keep the scheduler's counts of their slots up to date."""
+    """Reuse prefixes in the batch, and report the slots (pages) they hold to the scheduler."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class StoreLookups:
             batch.prefill(Sequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or batch.caches.empty_cache).fork()
         tokens, num_cached = list(sequence.prefix_tokens), base_cache.length
-        deadline.allocate(lambda: base_cache)  # so that a cancel frees this fork, too
+        deadline.allocate(lambda: base_cache)  # owned by the deadline: a cancel frees it
 
         def look_up() -> None:
             restore = None
@@ -382,7 +382,7 @@ class StoreLookups:
             cache = cache.fork()
         cache.rewind(length)
         num_prefilled = restored.num_prefilled
-        if sequence.num_prefilled != num_before:  # some cached tokens were decoded
+        if sequence.num_prefilled != num_before:  # some tokens were generated, not prefilled
             num_prefilled = min(num_prefilled, sequence.num_prefilled)
         sequence.cache, sequence.num_prefilled = cache, min(num_prefilled, length)
         return length

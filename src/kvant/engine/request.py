@@ -84,7 +84,7 @@ class Request:
     num_output_tokens: int = 0  # of each unfinished sequence
     matched_version: int | None = None  # version of the prefixes at the last match; None: unmatched
     prefill_started: bool = False
-    repetition: Repetition | None = None  # the second pass that the score of its prune needs
+    repetition: Repetition | None = None  # second pass over the prompt, scores it for a prune
     checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
     shared_slots: Ints = field(default_factory=lambda: NO_SLOTS)  # shared with cached prefixes
     num_finished: int = 0  # finished sequences
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def num_fork_tokens(self) -> int:
-        """The most tokens of a fork that repeats the prompt; 0: none is left."""
+        """The most tokens that the second pass adds to a fork of the cache; 0: it has ended."""
         return 0 if self.repetition is None else self.repetition.max_fork_tokens
 
     @property
@@ -148,7 +148,11 @@ class Request:
         return length if self.images is None else self.images.prompt.clip_length(length)
 
     def find_resumable(self, length: int, find: Callable[[int], int]) -> int:
-        """Return the longest length <= `length` that the prompt's cache can be cut to."""
+        """Return the longest length <= `length` that the prompt's cache can be cut to.
+
+        `find(n)` returns this length without regard to images; it is called again where an image
+        moves the cut.
+        """
         return length if self.images is None else self.images.prompt.find_resumable(length, find)
 
     def find_unencoded_image(self, end: int) -> ProcessedImage | None:
@@ -242,7 +246,7 @@ def sample_tokens(
         if not indices:
             break
         for index in indices:
-            if column == 0:  # the text of the sequence grows later
+            if column == 0:  # a copy: drafts are not tokens of the sequence yet
                 texts[index] = [*texts[index]]
             texts[index].append(drafts[index][column])
     return tokens

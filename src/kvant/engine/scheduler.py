@@ -9,10 +9,10 @@ out its actions: `Prefill` and `Decode` by the batch, in batch.py.
        v   memory for its longest length fits                   |
     running, not active: no room in max_sequences               |
        v                                                        |  SwapOut
-    active, in a store lookup: store_deadline_ms > 0            |  (overcommit > 1):
+    in a store lookup: store_deadline_ms > 0                    |  (overcommit > 1):
        v   finish_store_lookup(), or the deadline               |  is_swapped_out
     active, prefilling: num_computed_tokens < num_prompt_tokens |  until SwapIn
-       v   last Prefill, then each Repeat of a second pass      |
+       v   last Prefill, then Repeats if a prune needs them     |
     active, decoding  ------------------------------------------+
        v   finish_sequence() of the last sequence; remove() at any time
     removed
@@ -20,8 +20,9 @@ out its actions: `Prefill` and `Decode` by the batch, in batch.py.
 With `overcommit` above 1, the newest request of the lowest priority is swapped out when memory runs
 short. Prompts are prefilled in chunks, with decodes between them. No request overtakes the first
 one that does not fit, so none starves. Cached prefixes are evicted when a request needs memory.
-Requests of one adapter are decoded together, and adapters take turns.
-With a store, one more request is admitted, inactive, so that its lookup can start.
+Requests of one adapter are decoded together, and adapters take turns. Some prunes need a second
+pass over the prompt, in Repeat actions. With a store, one request may be admitted without room in
+max_sequences, so that its store lookup starts early.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ class RequestQueue:
         return min(self.waiting, key=rank)
 
     def load(self, tenant: str | None = None) -> dict[str, int]:
-        """Count active requests, others as waiting, and sequences; with `tenant`, only its own."""
+        """Count active requests (running), all others (waiting), and active sequences.
+
+        With `tenant`, only those of this tenant.
+        """
         requests = [r for r in (*self.waiting, *self.running) if tenant in (None, r.tenant)]
         active = [request.num_sequences for request in requests if request.is_active]
         waiting = len(requests) - len(active)
@@ -224,7 +228,8 @@ class Scheduler:
 
     def can_insert_prefix(self, request: Request, length: int) -> bool:
         """Return whether the first `length` tokens of a request fit as a cached prefix."""
-        # Counted: what forks of a running request share, and what prefixes hold of an ended one.
+        # Counted elsewhere already: the pages that forks of a running request share with it, and
+        # those of an ended request that prefixes hold.
         budget, counted = self.memory_budget, request.shared_slots
         if request in self.queue.running:
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))

@@ -119,8 +119,8 @@ def cache_for(
     `backend` ("reference", "native", "triton") reads every layer; by default each layer uses the
     first backend that can.
 
-    A left-padded batch needs its `attention_mask` here only if the spec has sinks or a prune, as
-    each sequence then keeps positions of its own.
+    A left-padded batch needs its `attention_mask` here only if the spec has sinks or a prune, since
+    which rows are kept then depends on where each sequence starts.
 
     >>> cache = kvant.cache_for(model, "affine8")
     >>> ids = model.generate(**inputs, cache=cache, max_new_tokens=4)
@@ -199,7 +199,8 @@ class Attachment:
     # Configurations, each with the name of its attention before `attach`.
     implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
     folded_modules: list[Any] = field(default_factory=list)  # with kvant's `expand_kv`
-    # Of the model's class; the default is that of attachments which earlier versions pickled.
+    # Methods of the model's class that the instance overrides. The default is for attachments
+    # that earlier versions pickled, which lack this field.
     replaced_methods: tuple[str, ...] = (PREPARE_CACHE_METHOD,)
 
 
@@ -209,7 +210,7 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
     `kvant.attach` calls this, and also tries the spec on the model.
 
     If `model` is a wrapper, the model inside is attached. So are its parts that have a `generate`
-    of their own. A deep copy of an attached model, pickled or not, is attached independently.
+    of their own. A copy of an attached model, by `deepcopy` or `pickle`, has its own attachment.
     """
     model = get_transformers_model(model)
     parts = list_generating_parts(model)

@@ -1,8 +1,9 @@
 """Register kvant's attention and masks with transformers, as `kvant_sdpa` and `kvant_eager`.
 
 A handle stands for the keys or values in a cache (handles.py). PyTorch's SDPA accepts handles too,
-but only these two support learned sinks, soft caps, and causal chunks without a mask after cached
-rows. For ordinary tensors, each runs the transformers implementation that it is named after.
+but only these two support learned sinks, soft caps, and causal chunks that follow cached rows and
+come without a mask. For ordinary tensors, each runs the transformers implementation that it is
+named after.
 
 Multi-head latent attention runs on the stored latents, without expanding them. transformers expands
 all cached latents c into keys W c and values at every step (`expand_kv`). Since that is linear, W

@@ -34,7 +34,7 @@ from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 
-INITIAL_DRAFT_TOKENS = 32  # longest draft expected at first; the slack is twice as long
+INITIAL_DRAFT_TOKENS = 32  # expected at first; rewinds of up to twice as many are exact
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 
 
@@ -326,7 +326,7 @@ class TransformersCache(HFCache):
         return f"TransformersCache({self.states!r})"
 
     def nbytes_after(self, num_new_tokens: int, spec: AnySpec | None = None) -> int:
-        """Return the bytes after `num_new_tokens` more tokens, recoded to `spec` before them."""
+        """Return the bytes after a recode to `spec`, if given, and `num_new_tokens` more tokens."""
         new_spec = None if spec is None else self._resolve_spec(spec)
         return self.states.nbytes_after(num_new_tokens, new_spec)
 
@@ -442,9 +442,8 @@ class TransformersCache(HFCache):
         rewind()
         if had_tokens and not self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
-        # After a rewind into the padding, a sequence still waits for the rest of its padding.
-        # Without sinks, drop this rest: the next attention mask says where the sequence starts.
-        # With sinks, which count from the first token, the given padding stays.
+        # After a rewind into left padding, the cache expects the other padding columns again. Drop
+        # them: the next mask says where the sequence starts. Sinks need the padding as it was.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = drop_pending_padding(holder.state)

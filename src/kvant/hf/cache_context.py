@@ -109,9 +109,10 @@ class CacheContext:
     def check_first_forward(self, length: int, count: int) -> None:
         """Refuse a model that never appends to some layer: every forward would be rolled back.
 
-        `length` is the number of rows of one layer before it appends `count` more. A failed first
-        forward may be repeated with the same number of tokens. If the repetition leaves the same
-        layers empty, the next forward is refused.
+        `length` is the number of rows of one layer before it appends `count` more. If the first
+        forward is incomplete, either it failed and is now repeated, or the model never fills some
+        layers. So one repetition with the same number of tokens is allowed. The forward after it
+        is refused if the same layers are still empty.
         """
         if self.first_forward_done or not length:
             return

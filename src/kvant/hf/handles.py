@@ -184,7 +184,10 @@ class PendingAttention:
 
 
 def read_dense_rows(view: View, side: SideName, num_columns: int) -> Tensor:
-    """Return the newest columns as the newest query sees them: decoded, with the frame undone."""
+    """Return the newest columns as the newest query sees them: decoded from their format.
+
+    Rows are stored in the codec's frame (a rotation or scaling), which this undoes.
+    """
     tensors, length = view.keys if side == "keys" else view.values, view.page_table.num_columns
     return tensors.codec.frame.restore_outputs(
         read_columns(view, side, length - num_columns, length)
@@ -192,7 +195,7 @@ def read_dense_rows(view: View, side: SideName, num_columns: int) -> Tensor:
 
 
 def turn_queries_into_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Turn each query into another head of its group, at the newest column."""
+    """Move the query tokens into the head dimension; all then attend from the newest position."""
     if mask is not None and mask.shape[1] * mask.shape[2] > 1:
         mask = mask.expand(-1, *q.shape[1:3], -1).flatten(1, 2).unsqueeze(2)
     batch, heads, count, dim = q.shape
@@ -222,7 +225,7 @@ class PendingCrossAttention(PendingAttention):
     """Rows of an encoder, all visible to every query."""
 
     def attend(self, q: Tensor, call: AttentionCall) -> Tensor | None:
-        """Compute attention with each query as another head, at the newest column."""
+        """Compute attention with query tokens as heads: each sees all rows."""
         self.check_current()
         heads, dim = self.view.keys.heads, self.view.keys.dim
         if q.shape[::3] != (self.view.batch, dim) or q.shape[1] % heads or q.shape[2] == 0:

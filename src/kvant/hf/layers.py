@@ -49,7 +49,8 @@ class AttentionLayer(CacheLayerMixin):
     """One attention layer of the model; its recipe says how its rows are stored.
 
     `update` returns handles in place of keys and values. A handle computes its rows only when an
-    operation needs them. The pending attention of a forward is the source of its handles.
+    operation needs them. Keys and values of one append share a `PendingAttention`, which reads the
+    rows, or attends to them without reading them.
     """
 
     is_compileable = False
@@ -120,7 +121,8 @@ class AttentionLayer(CacheLayerMixin):
             context.check_first_forward(paged_layer.length, count)
         start, reads_stored = None, False
         if count > 1:
-            # If `reads_stored`, each token of the chunk reads the rows as if decoded alone.
+            # `reads_stored`: tokens of the chunk attend to stored (quantized) rows, also to those
+            # of the chunk itself, as each token would if it were decoded alone.
             is_draft = paged_layer.holder.in_speculation or (
                 context.record_past and paged_layer.length > 0
             )
@@ -349,7 +351,8 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # After the last text layer, `states.length` already counts the tokens of this forward.
+        # A layer after the last text layer records starts that include the tokens of its forward,
+        # so for it the test is `start <= length`.
         follows_text = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
             (start, count) for start, count in self._row_counts if start < length + follows_text

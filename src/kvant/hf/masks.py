@@ -1,8 +1,8 @@
 """Turn the masks of transformers into rules over positions, where that is possible.
 
-A model requests its mask before its keys, as a function over indices. If the function is known and
-the mask hides only left padding, attention needs just a rule and the padding. Their size does not
-grow with the context. Any other mask is evaluated by transformers.
+Before any layer computes keys, a model asks for its mask, described by a function of query and key
+indices. If the function is known and the mask hides only left padding, attention needs just a rule
+and the padding, which do not grow with the context. transformers evaluates any other mask.
 
 Masks count columns. All sequences of a batch end in the same column; the columns before the first
 token of a sequence are padding:
@@ -310,7 +310,7 @@ def hide_padding(view: View, padding: list[int]) -> View:
 
 
 def check_padding_hidden(view: View, num_queries: int) -> None:
-    """Refuse a call without a mask whose queries would see padding: its rows are not stored."""
+    """Refuse an unmasked call if its queries would see padding, whose rows are not stored."""
     window, columns = view.mask.window, view.page_table.num_columns
     low = 0 if window is None else max(0, columns - num_queries - window + 1)
     if low < max(_compute_padding(view)):
@@ -318,7 +318,7 @@ def check_padding_hidden(view: View, num_queries: int) -> None:
 
 
 def check_model_window(view: View, num_queries: int) -> None:
-    """Refuse more queries than the window where the mask of the model has no window."""
+    """If the model's mask does not apply the layer's window, refuse longer chunks than it."""
     window = view.mask.window
     if window is not None and num_queries > window:
         raise UnsupportedView(

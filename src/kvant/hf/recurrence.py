@@ -3,9 +3,9 @@
 transformers does not report its updates, so the length of a state is inferred:
 
     layers of the model   how the length is known
-    some attention        the commit of the attention layers sets it. If an attention layer follows
-                          a recurrent one, a forward that starts before that commit shows that
-                          the previous forward failed
+    some attention        it is set when all attention layers have appended (the commit). If an
+                          attention layer follows a recurrent one, and a forward starts before the
+                          previous one has committed, the previous one failed
     no attention          tokens are counted at the first convolution
 
     valid --begin_forward--> in forward --advance_to--> valid
@@ -45,7 +45,7 @@ STATE_ATTRIBUTES = {"conv": "conv_states", "recurrent": "recurrent_states"}
 
 
 class Recurrence(RecurrentBase):
-    """An ExternalState whose tensors are in a layer of transformers."""
+    """The state of a recurrent layer, with tensors that a cache layer of transformers holds."""
 
     def __init__(self, spec: RecurrentSpec, layer: LinearAttentionLayer) -> None:
         self.spec = spec
@@ -264,8 +264,8 @@ class RecurrentProgress:
 
         Without attention, this counts one token; `record_conv_tokens` adds the others.
         `has_rows`: attention rows were appended since the last commit. If the first recurrent layer
-        also attends, every complete forward appends its rows. A second read without rows means that
-        a forward failed, or that only a part of the model runs.
+        also attends, a complete forward appends rows to it. So if its state is read twice without
+        new rows in between, a forward failed, or only a part of the model runs.
         """
         if (layer_idx, state_idx) != self._first_state:
             return

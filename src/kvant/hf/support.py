@@ -4,8 +4,8 @@ Forwards 1 and 2 give reference logits. Forwards 3 and 4 are compared with them:
 
     1. prompt A, then a token      the reference for A
     2. prompt B, then a token      the reference for B
-    3. the token after A, again    other logits than in 1: the modules keep state
-    4. both tokens in one forward  other logits than in 1 and 2: sequences must decode in turns
+    3. the token after A, again    if the logits differ from 1, the modules keep state
+    4. both tokens in one forward  if they differ from 1 and 2, sequences must decode in turns
 
 A verdict holds for all models of the same class and configuration, and is cached. It is not cached
 if the compared logits are NaN or all equal, or if an error other than CacheError ended the check.
@@ -211,14 +211,14 @@ class _ModelCheck:
             return "its logits are NaN or all equal, so those of two sequences cannot be compared"
         try:
             with ExitStack() as stack:
-                if not get_attachments(self.model):  # an engine attaches its model too
+                if not get_attachments(self.model):  # an engine has attached it already
                     attach(self.model)
                     stack.callback(detach, self.model)
                 merged = merge(self.caches)
                 logits = self._compute_logits([[self.token]] * 2, list(PROMPT_LENGTHS), merged)
         except torch.OutOfMemoryError:
             raise
-        except CacheError as error:  # caused by the forward, not by the weights
+        except CacheError as error:  # depends on the forward, not on the weights
             return _shorten_error(error)
         except Exception as error:  # may be temporary: CPU out of memory is a RuntimeError
             self.holds_for_class = False

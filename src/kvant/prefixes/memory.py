@@ -33,7 +33,7 @@ class EvictionCandidate(NamedTuple):
     """An entry that may be evicted."""
 
     entry: PrefixEntry
-    is_used: bool  # a request uses pages that no other entry holds
+    is_used: bool  # a running request uses some of the pages that only this entry holds
     value: float  # per byte
     unique_nbytes: int  # of pages that no other entry holds
     shares_pages: bool  # another entry holds some of its pages too
@@ -85,7 +85,11 @@ class PrefixPools:
             return any(entry.has_unwritten for entry in self)
 
     def measure(self) -> CacheUsage:
-        """Measure all entries with their images, then replaced ones with pending writes."""
+        """Measure all entries and their image features.
+
+        The caches of replaced entries that are still written to a store follow those of the
+        entries.
+        """
         with self._lock:
             entries = list(self)
             caches = [entry.cache.states for entry in entries]
@@ -180,7 +184,7 @@ class PrefixMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all prefixes; pages that requests share are included."""
+        """Bytes of all prefixes, including pages that running requests use too."""
         with self._lock:
             return sum(pools.measure().nbytes for pools in self)
 
@@ -210,10 +214,10 @@ class PrefixMemory:
     def insert(self, keys: NamespaceKeys, prefix: CachedPrefix) -> None:
         """Insert a prefix, unless it does not fit or the lock is not free in time.
 
-        A garbage collection may call this in any thread at any time: it may close a generator,
-        which then inserts its reply. If that thread is changing the trees, `_is_changing` skips the
-        insert. If that thread holds the lock of the page pools, the holder of `_lock` may be
-        waiting for it: the timeout prevents a deadlock.
+        Garbage collection may call this within any code: it closes a generator of tokens, which
+        then inserts its sequence. If the thread is changing the trees, `_is_changing` skips the
+        insert. If the thread holds the lock of the page pools, and another thread holds `_lock` and
+        waits for that lock, the timeout ends the deadlock.
         """
         if self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             try:
@@ -271,7 +275,7 @@ class PrefixMemory:
         if pool_cache is None:
             pool_cache = prefix.cache.fork()
             pool_cache.reset()
-        # A merge shares the pages, and drops checkpoints of recurrent layers.
+        # A merge shares the pages, and drops earlier states of recurrent layers (checkpoints).
         prefix = replace(prefix, cache=pool_cache.merge_with([prefix.cache]))
         prefix.cache.context.attention_stats.clear()  # of the request, not of the prefix
         nbytes = measure_usage([prefix.cache.states]).nbytes
@@ -297,7 +301,7 @@ class PrefixMemory:
         """Evict entries of `all_pools` until `nbytes` remain; return how many were evicted."""
         total = 0
         while count := self._evict_least_valuable(all_pools, nbytes, rules):
-            total += count  # evicted pages are freed after the call: its variables hold them
+            total += count  # evicted pages are freed when the call returns: its locals hold them
         for pools in all_pools:
             pools.drop_empty_trees()
         return total

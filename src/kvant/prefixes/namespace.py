@@ -1,7 +1,7 @@
 """Give one reader (a session or an engine) the prefixes of one model, spec and salt.
 
-A namespace identifies the model by a hash of its weights. It matches prompts, plans the lengths at
-which to insert them, and restores them from a store.
+A namespace identifies the model by a hash of its weights. It matches prompts, chooses at which
+lengths of a prompt to cache a prefix, and restores prefixes from a store.
 """
 
 from __future__ import annotations
@@ -116,12 +116,16 @@ class PrefixNamespace:
         self._model_keys = ModelKeys(model, cache, (salt,), weights_check_interval, exact=exact)
         self._matched_keys: NamespaceKeys | None = None
         self._mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
-        # Tokens of the last prompt whose pages are in the tree, if fewer can be reused; else 0.
+        # How many first tokens of the last prompt have pages in the tree, if fewer of them could be
+        # reused; else 0.
         self._branch_point = 0
 
     @property
     def _keys(self) -> NamespaceKeys:
-        """Keys of the last match, even if the model changed since; before it, of the first use."""
+        """Keys of the last match, even if the model changed since.
+
+        Before any match, the keys of the model as it was when this was first read.
+        """
         if self._matched_keys is None:
             self._matched_keys = self._model_keys.refresh() or NamespaceKeys()
         return self._matched_keys
@@ -219,8 +223,9 @@ class PrefixNamespace:
 
         Its other tokens were decoded. The cache is a fork of a cached prefix if that has more of
         the tokens than `base_cache`. Otherwise it is `base_cache`, or an empty cache if no tokens
-        can be reused. Those of `base_cache` cannot be reused with a `chunk_alignment`, or after
-        the model changed. The argument `num_prefilled` counts the prefilled tokens of `base_cache`.
+        can be reused. Tokens of `base_cache` are not reused if there is a `chunk_alignment`, or
+        if the model changed. The argument `num_prefilled` counts those of `base_cache` that were
+        prefilled.
         """
         last_keys = self._matched_keys
         self._mismatch, self._branch_point = None, 0
@@ -259,8 +264,8 @@ class PrefixNamespace:
         and at `branch_points`: lengths at which other prompts may diverge.
 
         With a store, also insert it at its end if its partial last page is a large part of it.
-        This stores that page as it is before the reply, so that another process can restore it for
-        the same prompt.
+        So that page is stored before tokens of the reply are added to it, and another process can
+        restore it for the same prompt.
         """
         if self._model_keys.no_prefixes_reason is not None:
             return []
@@ -279,8 +284,9 @@ class PrefixNamespace:
         has_recurrent = len(page_sizes) < len(recipes)
         if self.memory.prefix_store is not None and alignment is None and not has_recurrent:
             page_size = max([PAGE_TOKENS, *page_sizes])
-            # Each request prefills its last token, so the same prompt rewinds this prefix by one
-            # token. That may be impossible if the last page is full, since it may be sealed.
+            # A request always prefills its last token, so the same prompt rewinds this prefix by
+            # one token. A full last page may be sealed (quantized) already, and cannot be rewound
+            # then: insert the prefix one token earlier.
             end = count if count % page_size else count - 1
             if end > num_cached and (count - 1) % page_size * MIN_TAIL_DIVISOR > count:
                 checkpoints.add(end)

@@ -420,9 +420,9 @@ class PrefixStore:
 def pages_suffice(spec: CacheSpec) -> bool:
     """Return whether full pages are enough to resume a prefix.
 
-    They are not if a layer has a window, a recurrent state, rows kept dense after the
-    sealed pages (`tail`), no sealed pages in short sequences (`dense_until`), or sinks in open
-    pages.
+    They are not if a layer has a window or a recurrent state, keeps its last rows dense (option
+    `tail`), keeps short sequences dense (`dense_until`), or keeps the first rows (sinks) in pages
+    that are never sealed.
     """
     return all(
         isinstance(recipe, LayerSpec)

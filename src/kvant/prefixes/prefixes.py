@@ -11,8 +11,9 @@ stores:
                   v                                                 |
     memory     entries of a PrefixTree: caches over shared pools ---+---- evict: free
                   |                                ^
-                  |  PrefixWrite                   |  insert_restored
-                  |  in the background       CachedPrefix
+                  |  PrefixWrite (background)      |  insert_restored
+                  |                                |
+                  |                          CachedPrefix
                   |                                ^
                   v                                |  find_hits: StoreHit; restore
     stores     blobs of pages, and of tail states -+
@@ -66,8 +67,9 @@ class Prefixes:
 
         Prefixes are also written to a `store` and restored from it: a folder, a URL, or a list of
         these, nearest first. Prefixes of another `salt` are not shared. With `exact`, a hit gives
-        the same bits as a full prefill. This needs `prefill=stored` unless the format is raw.
-        Reused lengths are multiples of 512 tokens, and no decoded token is reused.
+        the same bits as a full prefill. Unless the format is raw, the spec then needs
+        `prefill=stored`: chunks read their own rows as they are stored. Reused lengths are
+        multiples of 512 tokens, and no decoded token is reused.
         """
         limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and limit < 0:
@@ -154,7 +156,7 @@ class Prefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all prefixes; pages that requests share are included."""
+        """Bytes of all prefixes, including pages that running requests use too."""
         return self.memory.nbytes
 
     def stats(self) -> dict[str, Any]:

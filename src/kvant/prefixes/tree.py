@@ -165,7 +165,7 @@ class PrefixTree:
         best, length = None, 0
         for node in reversed(path):
             if length >= min(node.length + PAGE_TOKENS, max_length):
-                break  # the entries at this node and above serve no more
+                break  # entries at this node and above cannot serve more tokens
             page = tokens[node.length : node.length + PAGE_TOKENS]
             for entry, next_tokens in _iterate_candidates(node, page, is_last=node is path[-1]):
                 common = min(node.length + count_shared_prefix(next_tokens, page), max_length)

@@ -2,8 +2,8 @@
 
 `cache.length` counts the tokens that all layers have. An operation sees committed tokens only: an
 incomplete forward is rolled back first. It computes the next state (transitions.py), which the
-holder adopts by one assignment. Most are arithmetic on page tables. Forks share pages until one of
-them writes to a page.
+holder adopts by one assignment. Most operations only compute page tables. Forks share pages until
+one of them writes to a page.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Cache(UsageHints):
 
     @property
     def length(self) -> int:
-        """Tokens that every layer has of the longest sequence, padding included."""
+        """Tokens of the longest sequence, padding included, that every layer has."""
         holder = self.holder
         if not holder.external_states:
             return holder.state.length
@@ -274,7 +274,7 @@ class Cache(UsageHints):
 
     @contextmanager
     def speculation_mode(self) -> Iterator[None]:
-        """Treat chunks as possible drafts: each token reads the rows that it would read alone."""
+        """Treat chunks as drafts: tokens read the rows that they would read one at a time."""
         self.holder.in_speculation = True
         try:
             yield

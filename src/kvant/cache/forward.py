@@ -57,7 +57,10 @@ class Forward:
         new_rows_dense: bool = False,
         tables_per_sequence: int = 1,
     ) -> AppendPlan:
-        """Return the plan for `count` more columns; the first layer of a group makes it."""
+        """Return the plan for `count` more columns; the first layer of a group makes it.
+
+        With `new_rows_dense`, attention reads them from the appended tensors, not from pages.
+        """
         plan, state = self.plans.get(group), self.state
         if plan is None and count == 1 and start is None and state.page_tables:
             page_table = state.page_tables[group]
@@ -87,9 +90,9 @@ class Forward:
     def plan_tokens(self, count: int, *, seals: bool) -> list[AppendPlan]:
         """Return one plan per group for `count` more tokens of every sequence.
 
-        An external kernel writes their rows, and reads them from their pages. If the kernel also
-        `seals`, the plans keep the writes and seals that are due. Otherwise the plans have no
-        writes, and these tokens must not complete a page that must be sealed.
+        An external kernel writes their rows, and reads them from their pages. A kernel that also
+        `seals` pages needs the lists of writes and seals. For others these lists are empty, and the
+        tokens must not complete a page that must be sealed.
         """
         state = self.state
         if None in state.layout.leaf_groups:

@@ -215,7 +215,7 @@ class StateHolder:
         forward.state = self.state  # so that it keeps no old tensors
 
     def rollback(self) -> None:
-        """Roll back an incomplete forward; retain the queries of a committed one."""
+        """Roll back the last forward if it is incomplete; else move its queries to the state."""
         self.num_changes += 1
         self._report_length()
         forward = self.open_forward

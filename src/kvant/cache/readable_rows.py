@@ -22,8 +22,8 @@ class ReadableRows:
     """The rows that `read()` returns: sinks, then columns [first_column, length).
 
     Sinks are positions 0 to `num_sinks` - 1 of each sequence. The columns of a shorter
-    sequence may repeat these positions. Column 0 is the first column of the sequence that is the
-    longest with its padding.
+    sequence may repeat these positions. Column 0 is where the sequence with the most columns
+    begins, left padding included.
     """
 
     page_table: PageTable
@@ -39,7 +39,7 @@ class ReadableRows:
         window = length if group.window is None else group.window
         first_stored = int((page_table.first_row + start_columns).min(initial=length))
         first_column = max(0, length - window, first_stored if first_stored > first_token else 0)
-        if first_column <= first_token:  # all tokens have columns, sinks included
+        if first_column <= first_token:  # the columns reach back to the sinks
             return cls(page_table, 0, min(first_column, length))
         sinks = min(group.sinks, length - first_token)
         return cls(page_table, sinks, min(max(first_column, first_token + sinks), length))
@@ -70,11 +70,11 @@ class ReadableRows:
         )
 
     def read_all(self, view: View) -> Fields:
-        """Return all rows, as transformed by their frame."""
+        """Return all rows in the codec's frame: rotated or scaled, as they are stored."""
         return _read_sides(view, self.num_sinks, self.first_column, self.page_table.num_columns)
 
     def read_range(self, view: View, start: int, stop: int | None) -> Fields:
-        """Return columns [start, stop), framed as in `read_all`; raise if rows are missing."""
+        """Return columns [start, stop) in the codec's frame; raise if rows are missing."""
         length = self.page_table.num_columns
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
@@ -87,7 +87,7 @@ class ReadableRows:
 
 
 def read_columns(view: View, name: Any, start: int, stop: int, num_sinks: int = 0) -> Tensor:
-    """Return the rows of one side that the newest query sees, as transformed by their frame.
+    """Return the rows of one side that the newest query sees, in the codec's frame.
 
     These are the first `num_sinks` positions of each sequence, then columns [start, stop).
     """

@@ -106,7 +106,10 @@ class StateHistory:
 
 
 def concat_histories(histories: Sequence[StateHistory], length: int) -> StateHistory:
-    """Concatenate the sequences of `histories`, without checkpoints; `length` is the longest."""
+    """Concatenate `histories` along the batch, without checkpoints.
+
+    `length` is that of the longest sequence, and of the result.
+    """
     names = histories[0].current.tensors
     state = {
         name: torch.cat([history.current.tensors[name] for history in histories]) for name in names

@@ -1,6 +1,6 @@
 """Reports about caches: the backend that reads each layer, and the bytes of pages.
 
-The bytes of several caches over the same pools are in total, per cache, and freeable.
+For several caches over the same pools, bytes are reported in total, per cache, and as freeable.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class CacheUsage:
     freeable_nbytes: int  # pages without other holders
     unique_nbytes: tuple[int, ...]  # per cache: pages that none of the others holds
     proportional_nbytes: tuple[float, ...]  # per cache: a page of n caches counts as 1/n of it
-    has_outside_users: tuple[bool, ...]  # per cache: a page only it holds has another holder
+    # Per cache: a page that none of the others holds has a user outside these caches.
+    has_outside_users: tuple[bool, ...]
     slot_masks: dict[LayerGroup, tuple[Bools, Bools]]  # the open and sealed slots in use
     pools: tuple[Pools, ...]  # that the slots are of
 

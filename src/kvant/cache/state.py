@@ -55,14 +55,17 @@ class PruningQueries:
 
 @dataclass(frozen=True, eq=False)
 class CacheState:
-    """What a cache holds between two forwards: integers, and references to tensors."""
+    """What a cache holds between two forwards: integers, and references to tensors.
+
+    A leaf is a part of a layer that stores something; most layers are one leaf.
+    """
 
     layout: CacheLayout
     pools: CachePools
     page_tables: tuple[PageTable, ...] = ()  # by group; (): before the first rows
     histories: tuple[StateHistory, ...] = ()  # of recurrent layers
     storages: Mapping[int, Storage] = field(default_factory=dict)  # by leaf; forks share them
-    retired_slots: tuple[GroupSlots, ...] = ()  # freed before the next forward
+    retired_slots: tuple[GroupSlots, ...] = ()  # to free when the next forward begins
     unreported_length: int | None = None  # a committed length still to report to external states
     pruning_queries: Mapping[int, PruningQueries] = field(default_factory=dict)  # by leaf
     has_unpruned_prompt: bool = False  # a prompt was appended since the last prune
@@ -85,7 +88,8 @@ class CacheState:
     @property
     def ragged(self) -> bool:
         """Whether sequences differ in length even with padding counted, as after a merge."""
-        return bool(self.page_tables) and self.page_tables[0].ragged  # groups have equal sequences
+        # All groups have the same sequences.
+        return bool(self.page_tables) and self.page_tables[0].ragged
 
     def get_page_table(self, group: int) -> PageTable | None:
         """Return the table of a layer group; None before the first rows."""

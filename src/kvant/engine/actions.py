@@ -45,7 +45,7 @@ class EncodeImage(RequestAction):
 
 @dataclass(frozen=True)
 class Repeat(RequestAction):
-    """Run the next `count` tokens of the second pass over the prompt of a request."""
+    """Run the next `count` tokens of a second pass, which scores a prompt's rows for a prune."""
 
     count: int
     position: int  # tokens before these: the prompt, and those of the pass so far

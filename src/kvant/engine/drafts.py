@@ -40,7 +40,7 @@ Pairs = abc.Sequence[tuple[Request, Sequence]]
 ChooseCount = abc.Callable[[list[Proposal], float], int]
 CATCH_UP_CHUNK = 256  # tokens that the draft model may prefill before a decode
 PROBE_INTERVAL = 63  # decodes without drafts, after which a draft model proposes one again
-MAX_DRAFT_TIMES = 5  # the newest ones, of which the fastest counts
+MAX_DRAFT_TIMES = 5  # newest durations of a draft; the shortest counts
 MAX_VOCABULARY_DIFFERENCE = 0.1  # relative; models pad the vocabulary of a tokenizer
 MAX_FAILURES = 3  # of the draft model, after which it is not used any more
 
@@ -54,7 +54,7 @@ class DraftMethod:
 
     @classmethod
     def make(cls, draft: Any, max_drafts: int, target: TransformersDecoder) -> DraftMethod:
-        """Check the arguments of an engine of the model of `target`."""
+        """Check an engine's `draft` and `max_drafts`; `target` decodes the engine's model."""
         if not 1 <= max_drafts <= MAX_DRAFTS:
             raise ValueError(f"max_drafts={max_drafts}: 1 to {MAX_DRAFTS} is needed")
         if draft is None:
@@ -184,7 +184,7 @@ class Drafts(Protocol):
 
 @dataclass
 class NGramState:
-    """The index of a sequence, and how often its drafts are accepted."""
+    """The n-grams of a sequence, and how often its drafts are accepted."""
 
     drafter: NGramDrafter
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -232,12 +232,12 @@ class ModelState:
     """
 
     sequence: Sequence
-    num_equal: int = 0  # first tokens that are known to be those of the engine's sequence
+    num_equal: int = 0  # known length of the prefix shared with the engine's sequence
     is_readable: bool = True  # whether the draft model's vocabulary has all its tokens
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     def find_divergence(self, tokens: list[int]) -> int:
-        """Return how many first tokens are those of `tokens`."""
+        """Return the length of the prefix shared with `tokens`."""
         own = self.sequence.tokens
         equal, shortest = self.num_equal, min(len(own), len(tokens))
         while equal < shortest and own[equal] == tokens[equal]:
@@ -367,13 +367,15 @@ class ModelDrafts:
         return state
 
     def _catch_up(self, pairs: Pairs, states: list[ModelState]) -> list[ModelState]:
-        """Rewind rejected drafts, and prefill what is missing; return the sequences that lack at
-        most the two newest tokens.
+        """Rewind rejected drafts, and prefill what is missing.
+
+        Return the sequences whose caches lack at most the two newest tokens.
         """
         caches, vocab_size = self._batch.caches, self._batch.decoder.vocab_size
         for (_, sequence), state in zip(pairs, states, strict=True):
             own, equal = state.sequence, state.find_divergence(sequence.tokens)
-            # After the rewind below, `own` begins the engine's tokens; all but its last are cached.
+            # After the rewind below, `own.tokens` is a prefix of the engine's tokens, and all of it
+            # but the last token is cached.
             length = min(equal, caches.count_tokens(own), len(sequence.tokens) - 1)
             unread = sequence.tokens[length:]
             state.is_readable = vocab_size is None or max(unread) < vocab_size

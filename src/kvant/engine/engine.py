@@ -63,7 +63,7 @@ DEFAULT_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # by which a prefill chunk m
 
 
 class Engine:
-    """A thread that serves requests on one model, which stays attached until `close`.
+    """A thread that serves requests on one model, attached (`kvant.attach`) until `close`.
 
     Change the model only while no request is open. Prefixes are keyed by its weights. When a prompt
     is matched or inserted, the weights are checked if the last check is a second old. After the
@@ -107,8 +107,8 @@ class Engine:
         `overcommit` times `max_bytes` in the end; what does not fit is swapped to files. The
         prefill of one prompt delays each token of other requests by about `chunk_seconds`. The
         prefills of several prompts delay it by up to 4 times as much.
-        `pack` packs 16-bit weights on a CPU until the engine is closed; `weights` rounds them, as
-        `kvant.pack(model, weights)` does, and they stay rounded. `prefixes` count within
+        `pack` packs 16-bit weights for CPU kernels until the engine is closed; `weights` quantizes
+        them for good, as `kvant.pack(model, weights)` does. `prefixes` count within
         `max_bytes` and are evicted if needed. With a `store`, the engine makes its own
         prefixes, which are also written to the store and restored from it.
         `adapters` are LoRA adapters: folders of PEFT by name. `draft` is a smaller model, or
@@ -256,8 +256,8 @@ class Engine:
             salt=salt,
             last_token_time=now,
         )
-        # The second pass scores the rows of a prompt for a prune. The first token does not depend
-        # on it, so a request of one token skips it.
+        # The second pass scores the prompt's rows, to choose which a prune keeps. The first token
+        # does not depend on it, so a request of one token skips it.
         second_pass = None if max_new == 1 else self._second_pass
         if (images := self._image_reader.locate_images(prompt, tokens)) is not None:
             images.check_cache(second_pass, self._chunk_alignment)

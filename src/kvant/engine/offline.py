@@ -38,8 +38,8 @@ def generate_many(
 ) -> list[Result]:
     """Return the continuation of each prompt, in order; `max_sequences` run at a time.
 
-    The `options` are fields of `Sampling`. One more, `sampling`, is an instance of it; the other
-    options replace its fields. With a seed, prompt i is sampled with seed + i. `draft` is as in
+    The `options` are fields of `Sampling`; `sampling=` passes a whole one, whose fields the other
+    options replace. With a seed, prompt i is sampled with seed + i. `draft` is as in
     `Engine`. Unless `quiet`, a terminal shows a progress bar.
 
     >>> prompts = ["import ", "def ", "class "]

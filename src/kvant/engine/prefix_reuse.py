@@ -39,7 +39,7 @@ Inbox = SimpleQueue[Callable[[], None]]  # calls for the engine's thread, from a
 
 
 class PrefixReuse:
-    """Reuse prefixes in the batch, and report the slots (pages) they hold to the scheduler."""
+    """Reuse prefixes in the batch, and report the memory they hold to the scheduler."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PrefixReuse:
         self._adapter_namespaces: dict[str, PrefixNamespace] = {}  # without a salt, by adapter key
         # Only the open requests of a salt reference its namespace; it is freed with the last one.
         self._salted_namespaces: WeakValueDictionary[tuple[str, str], PrefixNamespace] = (
-            WeakValueDictionary()  # by adapter key, "" without an adapter, and salt
+            WeakValueDictionary()  # by (adapter key or "", salt)
         )
         self._is_flushing = False
         self._flush_finished = False  # the next eviction may include unwritten prefixes

@@ -57,7 +57,7 @@ class Sequence:
 
     @property
     def position_offset(self) -> int:
-        """Position minus index of each token after the prompt; images may share positions."""
+        """Position minus index of tokens after the prompt; tokens of an image share positions."""
         return 0 if self.images is None else self.images.position_offset
 
     @property
@@ -150,8 +150,8 @@ class Request:
     def find_resumable(self, length: int, find: Callable[[int], int]) -> int:
         """Return the longest length <= `length` that the prompt's cache can be cut to.
 
-        `find(n)` returns this length without regard to images; it is called again where an image
-        moves the cut.
+        `length` is a result of `find`, which ignores images: `find(n)` is the longest cut <= n. If
+        `length` is within an image, it is moved before the image and passed to `find` again.
         """
         return length if self.images is None else self.images.prompt.find_resumable(length, find)
 

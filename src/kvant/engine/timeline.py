@@ -49,6 +49,6 @@ class Timeline:
             self._ended.append(Phase(name, start_ns, time.monotonic_ns()))
 
     def end_all_phases(self) -> None:
-        """End the phases in which the request ends."""
+        """End the phases that are open when the request ends."""
         for name in [*self._open]:
             self.end_phase(name)

@@ -493,7 +493,7 @@ class EngineWorker:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
         self.drafts.forget(request.sequences)
-        request.repetition = request.images = None  # and its fork, and features
+        request.repetition = request.images = None  # frees a cache fork and image features
         request.namespace = None  # frees it: the last action may keep the request alive
         future.finish(error, request.flush_outputs())
         del self.requests[request]

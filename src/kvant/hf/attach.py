@@ -198,7 +198,8 @@ class Attachment:
     backend: str | None = None
     # Configurations, each with the name of its attention before `attach`.
     implementations: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
-    folded_modules: list[Any] = field(default_factory=list)  # with kvant's `expand_kv`
+    # With latents folded into queries, by kvant's `expand_kv`.
+    folded_modules: list[Any] = field(default_factory=list)
     # Methods of the model's class that the instance overrides. The default is for attachments
     # that earlier versions pickled, which lack this field.
     replaced_methods: tuple[str, ...] = (PREPARE_CACHE_METHOD,)

@@ -442,8 +442,8 @@ class TransformersCache(HFCache):
         rewind()
         if had_tokens and not self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
-        # After a rewind into left padding, the cache expects the other padding columns again. Drop
-        # them: the next mask says where the sequence starts. Sinks need the padding as it was.
+        # After a rewind to within left padding, the cache expects the rest of this padding. Forget
+        # it: the next mask gives the padding. Keep it for sinks, whose positions depend on it.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = drop_pending_padding(holder.state)

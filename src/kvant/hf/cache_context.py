@@ -109,10 +109,9 @@ class CacheContext:
     def check_first_forward(self, length: int, count: int) -> None:
         """Refuse a model that never appends to some layer: every forward would be rolled back.
 
-        `length` is the number of rows of one layer before it appends `count` more. If the first
-        forward is incomplete, either it failed and is now repeated, or the model never fills some
-        layers. So one repetition with the same number of tokens is allowed. The forward after it
-        is refused if the same layers are still empty.
+        `length` is the number of rows that an incomplete first forward left in this layer, which
+        now appends `count`. That forward may have failed, so it may be repeated once, with as many
+        tokens. Another count, or a second repetition that finds the same layers empty, is refused.
         """
         if self.first_forward_done or not length:
             return

@@ -351,8 +351,8 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # A layer after the last text layer records starts that include the tokens of its forward,
-        # so for it the test is `start <= length`.
+        # `update` records the length of the text as `start`. After the last text layer it includes
+        # the tokens of this forward, so for later layers the test is `start <= length`.
         follows_text = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
             (start, count) for start, count in self._row_counts if start < length + follows_text

@@ -318,7 +318,7 @@ def check_padding_hidden(view: View, num_queries: int) -> None:
 
 
 def check_model_window(view: View, num_queries: int) -> None:
-    """If the model's mask does not apply the layer's window, refuse longer chunks than it."""
+    """Refuse chunks longer than the layer's window, if the model's mask does not apply it."""
     window = view.mask.window
     if window is not None and num_queries > window:
         raise UnsupportedView(

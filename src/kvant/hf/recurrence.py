@@ -3,10 +3,11 @@
 transformers does not report its updates, so the length of a state is inferred:
 
     layers of the model   how the length is known
-    some attention        it is set when all attention layers have appended (the commit). If an
-                          attention layer follows a recurrent one, and a forward starts before the
-                          previous one has committed, the previous one failed
+    some attention        it is set when all attention layers have appended (the commit)
     no attention          tokens are counted at the first convolution
+
+A forward that starts before the previous one has committed shows that the previous one failed. This
+is known only if an attention layer follows a recurrent one.
 
     valid --begin_forward--> in forward --advance_to--> valid
                                  |
@@ -263,9 +264,9 @@ class RecurrentProgress:
         """Record that the model reads a state, which starts a forward if it is the first state.
 
         Without attention, this counts one token; `record_conv_tokens` adds the others.
-        `has_rows`: attention rows were appended since the last commit. If the first recurrent layer
-        also attends, a complete forward appends rows to it. So if its state is read twice without
-        new rows in between, a forward failed, or only a part of the model runs.
+        `has_rows`: attention rows were appended since the last commit. A first layer that also
+        attends reads its state, then appends rows. So if its state is read again in the first
+        forward and there are no rows, the forward failed, or a part of the model runs alone.
         """
         if (layer_idx, state_idx) != self._first_state:
             return

@@ -33,7 +33,7 @@ class EvictionCandidate(NamedTuple):
     """An entry that may be evicted."""
 
     entry: PrefixEntry
-    is_used: bool  # a running request uses some of the pages that only this entry holds
+    is_used: bool  # a running request uses pages that no other entry has
     value: float  # per byte
     unique_nbytes: int  # of pages that no other entry holds
     shares_pages: bool  # another entry holds some of its pages too
@@ -87,8 +87,8 @@ class PrefixPools:
     def measure(self) -> CacheUsage:
         """Measure all entries and their image features.
 
-        The caches of replaced entries that are still written to a store follow those of the
-        entries.
+        Values per cache list the entries first, then the caches of replaced entries whose store
+        write is pending.
         """
         with self._lock:
             entries = list(self)
@@ -216,8 +216,8 @@ class PrefixMemory:
 
         Garbage collection may call this within any code: it closes a generator of tokens, which
         then inserts its sequence. If the thread is changing the trees, `_is_changing` skips the
-        insert. If the thread holds the lock of the page pools, and another thread holds `_lock` and
-        waits for that lock, the timeout ends the deadlock.
+        insert. If the thread holds the lock of the page pools, and the holder of `_lock` waits for
+        the page pools, both would wait forever: the timeout ends that.
         """
         if self._lock.acquire(timeout=LOCK_TIMEOUT_S):
             try:
@@ -228,7 +228,7 @@ class PrefixMemory:
                 self._lock.release()
 
     def reject(self, keys: NamespaceKeys, tokens: Sequence[int]) -> None:
-        """Drop all entries that may share pages with restored tokens; ignore these in stores."""
+        """Drop entries that may share pages with a restored prefix, and ignore it in stores."""
         if self.prefix_store is not None:
             self.prefix_store.reject(keys.tree_key, tokens)
         with self._lock_for_change():
@@ -301,7 +301,7 @@ class PrefixMemory:
         """Evict entries of `all_pools` until `nbytes` remain; return how many were evicted."""
         total = 0
         while count := self._evict_least_valuable(all_pools, nbytes, rules):
-            total += count  # evicted pages are freed when the call returns: its locals hold them
+            total += count  # the locals of the call hold evicted pages until it returns
         for pools in all_pools:
             pools.drop_empty_trees()
         return total

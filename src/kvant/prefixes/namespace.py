@@ -116,8 +116,7 @@ class PrefixNamespace:
         self._model_keys = ModelKeys(model, cache, (salt,), weights_check_interval, exact=exact)
         self._matched_keys: NamespaceKeys | None = None
         self._mismatch: PrefixMismatch | None = None  # of the prompt that was matched last
-        # How many first tokens of the last prompt have pages in the tree, if fewer of them could be
-        # reused; else 0.
+        # Where the last prompt left the tree, if that is beyond the tokens it could reuse; else 0.
         self._branch_point = 0
 
     @property
@@ -264,8 +263,8 @@ class PrefixNamespace:
         and at `branch_points`: lengths at which other prompts may diverge.
 
         With a store, also insert it at its end if its partial last page is a large part of it.
-        So that page is stored before tokens of the reply are added to it, and another process can
-        restore it for the same prompt.
+        That page is then stored without tokens of the reply, and another process can restore it
+        for the same prompt.
         """
         if self._model_keys.no_prefixes_reason is not None:
             return []

@@ -421,8 +421,8 @@ def pages_suffice(spec: CacheSpec) -> bool:
     """Return whether full pages are enough to resume a prefix.
 
     They are not if a layer has a window or a recurrent state, keeps its last rows dense (option
-    `tail`), keeps short sequences dense (`dense_until`), or keeps the first rows (sinks) in pages
-    that are never sealed.
+    `tail`), keeps short sequences dense (`dense_until`), or seals (quantizes) all pages but those
+    of the first rows (sinks).
     """
     return all(
         isinstance(recipe, LayerSpec)

@@ -67,9 +67,9 @@ class Prefixes:
 
         Prefixes are also written to a `store` and restored from it: a folder, a URL, or a list of
         these, nearest first. Prefixes of another `salt` are not shared. With `exact`, a hit gives
-        the same bits as a full prefill. Unless the format is raw, the spec then needs
-        `prefill=stored`: chunks read their own rows as they are stored. Reused lengths are
-        multiples of 512 tokens, and no decoded token is reused.
+        the same bits as a full prefill. With a quantized format, the spec then needs
+        `prefill=stored`: a chunk attends to its own rows in their quantized form. Reused lengths
+        are multiples of 512 tokens, and no decoded token is reused.
         """
         limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and limit < 0:

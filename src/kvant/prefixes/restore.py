@@ -239,7 +239,7 @@ class PageReader:
             max_pages = MAX_RUN_BYTES // max(self.layouts[group].nbytes, 1)
             max_pages = min(MAX_RUN_PAGES, max(1, max_pages))
             numbers = np.array(list(slots_by_number), np.int64)
-            for run, _ in find_runs(numbers, numbers):  # slice(first, last + 1)
+            for run, _ in find_runs(numbers, numbers):  # slice(first page number, last + 1)
                 for begin in range(run.start, run.stop, max_pages):
                     runs.append((group, range(begin, min(begin + max_pages, run.stop))))
         return sorted(runs, key=lambda run: (run[1][0] * self.page_sizes[run[0]], run[0]))

@@ -6,8 +6,8 @@
 Each node is a token page: 64 tokens, whatever page size the layers have. It is found by its key,
 and its tokens are compared as well. An entry is a cache of one sequence over shared pools, at the
 node of its last whole page. An entry *serves* a length if a prompt with the same first tokens can
-resume at this length. Every entry serves its own length. If pages suffice (no window, state or
-dense tail), it also serves each length at which KV pages of all layers end.
+resume at this length. Every entry serves its own length. If its KV pages are enough to resume (no
+window, state or dense tail), it also serves each length that is a page end in all layers.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PrefixMatch:
 
     entry: PrefixEntry | None = None
     length: int = 0  # tokens that the entry serves
-    num_shared: int = 0  # tokens of whole pages in the tree, whether an entry serves them or not
+    num_shared: int = 0  # first tokens whose whole pages are in the tree, if served or not
     mismatch: PrefixMismatch | None = None
 
 

@@ -276,7 +276,7 @@ print(explain(view))
     run = [sys.executable, "-c", script]
     process = subprocess.run(run, capture_output=True, text=True, check=True, env=env)
     reason = "this processor does not support KVANT_ISA=of another age: unset it, or force another"
-    reasons = ["reference: reads this view", f"native: {reason}", "triton: rows on cpu"]
+    reasons = ["reference: reads this view", f"not native: {reason}", "not triton: rows on cpu"]
     assert process.stdout.splitlines() == reasons
     assert process.stderr.splitlines() == [f"kvant runs its reference backend: {reason}"]
 

@@ -208,7 +208,7 @@ def test_unknown_layer_raises(layer: int) -> None:
 def test_recurrent_layer_has_its_own_write_operations() -> None:
     spec = CacheSpec((*parse("raw", 1).layers, RecurrentSpec()))
     sequences = Sequences(spec=spec)
-    with pytest.raises(ValueError, match=r"layer 1 has no rows or several parts: .*writing"):
+    with pytest.raises(ValueError, match=r"layer 1 is recurrent or has several parts: .*writing"):
         sequences.append(1, 1, make_rows(0, 1), make_rows(0, 1))
     with sequences.writing(1) as cache:
         cache[0].append(make_rows(0, 3), make_rows(0, 3))

@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -28,10 +29,12 @@ from kvant.serve.ray import (
     REPLICA_HEADER,
     STATS_PERIOD_S,
     DeploymentSettings,
+    EngineReplica,
     app,
     choose_num_replicas,
 )
 from kvant.serve.routing import PAGE_BYTES, RoutedRequest, parse_prefix_pages
+from kvant.server import ApiKeys
 from kvant.server.errors import make_error
 from kvant.server.response_writers import format_stream_error
 from kvant.server.settings import read_authorization
@@ -286,6 +289,18 @@ def test_example_is_a_serve_application() -> None:
     assert application.import_path == f"{app.__module__}:{app.__name__}"
     assert isinstance(app(application.args), serve.Application)
     assert DeploymentSettings(store="a").store == DeploymentSettings(store=["a"]).store == ["a"]
+
+
+def test_replica_of_a_pruned_format_has_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it could not start."""
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    settings = DeploymentSettings(
+        kv_cache="affine8,prune=snapkv:50%", guard=False, max_bytes="64MiB", pack=False
+    )
+    settings.check()
+    replica = EngineReplica(settings, ApiKeys())
+    assert replica.record_autoscaling_stats() == {"used": 0.0}
 
 
 def test_deployment_is_validated_before_it_starts() -> None:

@@ -169,7 +169,7 @@ def test_special_tokens_around_a_cut_text_stay(length: int) -> None:
         ({"input": ["a"] * 2049}, "2049 inputs, at most 2048 are allowed: split the request"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "instruction": "query"}, "instruction: not supported"),
+        ({"input": "a", "instruction": "query"}, "instruction: the server has no such field"),
         ({}, "input"),
     ],
 )

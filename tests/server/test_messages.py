@@ -303,7 +303,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}
         ({"tool_choice": {"type": "tool"}}, "name: required with type tool"),
         ({"extra_body": {"mcp_servers": [{"url": "http://x"}]}}, "mcp_servers"),
         ({"extra_body": {"container": "a"}}, "container: "),
-        ({"extra_body": {"unknown": 1}}, "unknown: not supported"),
+        ({"extra_body": {"unknown": 1}}, "unknown: the server has no such field"),
         ({"messages": [*ASKED, {"role": "assistant", "content": [USE]}]}, "results are missing"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"system": [{"type": "text", "text": "a"} | MARK] * 5}, "5 blocks have it, at most 4"),

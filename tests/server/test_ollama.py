@@ -123,6 +123,14 @@ def test_reply_has_thinking_content_and_calls(speaking_client: Any) -> None:
     assert without.content == f"I look.<tool_call>{CALL}</tool_call>" and not without.tool_calls
 
 
+def test_line_separators_do_not_end_a_line() -> None:
+    """Regression: the client splits lines at U+2028, U+2029 and U+0085 too."""
+    pieces = ("one", "\u2028two", "\x85three", "\u2029four")
+    with serve_client(*make_speaker(*pieces)) as client:
+        lines = [line.message.content for line in chat(client, stream=True)]
+    assert "".join(lines) == "".join(pieces)
+
+
 def test_results_belong_to_the_calls_before_them(speaking_client: Any) -> None:
     def call(name: str) -> dict[str, Any]:
         return {
@@ -197,7 +205,7 @@ def test_empty_requests_load_the_model(client: Any) -> None:
         ({"mirostat": 2}, "options.mirostat"),
         ({"repeat_last_n": 64}, "options.repeat_last_n"),
         ({"typical_p": 0.5}, "options.typical_p"),
-        ({"temperatur": 1}, "temperatur: not supported"),
+        ({"temperatur": 1}, "temperatur: the server has no such field"),
         ({"num_predict": -3}, "options.num_predict"),
     ],
 )

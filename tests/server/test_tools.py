@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
+from kvant.server.output_parsing import TemplateParser, find_template
 from server.conftest import serve_model
 from server.speaking import TEMPLATE, make_speaker
 
@@ -139,6 +140,16 @@ def test_malformed_call_is_text(stream: bool) -> None:
         else:
             text = reply.choices[0].message.content
     assert text == "".join(pieces)
+
+
+def test_malformed_call_keeps_text_that_repeats() -> None:
+    """Regression: text up to the last copy of what was already returned was lost."""
+    model, tokenizer = make_speaker(*SPEECH)
+    template = find_template(model, tokenizer)
+    assert template is not None
+    parser = TemplateParser(template, "<|im_start|>assistant\n", TOOLS)
+    parts = [*parser.feed("a<tool_call>a bad"), *parser.finish()]
+    assert "".join(part.text for part in parts) == "a<tool_call>a bad"
 
 
 def test_several_calls_are_numbered() -> None:

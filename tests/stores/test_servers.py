@@ -67,7 +67,9 @@ def test_many_pages_are_one_round_trip(redis: Server, monkeypatch: pytest.Monkey
 
     store, sent = open_store(redis.url), []
     execute = Pipeline.execute
-    monkeypatch.setattr(Pipeline, "execute", lambda self: sent.append(1) or execute(self))
+    monkeypatch.setattr(
+        Pipeline, "execute", lambda self, **options: sent.append(1) or execute(self, **options)
+    )
     assert store.has([f"ab/{number:064}" for number in range(200)]) == [frozenset()] * 200
     assert sent == [1]
 
@@ -76,11 +78,14 @@ def test_foreign_keys_are_no_blobs(redis: Server) -> None:
     store, redis_client = open_store(redis.url), connect_redis(redis)
     redis_client.set(f"kvant:{PAGE}", "a word")
     tiers = Tiers([store])
-    assert tiers.has([PAGE]) == [frozenset()] and tiers.get(PAGE, "k0-1") is None
-    tiers.put(make_blob())
-    assert tiers.stats()["stores"][0]["errors"] == 3
-    redis_client.delete(f"kvant:{PAGE}")
-    redis_client.hset(f"kvant:{PAGE}", mapping={"k0-1": "x", "../k0": "x", "": "x"})
+    others = f"ab/{1:064}"
+    store.put(others, "k0-2", b"x")
+    assert tiers.has([PAGE, others]) == [frozenset(), {"k0-2"}]
+    assert tiers.get(PAGE, "k0-1") is None
+    assert tiers.put(make_blob()) and tiers.has([PAGE]) == [{"k0-1"}]  # the foreign key is replaced
+    assert tiers.stats()["stores"][0]["errors"] == 0
+    redis_client.delete(f"kvant:{PAGE}", f"kvant:{others}")
+    redis_client.hset(f"kvant:{PAGE}", mapping={"k0-1": "x", "../k0": "x", "": "x", b"\xff": "x"})
     assert store.has([PAGE]) == [{"k0-1"}]
     redis_client.delete(f"kvant:{PAGE}")
 

@@ -304,6 +304,59 @@ def test_forked_process_can_call_a_store_during_a_call_of_its_parent(
 # ---- background writes
 
 
+def test_writes_go_on_after_a_thread_could_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, start = HangingStore(), Thread.start
+    store.go.set()
+    tiers, refused = Tiers([store]), RuntimeError("can't start new thread")
+
+    def refuse(thread: Thread) -> None:
+        raise refused
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    assert not tiers.writer.add(1, lambda: [1])
+    assert tiers.flush() and tiers.writer.stats() == {"nbytes_waiting": 0, "dropped": 1}
+    monkeypatch.setattr(Thread, "start", start)
+    assert tiers.writer.add(1, lambda: [1]) and tiers.flush()
+    tiers.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_process_writes_in_a_thread_of_its_own() -> None:
+    writer, done = BackgroundWriter(10), list[int]()
+    assert writer.add(1, lambda: [1]) and writer.flush(60)
+    child = os.fork()
+    if not child:
+        try:
+            written = writer.add(1, lambda: [done.append(1) or 1]) and writer.flush(60)
+            os._exit(0 if written and done else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.close(60)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_flush_ends_if_no_thread_can_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HangingStore()
+    tiers = Tiers([store])
+    tiers.writer.add(1, lambda: [len(tiers.has([PAGE]))])
+    assert store.asked.wait(60)
+    child = os.fork()
+    if not child:
+        try:
+
+            def refuse(thread: Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            monkeypatch.setattr(Thread, "start", refuse)
+            os._exit(1 if tiers.flush() else 0)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    store.go.set()
+    tiers.close(60)
+
+
 class BlockedQueue:
     """A queue whose thread is blocked in its first call."""
 

@@ -272,6 +272,17 @@ def test_four_formats_are_read(file_format: str) -> None:
     assert image.size == (48, 40) and image.mode == "RGB"
 
 
+def test_context_of_token_ids_has_no_images(served: Any) -> None:
+    """Regression: pixels were dropped, and the placeholders read as text."""
+    body: dict[str, Any] = {"model": "inside", "prompt": "What is it?", "stream": False}
+    body["options"] = {"num_predict": 2}
+    seen = httpx2.post(f"{served[1]}/api/generate", json=body | {"images": [encode(1)]}).json()
+    images, context = {"images": [encode(1)], "context": [1]}, {"context": seen["context"]}
+    for fields, message in ((images, "context: not with images"), (context, "tokens of images")):
+        reply = httpx2.post(f"{served[1]}/api/generate", json=body | fields)
+        assert reply.status_code == 400 and message in reply.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

@@ -141,7 +141,7 @@ class BackendExplanation:
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: reads this view"]
-        return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.refusals])
+        return "\n".join(lines + [f"not {name}: {reason}" for name, reason in self.refusals])
 
 
 @singledispatch

@@ -485,4 +485,6 @@ def _check_layer(spec: CacheSpec, layer: int) -> None:
     if layer not in range(-count, count):
         raise ValueError(f"layer {layer} of {count}: 0 to {count - 1} is needed")
     if not isinstance(spec.layers[layer], LayerSpec | SharedSpec):
-        raise ValueError(f"layer {layer} has no rows or several parts: use it in `writing(id)`")
+        raise ValueError(
+            f"layer {layer} is recurrent or has several parts: use it in `writing(id)`"
+        )

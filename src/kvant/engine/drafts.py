@@ -78,8 +78,8 @@ class DraftMethod:
         own, others = decoder.vocab_size or 0, target.vocab_size or 0
         if abs(own - others) > MAX_VOCABULARY_DIFFERENCE * others:
             log.warning(
-                "draft=%s: its vocabulary has %d tokens, that of %s %d: drafts of another "
-                "tokenizer are not accepted",
+                "draft=%s: its vocabulary has %d tokens and that of %s has %d: if their tokenizers "
+                "differ, nearly all drafts will be rejected",
                 *(name, own, type(target.model).__name__, others),
             )
         return cls(max_drafts, decoder)

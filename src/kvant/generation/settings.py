@@ -144,8 +144,9 @@ class StopConditions:
             raise PromptError(f"the prompt has token {invalid}: {allowed} is needed")
         if self.max_context is not None and num_tokens + num_new > self.max_context:
             raise ContextError(
-                f"a prompt of {num_tokens} tokens for a context of {self.max_context}: shorten "
-                "it, or keep a window (window=N in the spec) and allow a longer context"
+                f"a prompt of {num_tokens} tokens for a context of {self.max_context} "
+                "(max_context): shorten it, or keep a window (window=N in the spec) and allow a "
+                "longer context"
             )
 
     def count_new_tokens(self, num_tokens: int) -> int:

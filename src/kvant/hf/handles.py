@@ -33,7 +33,8 @@ NARROW_WINDOW_REFUSAL = (
 )
 STORED_PREFILL_REFUSAL = (
     "each token of this chunk must read the rows as if decoded alone (prefill=stored, or a "
-    "speculation), which no dense tensor shows: kvant.attach the model, or use a raw format"
+    "speculation), so tokens see different values of a row, which no dense tensor can hold: "
+    "kvant.attach the model, or use a raw format"
 )
 PRUNED_REFUSAL = (
     "each head of this layer keeps different rows after a prune: kvant.attach the model, or leave "

@@ -353,9 +353,10 @@ def check_mask_hides_padding(view: View, mask: Tensor) -> None:
 def make_padding_mismatch_error(view: View) -> CacheError:
     """Make the error for a mask whose padding is not that of the cache."""
     return CacheError(
-        f"the cached sequences begin at columns {_compute_padding(view)}, but by this mask, or "
-        "without one, they begin elsewhere; padding is not stored: reset the cache, or give the "
-        "right mask to kvant.cache_for(..., attention_mask=...) and read all tokens again"
+        f"the cached sequences begin at columns {_compute_padding(view)}, but this call implies "
+        "other beginnings, by its mask or by having none; padding is not stored: reset the cache, "
+        "or give the right mask to kvant.cache_for(..., attention_mask=...) and read all tokens "
+        "again"
     )
 
 

@@ -115,8 +115,8 @@ def get_transformers_model(model: Any) -> PreTrainedModel:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{type(model).__name__} is no model: load one first; for the bytes of a "
-            "configuration, use kvant.plan(config, spec)"
+            f"{type(model).__name__} is no model: load one first; to compute the size "
+            "of a cache from a configuration, use kvant.plan(config, spec)"
         )
     hf_model = unwrap_model(model)
     if hf_model is None:

@@ -226,7 +226,7 @@ class _ModelCheck:
         self.holds_for_class = not bool(logits.isnan().any())
         if all(_match_logits(*pair) for pair in zip(logits, self.single_logits, strict=True)):
             return None
-        return "a sequence gets other logits alone than in a batch with another length"
+        return "the logits of a sequence change in a batch with a sequence of another length"
 
     def _decode_token(self, cache: TransformersCache, length: int) -> Tensor:
         """Return the logits [vocabulary] of the token after a prompt."""

@@ -118,8 +118,10 @@ class EngineReplica:
         if verdict.warning is not None:
             log.warning("%s", verdict.warning)
         tracer = self._resources.enter_context(open_tracer())
-        prefixes = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
-        self._resources.enter_context(prefixes)  # its exit writes pending pages to the store
+        prefixes = None
+        if settings.shares_prefixes:
+            prefixes = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
+            self._resources.enter_context(prefixes)  # its exit writes pending pages to the store
         service = open_service(settings, model, tokenizer, verdict.spec, prefixes, api_keys)
         self._service = self._resources.enter_context(service)
         self._resources.callback(self._service.close)
@@ -170,10 +172,11 @@ class EngineReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Report the share of `max_bytes` in use, without idle prefixes, which can be evicted."""
         stats = self._service.stats()
-        prefixes, max_bytes = stats["prefixes"], stats["max_bytes"]
+        max_bytes = stats["max_bytes"]
         if not max_bytes:
             return {USED_METRIC: 0.0}
-        used = stats["nbytes_held"] + stats["nbytes_drafts"] - prefixes["nbytes_idle"]
+        num_idle = stats["prefixes"]["nbytes_idle"] if stats["prefixes"] else 0
+        used = stats["nbytes_held"] + stats["nbytes_drafts"] - num_idle
         return {USED_METRIC: used / max_bytes}
 
     def check_health(self) -> None:

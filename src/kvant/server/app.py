@@ -318,6 +318,7 @@ async def ollama_generate(
     if isinstance(params, ChatRequest):
         prompt = _make_prompt_with_known_options(params.template_messages, service)
     if body.context:
+        service.refuse_image_tokens(body.context, "context")
         prompt = [*body.context, *await service.tokenize(prompt, tenant)]
     return await _generate(GenerateLineWriter, [prompt], params, service, tenant, http)
 

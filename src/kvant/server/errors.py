@@ -65,7 +65,7 @@ def add_error_handlers(app: FastAPI) -> None:
         # A discriminated union repeats the field: groupby drops the second.
         param = ".".join(part for part, _ in groupby(location)) or None
         if first["type"] == "extra_forbidden":
-            message, code = f"{param}: not supported", "unsupported_parameter"
+            message, code = f"{param}: the server has no such field", "unsupported_parameter"
         elif first["type"] == "json_invalid":
             message, param, code = f"the body is not JSON: {first['ctx']['error']}", None, None
         elif first["type"] == "value_error":

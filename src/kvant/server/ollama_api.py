@@ -244,6 +244,12 @@ class OllamaGenerateRequest(OllamaRequest):
             raise ValueError("raw: not with format, system, think or images")
         return self
 
+    @model_validator(mode="after")
+    def _check_context(self) -> OllamaGenerateRequest:
+        if self.context and self.images:  # the prompt of a context is token ids
+            raise ValueError("context: not with images; send earlier messages to /api/chat")
+        return self
+
     @property
     def params(self) -> SamplingParams:
         """The equivalent completion request of a raw prompt, else chat request."""

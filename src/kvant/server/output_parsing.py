@@ -209,7 +209,8 @@ class TemplateParser(OutputParser):
             self._pending_text = ""
         if event_type != "region_chunk" or not event["text"]:
             return []
-        self._pending_text = self._pending_text.rpartition(event["text"])[2]
+        _, found, rest = self._pending_text.partition(event["text"])
+        self._pending_text = rest if found else self._pending_text
         part_type = ReasoningPart if field in REASONING_FIELDS else ContentPart
         text = event["text"].lstrip() if part_type in self._types_not_started else event["text"]
         self._types_not_started -= {part_type} if text else set()

@@ -27,6 +27,8 @@ from kvant.server.protocol import SamplingParams
 
 INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 DONE_EVENT = "data: [DONE]\n\n"
+# Line separators that JSON allows within a string.
+LINE_SEPARATOR_ESCAPES = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 CANCELLED_REASON = "length"  # finish reason of a request that a server's shutdown cuts short
 
 
@@ -313,7 +315,8 @@ def format_event(data: Mapping[str, Any]) -> str:
 
 
 def format_json(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, ensure_ascii=False)
+    """Format data in one line, also for clients that split lines as `str.splitlines` does."""
+    return json.dumps(data, ensure_ascii=False).translate(LINE_SEPARATOR_ESCAPES)
 
 
 def format_stream_error(path: str, body: Mapping[str, Any]) -> str:

@@ -148,6 +148,13 @@ class Service:
             return messages  # without a template, the engine rejects tools, options and images
         return "".join(str(message["content"]) for message in messages.messages)
 
+    def refuse_image_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Refuse token ids that stand for images, whose pixels are not in the request."""
+        vision_model = self.engine.vision_model
+        if vision_model is not None and not vision_model.processor.image_tokens.isdisjoint(tokens):
+            message = f"{param}: it has tokens of images without the images; send messages instead"
+            raise BadRequest(message, param)
+
     @cached_property
     def model_digest(self) -> str:
         """A hash of the model's weights."""

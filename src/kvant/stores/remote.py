@@ -78,23 +78,42 @@ class RedisStore:
         pipeline = self._client.pipeline(transaction=False)
         for page in pages:
             pipeline.hkeys(_redis_key(page))
-        return [filter_part_names(name.decode() for name in names) for names in pipeline.execute()]
+        replies = map(_check_reply, pipeline.execute(raise_on_error=False))
+        # A foreign name may be no UTF-8.
+        return [
+            filter_part_names(name.decode(errors="replace") for name in names or ())
+            for names in replies
+        ]
 
     def get(self, page: str, part: str) -> Bytes | None:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.hget(_redis_key(page), check_part_name(part)).expire(_redis_key(page), self.ttl)
-        blob: bytes | None = pipeline.execute()[0]
+        blob: bytes | None = _check_reply(pipeline.execute(raise_on_error=False)[0])
         return blob
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
+        if self._put(page, part, blob) is None:  # the key is of another program
+            self._client.delete(_redis_key(page))
+            self._put(page, part, blob)
+
+    def _put(self, page: str, part: str, blob: Bytes) -> Any:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.hsetnx(_redis_key(page), check_part_name(part), blob).expire(
             _redis_key(page), self.ttl
         )
-        pipeline.execute()
+        return _check_reply(pipeline.execute(raise_on_error=False)[0])
 
     def drop(self, page: str, part: str) -> None:
         self._client.hdel(_redis_key(page), check_part_name(part))
+
+
+def _check_reply(reply: Any) -> Any:
+    """Return a reply of Redis, None for a key of another program; raise other errors."""
+    if not isinstance(reply, Exception):
+        return reply
+    if str(reply).startswith("WRONGTYPE"):  # a key of this name that is no hash
+        return None
+    raise reply
 
 
 def _redis_key(page: str) -> str:

@@ -222,7 +222,7 @@ class Tiers:
             hung = [store for store in self.stores if self.writer.thread in store.hung_threads]
             if hung:
                 log.warning("%s does not answer: writes stay pending", hung[0].store.url)
-            if hung or time.monotonic() >= end_time or self.writer.thread == get_ident():
+            if hung or time.monotonic() >= end_time or not self.writer.can_flush:
                 return False
         return True
 
@@ -264,16 +264,14 @@ class BackgroundWriter:
         self._is_closed = False
 
     def add(self, nbytes: int, work: Work) -> bool:
-        """Queue work; return False if it does not fit in the queue."""
+        """Queue work; return False if it does not fit in the queue, or no thread can start."""
         with self._changed:
-            if self._is_closed or (self._queue and self._nbytes + nbytes > self.max_bytes):
+            is_full = bool(self._queue) and self._nbytes + nbytes > self.max_bytes
+            if self._is_closed or is_full or not self._start_thread():
                 self._num_dropped += 1
                 return False
             self._queue.append((nbytes, work))
             self._nbytes += nbytes
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="kvant-store", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
             return True
 
@@ -282,6 +280,8 @@ class BackgroundWriter:
         if current_thread() is self._thread:  # would wait for itself
             return False
         with self._changed:
+            if self._queue and not self._start_thread():
+                return False
             self._num_waiters += 1
             self._changed.notify_all()
             try:
@@ -303,6 +303,28 @@ class BackgroundWriter:
             self._num_dropped += len(self._queue[1:])
             self._nbytes -= sum(nbytes for nbytes, _ in self._queue[1:])
             del self._queue[1:]
+
+    def _start_thread(self) -> bool:
+        """Start the thread unless it runs; return False if the system refuses one.
+
+        A forked process has no threads of its parent.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        thread = Thread(target=self._run, name="kvant-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("store writes cannot run: %s", error)
+            return False
+        self._thread = thread
+        return True
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether the thread runs, and is not the one that asks."""
+        thread = self._thread
+        return thread is not None and thread.is_alive() and thread is not current_thread()
 
     @property
     def thread(self) -> int | None:

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvant.engine.scheduler import Scheduler
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache, get_attachments
 from kvant.native import get_library
+from kvant.prefixes.memory import PrefixPools
 from kvant.weights.packing import is_packed
 
 VOCABULARY = 128
@@ -519,6 +521,10 @@ def test_closing_the_engine_cancels_its_requests(llama: Any) -> None:
         ({"priority": None}, TypeError, "priority=None: a whole number"),
         ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
         ({"stop": ""}, ValueError, "stop"),
+        ({"salt": ["a"]}, TypeError, "salt=.* a text is needed"),
+        ({"salt": "\ud800"}, ValueError, "salt=.* UTF-8"),
+        ({"tenant": b"a"}, TypeError, "tenant=.* a text is needed"),
+        ({"logit_bias": {5: 1e39}}, ValueError, "logit_bias of token 5=1e[+]39"),
     ],
     ids=str,
 )
@@ -542,6 +548,7 @@ def test_invalid_request_is_refused_before_it_queues(
         ({"overcommit": 2.0}, ValueError, "overcommit=2.0 without max_bytes"),
         ({"chunk_seconds": 0.0}, ValueError, "chunk_seconds=0.0"),
         ({"backend": "cuda"}, ValueError, "cuda"),
+        ({"max_context": 0}, ValueError, "max_context=0"),
     ],
     ids=str,
 )
@@ -609,19 +616,69 @@ def test_dead_engine_thread_fails_every_request(llama: Any) -> None:
     class Torn(BaseException):
         """An error that no request can cause."""
 
-    def tear(step: Any) -> None:
+    def tear(action: Action) -> None:
         raise Torn
+
+    def fail() -> None:
+        raise ZeroDivisionError("of a message")
 
     with make_engine(llama) as engine:
         torn = threading.Event()
-        streams = [engine.submit([5], on_step=lambda step: torn.wait(60) and tear(step))]
-        streams.append(engine.submit([6]))
+        streams = [engine.submit([5], on_step=lambda step: torn.wait(60) and None)]
+        engine._worker._perform = tear  # type: ignore[method-assign]
+        engine._worker._inbox.put(fail)
+        streams += [engine.submit([6]), engine.submit([7])]
+        engine._worker._inbox.put(fail)  # the shutdown handles this one
+        streams.append(engine.submit([8]))
         torn.set()
         for stream in streams:
-            with pytest.raises(kvant.EngineError, match=r"the engine ended: .*Torn"):
-                stream.result()
+            with pytest.raises(kvant.EngineError, match=r"the engine ended: .*(Torn|of a message)"):
+                stream.result(60)
         with pytest.raises(kvant.CacheError, match="closed"):
             engine.submit([5])
+
+
+class RefusingNumbers(Numbers):
+    """A tokenizer that cannot decode the tokens of a padded vocabulary."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        if 100 in tokens:
+            raise IndexError("piece id is out of range")
+        return super().decode(tokens)
+
+
+def test_token_that_the_tokenizer_refuses_fails_its_request_alone(llama: Any) -> None:
+    """Regression: the engine ended, and the request never did."""
+    with Engine(llama, RefusingNumbers(), "raw", pack=False) as engine:
+        streams = [
+            engine.submit([5, 6], max_new_tokens=9, ignore_end=True, logit_bias=bias)
+            for bias in (None, {100: 1e9})
+        ]
+        with pytest.raises(IndexError, match="out of range"):
+            streams[1].result(60)
+        assert list(streams[0].result(60).tokens) == generate_alone(llama, [5, 6], max_new_tokens=9)
+
+
+@pytest.mark.parametrize("where", ["add", "lookup"])
+def test_failure_of_prefixes_fails_their_request_alone(
+    llama: Any, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: the engine ended, and the request whose message failed never did."""
+
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError("of prefixes")
+
+    with make_engine(llama, max_bytes="1MiB", store=str(tmp_path)) as engine:
+        reuse = engine._worker.prefix_reuse
+        if where == "add":
+            monkeypatch.setattr(reuse, "open_namespace", fail)
+            with pytest.raises(ZeroDivisionError):
+                engine.submit([5, 6], max_new_tokens=2).result(60)
+        else:
+            monkeypatch.setattr(PrefixPools, "estimate_prefill_seconds", fail)
+            assert engine.submit([5, 6], max_new_tokens=2, ignore_end=True).result(60).tokens
+        monkeypatch.undo()
+        assert engine.submit([5, 6], max_new_tokens=2, ignore_end=True).result(60).tokens
 
 
 def test_forward_that_fails_after_all_layers_yields_no_token(llama: Any) -> None:

@@ -23,7 +23,7 @@ from engine.crowd import (
 from kvant.engine.actions import FreePools, LookUpStore, Prefill
 from kvant.engine.chunk_sizer import MAX_TIMED_PROMPTS, ChunkSizer
 from kvant.engine.request import AGING_MS, Request
-from kvant.engine.scheduler import Scheduler
+from kvant.engine.scheduler import RequestQueue, Scheduler
 from kvant.errors import CapacityError
 
 LIVES = [
@@ -178,6 +178,16 @@ def test_low_priority_request_is_not_starved() -> None:
     low = SimulatedRequest(Request(5000, 64, 20, 1, 0, "", 0), output_lengths=[20])
     simulation.run([*crowd, low])
     assert low.admitted_ms is not None and low.admitted_ms < 4.5 * AGING_MS
+
+
+def test_high_priority_goes_before_swapped_out_requests() -> None:
+    """Regression: a swapped-out request of low priority was first."""
+    requests = [Request(n, 64, 20, 1, priority, "", 0) for n, priority in enumerate((0, 0, 5))]
+    requests[1].is_swapped_out = True
+    queue = RequestQueue(4, waiting=[*requests])
+    assert queue.find_next(0) is requests[2]
+    queue.waiting.remove(requests[2])
+    assert queue.find_next(0) is requests[1]
 
 
 def test_first_request_that_does_not_fit_is_not_overtaken() -> None:

@@ -230,6 +230,13 @@ def test_unread_reply_closed_or_reset_is_never_computed() -> None:
     assert session.tokens == [] and session.stats()["tokens_asked"] == prompt_tokens
 
 
+def test_reply_ends_at_the_capacity_as_in_an_engine() -> None:
+    """Regression: it raised in the middle of the reply."""
+    options: dict[str, Any] = {"kv_cache": "raw,capacity=8", "ignore_end": True}
+    steps = list(kvant.generate(model_of("llama"), Numbers(), [5, 6, 7], **options))
+    assert (len(steps), steps[-1].finish_reason) == (5, "length")
+
+
 def test_unread_reply_raises_where_it_is_computed() -> None:
     session = session_of("llama", "raw,capacity=8")
     send_and_collect(session, [5, 6], 2)

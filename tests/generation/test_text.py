@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvant import demo
-from kvant.generation.loop import REPLACEMENT_CHARACTER, IncrementalDetokenizer
+from kvant.generation.detokenizer import REPLACEMENT_CHARACTER, IncrementalDetokenizer
 
 MIXED = "naïve 日本語 🙂 text"
 
@@ -123,6 +125,72 @@ def test_stop_string_may_span_tokens(tokenizer: Any) -> None:
             break
     assert text.has_stopped
     assert visible_text + text.flush() == "naïve 日"
+
+
+def make_byte_fallback_tokenizer() -> Any:
+    """Make a tokenizer with Llama 2's decoder, and few characters in its vocabulary."""
+    words = ("<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)))
+    vocabulary = {word: index for index, word in enumerate((*words, "\u2581", "\u2581a", "a", "b"))}
+    inner = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()
+    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+def encode_bytes(tokenizer: Any, text: str) -> list[int]:
+    vocabulary = tokenizer.get_vocab()
+    return [
+        token
+        for character in text
+        for token in (
+            [vocabulary[character]]
+            if character in vocabulary
+            else [vocabulary[f"<0x{byte:02X}>"] for byte in character.encode()]
+        )
+    ]
+
+
+RARE = "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35"  # six characters of three bytes
+
+
+@pytest.mark.parametrize("prompt", ["a", RARE, "b\N{GRINNING FACE}"])
+@pytest.mark.parametrize("text", [f"ab{RARE}a", "\xe9" * 9 + "b", "\N{GRINNING FACE}" * 5 + "a"])
+def test_rare_characters_are_streamed_whole(prompt: str, text: str) -> None:
+    """Regression: windows began within characters, which byte fallback decodes as U+FFFD."""
+    tokenizer = make_byte_fallback_tokenizer()
+    output = IncrementalDetokenizer(tokenizer, (), encode_bytes(tokenizer, prompt))
+    pieces = [output.append_token(token) for token in encode_bytes(tokenizer, text)]
+    assert "".join(pieces) + output.flush() == text and sum(map(bool, pieces)) == len(text)
+
+
+def test_stop_string_of_rare_characters_is_found() -> None:
+    tokenizer = make_byte_fallback_tokenizer()
+    output = IncrementalDetokenizer(tokenizer, (RARE[3:],), encode_bytes(tokenizer, "a"))
+    pieces = [output.append_token(token) for token in encode_bytes(tokenizer, RARE * 2)]
+    assert output.has_stopped and "".join(pieces[:18]) == RARE[:3]
+
+
+@pytest.mark.parametrize("has_fallback", [False, True])
+@pytest.mark.parametrize("cut", range(8))
+def test_character_that_the_prompt_begins_is_part_of_the_text(
+    tokenizer: Any, has_fallback: bool, cut: int
+) -> None:
+    """Regression: it was lost, and with byte fallback so was text after it."""
+    text = "a\N{GRINNING FACE}bab"
+    if has_fallback:
+        tokenizer = make_byte_fallback_tokenizer()
+        tokens = encode_bytes(tokenizer, text)
+    else:
+        tokens = [tokenizer.convert_tokens_to_ids(c) for c in bytes_to_text(text)]
+    output = IncrementalDetokenizer(tokenizer, (), tokens[:cut])
+    reply = "".join(output.append_token(token) for token in tokens[cut:]) + output.flush()
+    assert reply == text[{0: 0, 1: 1, 5: 2, 6: 3, 7: 4}.get(cut, 1) :]
+
+
+def bytes_to_text(text: str) -> list[str]:
+    """Return the bytes of a text as the characters that byte-level tokenizers call them."""
+    encoder = bytes_to_unicode()
+    return [encoder[byte] for byte in text.encode()]
 
 
 def test_possible_stop_string_is_withheld_until_decided() -> None:

@@ -24,7 +24,7 @@ from kvant.engine.drafts import DraftChooser, DraftMethod
 from kvant.engine.embedding import EmbeddingFuture, Pooler
 from kvant.engine.memory import MemoryModel
 from kvant.engine.prefix_reuse import make_own_prefixes
-from kvant.engine.request import Request, Sequence, check_counts
+from kvant.engine.request import Request, Sequence, check_counts, check_texts
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import Stream
 from kvant.engine.worker import EngineWorker
@@ -133,8 +133,7 @@ class Engine:
         self.kv_cache = describe_spec(spec)
         self.nbytes_per_token = memory_plan.nbytes_per_token
         _check_plan(memory_plan, model, max_bytes)
-        capacities = max_context or decoder.max_context, empty_cache.capacity
-        limits = [capacity for capacity in capacities if capacity is not None]
+        limits = _list_limits(max_context, decoder.max_context, empty_cache.capacity)
         self._chunk_alignment = None if prefixes is None else prefixes.memory.alignment
         self._second_pass = SecondPass.from_spec(spec, tokenizer, decoder.max_context)
         context = min(limits, default=None)
@@ -229,6 +228,7 @@ class Engine:
         Invalid arguments raise here.
         """
         check_counts(n=n, logprobs=logprobs, priority=priority, max_new_tokens=max_new_tokens)
+        check_texts(tenant=tenant, salt=salt)
         conditions = replace(
             self.stop_conditions,
             max_new_tokens=max_new_tokens,
@@ -293,6 +293,7 @@ class Engine:
         Invalid arguments raise here.
         """
         check_counts(priority=priority)
+        check_texts(tenant=tenant)
         if self.is_bidirectional:
             raise ValueError(f"{type(self.model).__name__}: {BIDIRECTIONAL_MESSAGE}")
         if (messages := parse_messages(prompt)) is not None and has_images(messages.messages):
@@ -385,6 +386,14 @@ def _make_chunk_sizer(
         supports_chunks=supports_chunks,
         fixed_size=prefixes is not None and prefixes.exact,
     )
+
+
+def _list_limits(
+    max_context: int | None, model_limit: int | None, capacity: int | None
+) -> list[int]:
+    """Return the limits on tokens: `max_context` or else the model's, and the cache's capacity."""
+    limits = model_limit if max_context is None else max_context, capacity
+    return [limit for limit in limits if limit is not None]
 
 
 def _count_idle(

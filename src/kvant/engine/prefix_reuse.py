@@ -254,7 +254,12 @@ class StoreLookups:
         now = time.monotonic()
         queue_end = max(1e-3 * other.store_deadline_ms for other in self._reuse.requests)
         count = request.num_prompt_tokens - request.num_computed_tokens
-        prefill = request.namespace.pools.estimate_prefill_seconds(count)
+        try:
+            prefill = request.namespace.pools.estimate_prefill_seconds(count)
+        except Exception as error:  # of the model's weights; the prompt can still be prefilled
+            log.warning("a prompt was not looked up in a store: %r", error)
+            self._reuse.scheduler.finish_store_lookup(request, 0)
+            return
         end_time = now + min(max(queue_end - now, 0.0) + prefill, MAX_STORE_WAIT_S)
         request.store_deadline_ms = int(1e3 * end_time)
         request.timeline.begin_phase("store")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import clear_frames
@@ -204,13 +205,27 @@ class Request:
             self.samplers.append(Sampler(sampling.derive_choice(choice), len(tokens), matcher))
 
     def flush_outputs(self) -> dict[int, str]:
-        """Return what the detokenizers of unfinished sequences held back, by choice."""
-        unfinished = {sequence.choice for sequence in self.sequences}
-        return {
-            choice: output.detokenizer.flush()
-            for choice, output in enumerate(self.outputs)
-            if choice in unfinished and output.num_generated
-        }
+        """Return what the detokenizers of unfinished sequences held back, by choice.
+
+        A tokenizer may refuse tokens that the model can generate: their text is lost.
+        """
+        texts = dict[int, str]()
+        for choice in {sequence.choice for sequence in self.sequences}:
+            if self.outputs[choice].num_generated:
+                with suppress(Exception):
+                    texts[choice] = self.outputs[choice].detokenizer.flush()
+        return texts
+
+
+def check_texts(**texts: str) -> None:
+    """Raise unless these arguments of `submit` are texts that UTF-8 can encode."""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name}={value!r}: a text is needed")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}={value!r}: a text that UTF-8 can encode is needed") from None
 
 
 def check_counts(**counts: int) -> None:

@@ -81,14 +81,14 @@ class RequestQueue:
     def find_next(self, now_ms: int) -> Request:
         """Return the first waiting request.
 
-        Swapped-out ones come first, then high priority, low load of the tenant, early arrival.
+        High priority comes first, then swapped-out ones, low load of the tenant, early arrival.
         """
 
-        def rank(request: Request) -> tuple[bool, int, int, int]:
+        def rank(request: Request) -> tuple[int, bool, int, int]:
             same_tenant = [other for other in self.running if other.tenant == request.tenant]
             load = sum(other.num_sequences for other in same_tenant)
             priority = request.compute_priority(now_ms)
-            return not request.is_swapped_out, -priority, load, request.number
+            return -priority, not request.is_swapped_out, load, request.number
 
         return min(self.waiting, key=rank)
 

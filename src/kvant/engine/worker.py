@@ -11,16 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread, current_thread
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from kvant.engine.actions import (
@@ -37,7 +34,8 @@ from kvant.engine.actions import (
 )
 from kvant.engine.batch import Batch
 from kvant.engine.drafts import DraftChooser
-from kvant.engine.future import RequestFuture, Usage
+from kvant.engine.future import RequestFuture
+from kvant.engine.metrics import EngineMetrics
 from kvant.engine.prefix_reuse import Inbox, PrefixReuse, StoreLookups
 from kvant.engine.request import (
     Request,
@@ -52,54 +50,6 @@ from kvant.generation.loop import Step
 from kvant.generation.sampling import SampledToken
 
 log = logging.getLogger("kvant")
-
-MAX_RECENT_WAITS = 1000  # latest waits, for the percentiles
-
-
-@dataclass
-class EngineMetrics:
-    """Counts since the engine started, and recent waits in seconds."""
-
-    requests: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    put_aside: int = 0  # times that a request was swapped out
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of prompts, not prefilled again
-    restored_tokens: int = 0  # of the cached ones, restored from a store
-    completion_tokens: int = 0
-    drafts: int = 0  # verified draft tokens
-    drafts_accepted: int = 0  # of these, completion tokens
-    first_token_waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS))
-    between_token_waits: deque[float] = field(
-        default_factory=lambda: deque(maxlen=MAX_RECENT_WAITS)
-    )
-
-    def count_prefix_hits(self, usage: Usage) -> None:
-        """Add the cached and restored tokens of a prompt, once its prefill starts."""
-        self.cached_tokens += usage.cached_tokens
-        self.restored_tokens += usage.restored_tokens
-
-    def count_token(self, since: float, now: float, *, first: bool) -> None:
-        """Count a token at `now`; `since` is the time of the previous one, or of the arrival."""
-        self.completion_tokens += 1
-        (self.first_token_waits if first else self.between_token_waits).append(now - since)
-
-    def stats(self) -> dict[str, Any]:
-        counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return counts | {
-            "first_token_seconds": _summarize_waits(self.first_token_waits),
-            "between_tokens_seconds": _summarize_waits(self.between_token_waits),
-        }
-
-
-def _summarize_waits(waits: deque[float]) -> dict[str, float]:
-    """Return the median and the 95th percentile; {} without waits."""
-    seconds = list(waits)
-    if not seconds:
-        return {}
-    return {"median": float(np.median(seconds)), "p95": float(np.percentile(seconds, 95))}
 
 
 class EngineWorker:
@@ -140,11 +90,14 @@ class EngineWorker:
         def add() -> None:
             if not self.requests:  # while idle, the model may have been changed
                 self.prefix_reuse.invalidate_weights_check()
-            self.prefix_reuse.open_namespace(request)
             self.requests[request] = future
-            self.scheduler.add(request)
             self._metrics.requests += 1
             self._metrics.prompt_tokens += request.num_prompt_tokens
+            try:
+                self.prefix_reuse.open_namespace(request)
+                self.scheduler.add(request)
+            except Exception as error:
+                self._finish(request, error)
 
         if os.getpid() != self.pid:
             raise EngineError(
@@ -204,7 +157,10 @@ class EngineWorker:
         with self._submit_lock:
             self.is_open = False
         while not self._inbox.empty():  # includes requests that were queued before the close
-            self._inbox.get()()
+            try:
+                self._inbox.get()()
+            except Exception:  # all requests must end
+                log.exception("a message to the ended engine failed")
         clear_traceback_frames(error)
         failure = None if error is None else EngineError(f"the engine ended: {error!r}")
         for request, future in self.requests.items():

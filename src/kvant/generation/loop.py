@@ -29,6 +29,7 @@ from kvant.cache.pruning import count_tokens_until_prune
 from kvant.errors import PromptError
 from kvant.generation.conversation import Prompt, encode_prompt, find_branch_points
 from kvant.generation.decoder import Decoder, LogitsFunction, TransformersDecoder, make_decoder
+from kvant.generation.detokenizer import IncrementalDetokenizer
 from kvant.generation.grammar import make_matcher
 from kvant.generation.images import ImageReader, PromptImages
 from kvant.generation.prefiller import Prefiller, PrefillProgress
@@ -76,87 +77,6 @@ class Step:
     likeliest: tuple[tuple[int, float], ...] = ()  # alternatives and logprobs, if requested
     choice: int = 0  # index among several continuations of a prompt
     stop_string: str | None = None  # the one that ended the text
-
-
-REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-DETOKENIZER_CONTEXT_TOKENS = 8  # preceding tokens that affect how a tokenizer joins text
-
-
-class IncrementalDetokenizer:
-    """Turn a growing list of tokens into text.
-
-        _prefix_offset      _read_offset
-    ----|-------------------|-------------------> tokens
-        | decoded again     | text uncertain
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        stop: Sequence[str] = (),
-        previous_tokens: Sequence[int] = (),
-        *,
-        include_special_tokens: bool = False,
-    ) -> None:
-        """Continue `previous_tokens`, which affect how a tokenizer joins words.
-
-        With `include_special_tokens` the names of special tokens are part of the text.
-        """
-        self._decode: Callable[[list[int]], str] = partial(
-            tokenizer.decode, skip_special_tokens=not include_special_tokens
-        )
-        self.stop = tuple(stop)
-        self.stop_string: str | None = None  # the one that ended the text
-        self._tokens = list(previous_tokens[-DETOKENIZER_CONTEXT_TOKENS:])
-        self._prefix_offset = 0  # where decoding starts
-        self._read_offset = len(self._tokens)  # where the uncertain text starts
-        self._pending_text = ""  # possible beginning of a stop string
-
-    @property
-    def has_stopped(self) -> bool:
-        return self.stop_string is not None
-
-    def append_token(self, token: int) -> str:
-        """Append a token; return the text that became certain."""
-        self._tokens.append(token)
-        old_text = self._decode(self._tokens[self._prefix_offset : self._read_offset])
-        new_text = self._decode(self._tokens[self._prefix_offset :])
-        if new_text.endswith(REPLACEMENT_CHARACTER) or len(new_text) < len(old_text):
-            return ""
-        self._prefix_offset = max(
-            self._prefix_offset, self._read_offset - DETOKENIZER_CONTEXT_TOKENS
-        )
-        piece = new_text[len(old_text) :]
-        self._read_offset = len(self._tokens)
-        return self._cut_at_stop(piece) if self.stop else piece
-
-    def flush(self) -> str:
-        """Return the text that was held back: no more tokens follow."""
-        if self.has_stopped:
-            return ""
-        old_text = self._decode(self._tokens[self._prefix_offset : self._read_offset])
-        piece = self._decode(self._tokens[self._prefix_offset :])[len(old_text) :]
-        self._read_offset = len(self._tokens)
-        text = self._cut_at_stop(piece)
-        text, self._pending_text = text + self._pending_text, ""
-        return text
-
-    def _cut_at_stop(self, piece: str) -> str:
-        text = self._pending_text + piece
-        found = [(text.find(string), string) for string in self.stop if string in text]
-        if found:
-            position, self.stop_string = min(found, key=lambda pair: pair[0])
-            self._pending_text = ""
-            return text[:position]
-        num_pending = max((_count_overlap(text, string) for string in self.stop), default=0)
-        self._pending_text = text[len(text) - num_pending :]
-        return text[: len(text) - num_pending]
-
-
-def _count_overlap(text: str, string: str) -> int:
-    """Return the length of the longest suffix of `text` that begins `string`."""
-    limit = min(len(text), len(string) - 1)
-    return next((n for n in range(limit, 0, -1) if text.endswith(string[:n])), 0)
 
 
 class Output:
@@ -288,8 +208,12 @@ class GenerationLoop:
         # The proposals of n-grams take no time: a forward verifies only as many as pay.
         self._draft_sizer = DraftSizer(max_drafts) if draft == "ngram" else None
         self.sampling = make_sampling(sampling)
+        own_context = decoder.max_context if max_context is None else max_context
         self.stop_conditions = StopConditions(
-            max_context=decoder.max_context if max_context is None else max_context,
+            max_context=min(
+                (limit for limit in (own_context, cache.capacity) if limit is not None),
+                default=None,
+            ),
             vocab_size=decoder.vocab_size,
             max_drafts=max_drafts,
         )

@@ -17,6 +17,7 @@ from kvant.recipes import RAW_WEIGHTS
 if TYPE_CHECKING:
     from kvant.generation.grammar import Grammar
 
+MAX_FLOAT = 3e38  # of float32, in which logits are computed
 MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
 NGRAM = "ngram"  # drafts that followed earlier copies of the newest tokens
 STRATEGIES = ("always", "disabled", "long", "adaptive")
@@ -57,8 +58,8 @@ class Sampling:
             ("frequency_penalty", self.frequency_penalty),
             *((f"logit_bias of token {token}", bias) for token, bias in self.logit_bias),
         ):
-            if not -float("inf") < number < float("inf"):
-                raise ValueError(f"{name}={number}: a number is needed")
+            if not abs(number) <= MAX_FLOAT:  # NaN too is refused
+                raise ValueError(f"{name}={number}: a number is needed, at most {MAX_FLOAT:g}")
 
     @property
     def modifies_logits(self) -> bool:

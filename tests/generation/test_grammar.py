@@ -129,7 +129,7 @@ def test_engine_keeps_grammars_separate(bundled_model: tuple[Any, Any]) -> None:
     [
         (lambda: Grammar.json({"type": "objec"}), "objec"),
         (lambda: Grammar.json({"not": {}}), "not"),
-        (lambda: Grammar.json({"$ref": "http://localhost/x"}), "not present"),
+        (lambda: Grammar.json({"$ref": "http://localhost/x"}), "only a path in the same schema"),
         (lambda: Grammar.regex("(?=a)"), "look-around"),
         (lambda: Grammar.lark("start: nothing"), "nothing"),
     ],

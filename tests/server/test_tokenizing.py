@@ -63,6 +63,31 @@ def test_cancelled_turn_is_passed_on() -> None:
     assert second == 2 or isinstance(second, asyncio.CancelledError)
 
 
+def test_short_prompts_do_not_wait_for_grammars() -> None:
+    """Requests with a grammar share one thread, and tenants take turns at it."""
+    order: list[str] = []
+
+    async def main() -> None:
+        queue, gate = TokenizerPool(), threading.Event()
+        first = asyncio.create_task(queue.run("x", "a", gate.wait, has_grammar=True))
+        await asyncio.sleep(0)
+        tasks = [
+            asyncio.create_task(
+                queue.run("x", name[0], lambda name=name: order.append(name), has_grammar=True)
+            )
+            for name in ("a1", "a2", "a3", "b1")
+        ]
+        await asyncio.sleep(0)
+        assert await queue.run("short", "", lambda: "at once") == "at once"
+        assert await queue.run(LONG, "", lambda: "at once") == "at once"
+        assert not order
+        gate.set()
+        await asyncio.gather(first, *tasks)
+
+    asyncio.run(main())
+    assert order == ["a1", "b1", "a2", "a3"]
+
+
 def test_queued_long_prompts_are_bounded_in_characters() -> None:
     async def main() -> None:
         queue, gate = TokenizerPool(), threading.Event()

@@ -324,6 +324,10 @@ def test_truncated_response_is_marked_incomplete(speaking_client: Any) -> None:
 
 # ---- refusals
 
+# llguidance would take minutes and gigabytes.
+MANY_PATTERNS = {
+    "allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{count}}}"} for count in range(5, 25)]
+}
 BAD: list[tuple[str, Any, str]] = [
     ("unknown schema", {"response_format": {"type": "json_schema"}}, "json_schema"),
     (
@@ -356,6 +360,24 @@ BAD: list[tuple[str, Any, str]] = [
             }
         },
         "at most 65536",
+    ),
+    (
+        "patterns",
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": MANY_PATTERNS},
+            }
+        },
+        "20 of one string",
+    ),
+    (
+        "patterns of arguments",
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": MANY_PATTERNS}}],
+            "tool_choice": "required",
+        },
+        "20 of one string",
     ),
     (
         "end",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import GrammarError
+from kvant.generation.schema_limits import check_schema
 from kvant.prefixes.tree import count_shared_prefix
 
 # Whitespace between the parts of JSON: a newline and at most 16 spaces. An uncertain model could
@@ -36,16 +37,16 @@ class Grammar:
     """
 
     text: str
+    schemas: tuple[str, ...] = field(default=(), repr=False)  # JSON, checked before compiling
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | None = None) -> Grammar:
         """Return the grammar of a JSON schema; without one, of any JSON object."""
-        root_schema = {"type": "object"} if schema is None else schema
-        return cls(
-            _import_llguidance().LLMatcher.grammar_from_json_schema(
-                json.dumps(root_schema), overrides={"whitespace_pattern": JSON_WHITESPACE}
-            )
+        root_schema = json.dumps({"type": "object"} if schema is None else schema)
+        text = _import_llguidance().LLMatcher.grammar_from_json_schema(
+            root_schema, overrides={"whitespace_pattern": JSON_WHITESPACE}
         )
+        return cls(text, (root_schema,))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -78,7 +79,8 @@ class Grammar:
                 f'call{index}: {head} args{index} "}}"',
                 f"args{index}: %json {json.dumps(arguments_schema)}",
             ]
-        return cls.lark("\n".join(lines))
+        text = _import_llguidance().LLMatcher.grammar_from_lark("\n".join(lines))
+        return cls(text, tuple(map(json.dumps, functions.values())))
 
 
 class GrammarMatcher:
@@ -122,6 +124,8 @@ def make_matcher(
 
 @lru_cache(maxsize=64)
 def _compile_grammar(grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
+    for schema in grammar.schemas:
+        check_schema(json.loads(schema))
     vocabulary = _make_vocabulary(tokenizer, end_tokens)
     matcher = _import_llguidance().LLMatcher(vocabulary, grammar.text, log_level=0)
     if matcher.is_error():

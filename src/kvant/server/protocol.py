@@ -144,8 +144,8 @@ class SamplingParams(GenerationRequest):
         options["temperature"] = 1.0 if self.temperature is None else self.temperature
         if self.top_k is not None and self.top_k > 0:
             options["top_k"] = self.top_k
-        if self.grammar is not None:
-            options["grammar"] = self.grammar
+        if (grammar := self.grammar) is not None:
+            options["grammar"] = grammar
         if self.num_logprobs is not None:
             options["logprobs"] = self.num_logprobs
         if self.logit_bias:

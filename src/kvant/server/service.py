@@ -205,7 +205,9 @@ class Service:
         try:
             for prompt in prompts:
                 submit = partial(self.engine.submit, prompt, **options)
-                stream = await self._tokenizer_pool.run(prompt, tenant, submit)
+                stream = await self._tokenizer_pool.run(
+                    prompt, tenant, submit, has_grammar="grammar" in options
+                )
                 self._count_request(stream, tenant)
                 _call_when_done(stream, partial(self._free_choices, tenant, choices_per_prompt))
                 streams.append(stream)

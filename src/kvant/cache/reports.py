@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvant.attention import explain
 from kvant.cache.cache import Cache
 from kvant.cache.state import CacheState
-from kvant.page_table import Bools, LayerGroup
-from kvant.pages.pool import Pools
+from kvant.page_table import Bools, Ints, LayerGroup
+from kvant.pages.pool import Pools, Slots
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
 from kvant.spec import describe_spec
 
@@ -56,15 +56,10 @@ def _describe(recipe: Recipe, layer: Any) -> str:
 
 
 @dataclass(frozen=True)
-class CacheUsage:
-    """Bytes of pages, each counted once, and of recurrent states."""
+class PageUsage:
+    """The pages that caches over the same pools hold."""
 
-    nbytes: int  # in total
-    freeable_nbytes: int  # pages without other holders
-    unique_nbytes: tuple[int, ...]  # per cache: pages that none of the others holds
-    proportional_nbytes: tuple[float, ...]  # per cache: a page of n caches counts as 1/n of it
-    # Per cache: a page that none of the others holds has a user outside these caches.
-    has_outside_users: tuple[bool, ...]
+    num_caches: int
     slot_masks: dict[LayerGroup, tuple[Bools, Bools]]  # the open and sealed slots in use
     pools: tuple[Pools, ...]  # that the slots are of
 
@@ -98,44 +93,105 @@ class CacheUsage:
         return shared
 
 
+class SlotUsers(NamedTuple):
+    """Which of several caches hold each slot of a pool."""
+
+    slots: Ints  # of the first cache, then of the second, and so on
+    users: Ints  # the index of the cache that holds each of `slots`
+    num_users: Ints  # by slot of the pool
+    has_others: Bools  # by slot of the pool: whether it is also held outside these caches
+    nbytes: int  # of a slot
+
+
+@dataclass(frozen=True)
+class CacheUsage(PageUsage):
+    """Bytes of pages, each counted once, and of recurrent states."""
+
+    nbytes: int  # in total
+    freeable_nbytes: int  # pages without other holders
+    unique_nbytes: tuple[int, ...]  # per cache: pages that none of the others holds
+    proportional_nbytes: tuple[float, ...]  # per cache: a page of n caches counts as 1/n of it
+    # Per cache: a page that none of the others holds has a user outside these caches.
+    has_outside_users: tuple[bool, ...]
+    slot_users: tuple[SlotUsers, ...]  # of each pool
+
+
+def measure_pages(caches: Sequence[Cache]) -> PageUsage:
+    """Return the pages that caches over the same pools hold, without their bytes and users."""
+    slot_masks: dict[LayerGroup, tuple[Bools, Bools]] = {}
+    if not caches:
+        return PageUsage(0, slot_masks, ())
+    state = caches[0].state
+    with state.pools.lock:
+        for group, pools in enumerate(state.pools):
+            open_mask, sealed_mask = (np.zeros(pool.size, bool) for pool in pools)
+            open_slots, sealed_slots = zip(*_list_slots(caches, group), strict=True)
+            open_mask[np.concatenate(open_slots)] = True
+            sealed_mask[np.concatenate(sealed_slots)] = True
+            slot_masks[state.layout.layer_groups[group]] = open_mask, sealed_mask
+    return PageUsage(len(caches), slot_masks, tuple(state.pools))
+
+
 def measure_usage(caches: Sequence[Cache]) -> CacheUsage:
     """Measure caches over the same pools, as forks, extracts and merges of one cache are."""
-    unique = [count_state_nbytes(cache) for cache in caches]
-    nbytes = freeable = sum(unique)
-    proportional = [float(nbytes) for nbytes in unique]
-    has_outside_users = [False] * len(caches)
     if not caches:
-        return CacheUsage(0, 0, (), (), (), {}, ())
-    slot_masks: dict[LayerGroup, tuple[Bools, Bools]] = {}
-    state = caches[0].state
+        return CacheUsage(0, {}, (), 0, 0, (), (), (), ())
+    unique = np.array([count_state_nbytes(cache) for cache in caches])
+    nbytes = freeable = int(unique.sum())
+    proportional, has_outside_users = unique.astype(float), np.zeros(len(caches), bool)
+    state, slot_users = caches[0].state, _list_slot_users(caches)
+    for slots, users, num_users, has_others, size in slot_users:
+        is_unique = num_users[slots] == 1
+        nbytes += size * int((num_users > 0).sum())
+        freeable += size * int(((num_users > 0) & ~has_others).sum())
+        unique += size * np.bincount(users[is_unique], minlength=len(caches))
+        proportional += size * np.bincount(users, 1 / num_users[slots], len(caches))
+        has_outside_users[users[is_unique & has_others[slots]]] = True
+    masks = [users.num_users > 0 for users in slot_users]
+    return CacheUsage(
+        num_caches=len(caches),
+        slot_masks={
+            group: (masks[2 * i], masks[2 * i + 1])
+            for i, group in enumerate(state.layout.layer_groups)
+        },
+        pools=tuple(state.pools),
+        nbytes=nbytes,
+        freeable_nbytes=freeable,
+        unique_nbytes=tuple(unique.tolist()),
+        proportional_nbytes=tuple(proportional.tolist()),
+        has_outside_users=tuple(has_outside_users.tolist()),
+        slot_users=slot_users,
+    )
+
+
+def _list_slot_users(caches: Sequence[Cache]) -> tuple[SlotUsers, ...]:
+    """Return the users of the slots of each pool: for each group of the open, then the sealed."""
+    slot_users, state = list[SlotUsers](), caches[0].state
     with state.pools.guard_counts():
         for group, pools in enumerate(state.pools):
+            slots_by_pool = zip(*_list_slots(caches, group), strict=True)
             sizes = get_slot_nbytes(state, group)
-            in_use = []
-            for pool, size in zip((pools.open, pools.sealed), sizes, strict=True):
+            for pool, size, slots_by_cache in zip(pools, sizes, slots_by_pool, strict=True):
                 pool.collect_orphans()
-                slots_by_cache = [np.unique(cache.holder.list_slots(pool)) for cache in caches]
-                counts = np.zeros(pool.size, np.int64)  # caches per slot
-                for slots in slots_by_cache:
-                    counts[slots] += 1
-                has_others = pool.ref_counts > counts
-                in_use.append(counts > 0)
-                nbytes += size * int(in_use[-1].sum())
-                freeable += size * int(((counts > 0) & ~has_others).sum())
-                for number, slots in enumerate(slots_by_cache):
-                    unique[number] += size * int((counts[slots] == 1).sum())
-                    proportional[number] += size * float((1 / counts[slots]).sum())
-                    has_outside_users[number] |= bool(has_others[slots][counts[slots] == 1].any())
-            slot_masks[state.layout.layer_groups[group]] = in_use[0], in_use[1]
-    return CacheUsage(
-        nbytes,
-        freeable,
-        tuple(unique),
-        tuple(proportional),
-        tuple(has_outside_users),
-        slot_masks,
-        tuple(state.pools),
-    )
+                slots = np.concatenate(slots_by_cache)
+                users = np.repeat(np.arange(len(caches)), list(map(len, slots_by_cache)))
+                num_users = np.bincount(slots, minlength=pool.size)
+                has_others = pool.ref_counts > num_users
+                slot_users.append(SlotUsers(slots, users, num_users, has_others, size))
+    return tuple(slot_users)
+
+
+def _list_slots(caches: Sequence[Cache], group: int) -> list[Slots]:
+    """Return the open and the sealed slots of a layer group that each cache holds, each once."""
+    slots = list[Slots]()
+    for cache in caches:
+        state, forward = cache.holder.read()
+        if forward is None or not forward.plans:
+            slots.append(state.distinct_slots[group])
+        else:  # with those that the forward has allocated
+            open_slots, sealed_slots = map(cache.holder.list_slots, state.pools[group])
+            slots.append((np.unique(open_slots), np.unique(sealed_slots)))
+    return slots
 
 
 def measure_pools(cache: Cache) -> dict[str, int]:

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvant.cache.layout import CacheLayout
 from kvant.cache.recurrent import StateHistory
-from kvant.page_table import Ints, PageTable
-from kvant.pages.pool import CachePools, GroupSlots
+from kvant.page_table import NO_SLOTS, Ints, PageTable
+from kvant.pages.pool import CachePools, GroupSlots, Slots
 from kvant.pages.storage import Storage
 
 
@@ -119,3 +120,16 @@ class CacheState:
             (group, (table.list_open_slots(), table.list_sealed_slots()))
             for group, table in enumerate(self.page_tables)
         ]
+
+    @cached_property
+    def distinct_slots(self) -> tuple[Slots, ...]:
+        """The slots of the page tables and those to free, by group, each once and sorted."""
+        slots = [*self.list_table_slots(), *self.retired_slots]
+        by_group = [
+            [pair for slots_group, pair in slots if slots_group == group] or [NO_SLOTS]
+            for group in range(len(self.pools))
+        ]
+        return tuple(
+            (np.unique(np.concatenate(open_slots)), np.unique(np.concatenate(sealed_slots)))
+            for open_slots, sealed_slots in (zip(*pairs, strict=True) for pairs in by_group)
+        )

@@ -24,7 +24,7 @@ from kvant.engine.future import RequestFuture
 from kvant.engine.request import Request, Sequence, clear_traceback_frames
 from kvant.engine.scheduler import Scheduler
 from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes, PrefixNamespace
-from kvant.prefixes.memory import EvictionRules
+from kvant.prefixes.eviction import EvictionRules
 from kvant.prefixes.restore import STORE_TIMEOUT_S, start_daemon
 from kvant.stores import Store
 
@@ -200,7 +200,7 @@ class PrefixReuse:
         """Tell the scheduler the slots of all prefixes, and which of them each request shares."""
         if self._namespace is None:
             return
-        memory_model, usage = self.scheduler.memory_model, self._namespace.pools.measure()
+        memory_model, usage = self.scheduler.memory_model, self._namespace.pools.measure_pages()
         for request in self.requests:
             if not request.sequences:  # all have finished: the scheduler has removed the request
                 continue
@@ -214,7 +214,7 @@ class PrefixReuse:
                 if (needed > request.shared_slots).any():  # the matched prefix was evicted
                     self.batch.caches.release(request.sequences)
                     request.set_match()
-        slots = memory_model.count_page_slots(usage.num_pages, len(usage.unique_nbytes))
+        slots = memory_model.count_page_slots(usage.num_pages, usage.num_caches)
         num_image_tokens = self._namespace.pools.count_image_tokens()
         self.scheduler.set_prefix_slots(slots + memory_model.count_image_slots(num_image_tokens))
 

@@ -8,7 +8,6 @@ PrefixMemory              the limit, the lock, counts
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,44 +16,17 @@ from itertools import zip_longest
 from threading import RLock
 from typing import Any, NamedTuple
 
-from kvant.cache.reports import CacheUsage, measure_usage
+from kvant.cache.reports import CacheUsage, PageUsage, measure_pages, measure_usage
 from kvant.hf import TransformersCache
+from kvant.prefixes.eviction import EVICT_ANY, EvictionOrder, EvictionRules
 from kvant.prefixes.keys import PAGE_TOKENS, NamespaceKeys
 from kvant.prefixes.prefix_store import CachedPrefix, PrefixStore
 from kvant.prefixes.restore import TIME_SMOOTHING
-from kvant.prefixes.tree import PrefixEntry, PrefixMatch, PrefixTree
+from kvant.prefixes.tree import PrefixEntry, PrefixMatch, PrefixTree, list_caches
 from kvant.vision import ImageFeatures
 
 LOW_WATERMARK = 0.9  # an eviction shrinks to this fraction of the limit
 LOCK_TIMEOUT_S = 1.0  # seconds that an insert waits for the lock
-
-
-class EvictionCandidate(NamedTuple):
-    """An entry that may be evicted."""
-
-    entry: PrefixEntry
-    is_used: bool  # a running request uses pages that no other entry has
-    value: float  # per byte
-    unique_nbytes: int  # of pages that no other entry holds
-    shares_pages: bool  # another entry holds some of its pages too
-
-
-class EvictionRules(NamedTuple):
-    """Which entries may be evicted."""
-
-    include_unwritten: bool = True  # also entries with pending store writes
-    include_used: bool = True  # also entries whose pages a request uses
-    protected: PrefixEntry | None = None
-
-    def allow(self, candidate: EvictionCandidate) -> bool:
-        return (
-            candidate.entry is not self.protected
-            and (self.include_used or not candidate.is_used)
-            and (self.include_unwritten or not candidate.entry.has_unwritten)
-        )
-
-
-EVICT_ANY = EvictionRules()
 
 
 class Evicted(NamedTuple):
@@ -92,8 +64,7 @@ class PrefixPools:
         """
         with self._lock:
             entries = list(self)
-            caches = [entry.cache.states for entry in entries]
-            usage = measure_usage([*caches, *(c for e in entries for c in e.pending_caches)])
+            usage = measure_usage(list_caches(entries)[0])
             num_users = self._count_feature_users()
         own_nbytes = [
             sum(f.nbytes for f in entry.features.values() if num_users[f] == 1) for entry in entries
@@ -104,6 +75,11 @@ class PrefixPools:
             nbytes=usage.nbytes + sum(features.nbytes for features in num_users),
             unique_nbytes=tuple(map(sum, pairs)),
         )
+
+    def measure_pages(self) -> PageUsage:
+        """Return the pages of all entries, and of replaced entries whose store write is pending."""
+        with self._lock:
+            return measure_pages(list_caches(list(self))[0])
 
     def count_image_tokens(self) -> int:
         """Return the tokens of all images whose features are kept, each counted once."""
@@ -132,22 +108,6 @@ class PrefixPools:
         with self._lock:
             tree = self.trees.get(tree_key)
             return PrefixMatch() if tree is None else tree.match_prefix(tokens)
-
-    def list_candidates(self, usage: CacheUsage) -> list[EvictionCandidate]:
-        """Return all entries with their values; `usage` is the result of `measure`."""
-        now = time.monotonic()
-        candidates = []
-        for entry, unique, proportional, is_used in zip(
-            self,
-            usage.unique_nbytes,
-            usage.proportional_nbytes,
-            usage.has_outside_users,
-            strict=False,  # usage also lists pending caches, after the entries
-        ):
-            value = entry.compute_value(now) / max(proportional, 1.0)
-            candidate = EvictionCandidate(entry, is_used, value, unique, proportional > unique)
-            candidates.append(candidate)
-        return candidates
 
     def drop_empty_trees(self) -> None:
         """Drop trees without entries; if none is left, also drop the cache over the pools."""
@@ -246,10 +206,8 @@ class PrefixMemory:
     ) -> Evicted:
         """Evict prefixes until `nbytes` are freed or none is left; with `pools`, only theirs."""
         with self._lock_for_change():
-            all_pools = list(self) if pools is None else [pools]
-            before = sum(pools.measure().nbytes for pools in all_pools)
-            count = self._shrink(all_pools, before - nbytes, rules)
-            return Evicted(count, before - sum(pools.measure().nbytes for pools in all_pools))
+            order = self._make_order(list(self) if pools is None else [pools], rules)
+            return self._evict(order, order.nbytes - nbytes)
 
     def clear(self) -> None:
         """Free all prefixes; stores stay as they are."""
@@ -294,42 +252,19 @@ class PrefixMemory:
             self._nbytes_bound = self.nbytes
             if self._nbytes_bound > self.max_bytes:
                 target = int(LOW_WATERMARK * self.max_bytes)
-                self._shrink(list(self), target, EvictionRules(protected=entry))
-                self._nbytes_bound = self.nbytes
+                order = self._make_order(list(self), EvictionRules(protected=entry))
+                self._evict(order, target)
+                self._nbytes_bound = order.nbytes
 
-    def _shrink(self, all_pools: Sequence[PrefixPools], nbytes: int, rules: EvictionRules) -> int:
-        """Evict entries of `all_pools` until `nbytes` remain; return how many were evicted."""
-        total = 0
-        while count := self._evict_least_valuable(all_pools, nbytes, rules):
-            total += count  # the locals of the call hold evicted pages until it returns
-        for pools in all_pools:
-            pools.drop_empty_trees()
-        return total
+    def _make_order(self, all_pools: Sequence[PrefixPools], rules: EvictionRules) -> EvictionOrder:
+        return EvictionOrder([list(pools.trees.values()) for pools in all_pools], rules)
 
-    def _evict_least_valuable(
-        self, all_pools: Sequence[PrefixPools], nbytes: int, rules: EvictionRules
-    ) -> int:
-        """Evict entries that no request uses, then others; among equals, least value first.
-
-        Stop after an entry with shared pages: its eviction changes the values of the others, so
-        they must be measured again. Return how many were evicted.
-        """
-        usages = [pools.measure() for pools in all_pools]
-        excess, count = sum(usage.nbytes for usage in usages) - nbytes, 0
-        if excess <= 0:
-            return 0
-        candidates = [
-            candidate
-            for pools, usage in zip(all_pools, usages, strict=True)
-            for candidate in pools.list_candidates(usage)
-            if rules.allow(candidate)
-        ]
-        candidates.sort(key=lambda candidate: (candidate.is_used, candidate.value))
-        for candidate in candidates:
-            candidate.entry.remove()
+    def _evict(self, order: EvictionOrder, nbytes: int) -> Evicted:
+        """Evict entries in their order until `nbytes` remain."""
+        before, count = order.nbytes, 0
+        while order.nbytes > nbytes and order.evict():
             self.counts["evicted"] += 1
             count += 1
-            excess -= candidate.unique_nbytes
-            if excess <= 0 or candidate.shares_pages:  # another may now hold its pages alone
-                break
-        return count
+        for pools in self:
+            pools.drop_empty_trees()
+        return Evicted(count, before - order.nbytes)

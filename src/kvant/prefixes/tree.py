@@ -80,18 +80,6 @@ class PrefixEntry:
         self.last_used = time.monotonic()
         self.num_uses += 1
 
-    def compute_value(self, now: float) -> float:
-        """Return the tokens that an eviction would lose, weighted by uses and age.
-
-        Tokens up to the nearest entry above in the tree would stay cached. Pages shared with
-        other entries are ignored here: the caller divides the value by the entry's share of bytes.
-        """
-        node = self.node
-        while node.parent is not None and not (node.entries and node is not self.node):
-            node = node.parent
-        begin = max([other.length for other in node.entries if other is not self], default=0)
-        return max(self.length - begin, 1) * (1 + self.num_uses) / (1.0 + now - self.last_used)
-
     def remove(self) -> None:
         """Remove this entry, and nodes that are empty without it; cancel its store writes."""
         for write in self.writes:  # first: the removal may drop the last reference to the pages
@@ -159,6 +147,18 @@ class PrefixTree:
     def __iter__(self) -> Iterator[PrefixEntry]:
         return self.root.iterate_entries()
 
+    def iterate_with_bases(self) -> Iterator[tuple[PrefixEntry, TreeNode]]:
+        """Yield each entry, in the order of `iter`, and the nearest node above that has entries.
+
+        Without such a node, it is the root.
+        """
+        nodes = [(self.root, self.root)]
+        while nodes:
+            node, base = nodes.pop()
+            yield from ((entry, base) for entry in node.entries)
+            base = node if node.entries else base
+            nodes += [(child, base) for child in node.children.values()]
+
     def match_prefix(self, tokens: Sequence[int]) -> PrefixMatch:
         """Find the entry that serves the longest prefix of `tokens`, without the last token."""
         path, max_length = self._find_path(tokens), len(tokens) - 1
@@ -219,6 +219,19 @@ class PrefixTree:
                 break
             path.append(node)
         return path
+
+
+def list_caches(entries: Sequence[PrefixEntry]) -> tuple[list[Cache], list[int]]:
+    """Return the caches of entries, then those of replaced entries whose store write is pending.
+
+    Also return the index of the entry of each cache.
+    """
+    caches, owners = [entry.cache.states for entry in entries], list(range(len(entries)))
+    for index, entry in enumerate(entries):
+        for cache in entry.pending_caches if entry.writes else ():
+            caches.append(cache)
+            owners.append(index)
+    return caches, owners
 
 
 def find_resumable_length(

@@ -612,7 +612,10 @@ def test_stats_report_recurrent_state_bytes(name: str) -> None:
     assert 3 * state_nbytes <= max(peak) <= 9 * state_nbytes
 
 
-def test_dead_engine_thread_fails_every_request(llama: Any) -> None:
+@pytest.mark.parametrize("where", ["action", "message"])
+def test_dead_engine_thread_fails_every_request(llama: Any, where: str) -> None:
+    """Regression: a second message that failed kept all requests open."""
+
     class Torn(BaseException):
         """An error that no request can cause."""
 
@@ -622,17 +625,25 @@ def test_dead_engine_thread_fails_every_request(llama: Any) -> None:
     def fail() -> None:
         raise ZeroDivisionError("of a message")
 
+    started, go = threading.Event(), threading.Event()
+
+    def wait(step: Any) -> None:
+        started.set()
+        go.wait(60)
+
     with make_engine(llama) as engine:
-        torn = threading.Event()
-        streams = [engine.submit([5], on_step=lambda step: torn.wait(60) and None)]
-        engine._worker._perform = tear  # type: ignore[method-assign]
-        engine._worker._inbox.put(fail)
-        streams += [engine.submit([6]), engine.submit([7])]
-        engine._worker._inbox.put(fail)  # the shutdown handles this one
-        streams.append(engine.submit([8]))
-        torn.set()
+        worker, streams = engine._worker, [engine.submit([5], on_step=wait)]
+        assert started.wait(60)  # the thread handles no message before `go`
+        if where == "action":
+            worker._perform = tear  # type: ignore[method-assign]
+        else:
+            worker._inbox.put(fail)
+            worker._inbox.put(fail)  # the end of the thread handles this one
+        streams += [engine.submit([6]) for _ in range(2)]
+        go.set()
         for stream in streams:
-            with pytest.raises(kvant.EngineError, match=r"the engine ended: .*(Torn|of a message)"):
+            error = "Torn" if where == "action" else "of a message"
+            with pytest.raises(kvant.EngineError, match=f"the engine ended: .*{error}"):
                 stream.result(60)
         with pytest.raises(kvant.CacheError, match="closed"):
             engine.submit([5])

@@ -9,7 +9,7 @@ import pytest
 
 from kvant import Grammar, GrammarError, checkpoints
 from kvant.generation.grammar import make_matcher
-from kvant.generation.schema_limits import check_schema
+from kvant.generation.schema_limits import check_schemas
 
 pytest.importorskip("llguidance", reason="pip install 'kvant[grammar]'")
 
@@ -91,13 +91,24 @@ HOSTILE: dict[str, tuple[Schema, str]] = {
     ),
     "multiples of a union": (
         {"anyOf": [{"type": "integer", "multipleOf": n} for n in range(2003, 2083, 2)]},
-        "4016015 remainders",
+        "multipleOf 2003 and 2005.*remainders",
     ),
     "pattern properties": (
         {"patternProperties": {f"^x{n}a*b": {} for n in range(100, 165)}},
         "65 of one object.*at most 4096 are allowed",
     ),
-    "levels": (chain(1000), "2003 levels.*at most 500 are allowed"),
+    "huge multiples": ({"multipleOf": 10**40, "anyOf": [{"multipleOf": 1e300}]}, "multipleOf 1"),
+    "far index": ({"$ref": "#/anyOf/" + "9" * 5000, "anyOf": HARD, "allOf": HARD}, STRINGS),
+    "levels": (chain(1000), "levels or more.*at most 500 are allowed"),
+    "many names of a large part": (
+        {
+            "$defs": {
+                "a": functools.reduce(lambda inner, _: {"allOf": [inner, {}]}, range(400), {})
+            },
+            "anyOf": [{"$ref": "#/$defs/a" + "/allOf/0" * n} for n in range(400)],
+        },
+        "levels or more|name more than",
+    ),
     "named references": (
         {"$defs": {"a": {"$anchor": "x"}}, "$ref": "#x"},
         "'#x': only a path in the same schema",
@@ -110,7 +121,14 @@ HOSTILE: dict[str, tuple[Schema, str]] = {
 def test_unbounded_schema_is_refused(name: str) -> None:
     schema, message = HOSTILE[name]
     with pytest.raises(GrammarError, match=message):
-        check_schema(schema)
+        check_schemas([schema])
+
+
+def test_schemas_of_a_grammar_are_counted_together() -> None:
+    schemas = [{"properties": {"x": {"multipleOf": 9973 - 2 * n}}} for n in range(3)]
+    check_schemas(schemas[:2])
+    with pytest.raises(GrammarError, match=r"multipleOf 9969: .* 29913 remainders"):
+        check_schemas(schemas)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +168,11 @@ TOOL = {
         "code": {"anyOf": [pattern("^[A-Z]{3}-[0-9]{4}$") | {"maxLength": 8}, {"type": "null"}]},
         "price": {"type": "number", "multipleOf": 0.01, "minimum": 0},
         "seconds": {"type": "integer", "multipleOf": 3600},
+        "minutes": {"type": "integer", "multipleOf": 49},
+        "any": {
+            "anyOf": [{"$ref": "#/properties/country"}, {"$ref": "#/properties/code"}],
+            "discriminator": {"propertyName": "id", "mapping": {"id": "#/properties/code"}},
+        },
         "$id": {"type": "string"},
         "pattern": {"type": "string", "minLength": 1, "maxLength": 10_000},
     },

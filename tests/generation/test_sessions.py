@@ -237,13 +237,31 @@ def test_reply_ends_at_the_capacity_as_in_an_engine() -> None:
     assert (len(steps), steps[-1].finish_reason) == (5, "length")
 
 
+def test_resumed_session_has_the_capacity_of_the_file(tmp_path: Path) -> None:
+    small, large = session_of("llama", "raw,capacity=8"), session_of("llama", "raw")
+    for session in (small, large):
+        send_and_collect(session, [5, 6], 2)
+    small.save(tmp_path / "small.kv")
+    large.save(tmp_path / "large.kv")
+    small.resume(tmp_path / "large.kv")
+    large.resume(tmp_path / "small.kv")
+    assert len(send_and_collect(small, [7], 20)) == 20
+    assert len(send_and_collect(large, [7], 20)) < 6
+
+
 def test_unread_reply_raises_where_it_is_computed() -> None:
-    session = session_of("llama", "raw,capacity=8")
+    session = session_of("llama", "raw")
     send_and_collect(session, [5, 6], 2)
     tokens = session.tokens
+
+    def dies(*args: Any) -> None:
+        raise RuntimeError("out of luck")
+
     session.send([7] * 9)
-    with pytest.raises(kvant.CapacityError):
+    hook = model_of("llama").get_output_embeddings().register_forward_pre_hook(dies)
+    with pytest.raises(RuntimeError, match="out of luck"):
         session.fork()
+    hook.remove()
     assert session.tokens == tokens
 
 

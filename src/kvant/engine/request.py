@@ -210,10 +210,11 @@ class Request:
         A tokenizer may refuse tokens that the model can generate: their text is lost.
         """
         texts = dict[int, str]()
-        for choice in {sequence.choice for sequence in self.sequences}:
-            if self.outputs[choice].num_generated:
+        unfinished = {sequence.choice for sequence in self.sequences}
+        for choice, output in enumerate(self.outputs):
+            if choice in unfinished and output.num_generated:
                 with suppress(Exception):
-                    texts[choice] = self.outputs[choice].detokenizer.flush()
+                    texts[choice] = output.detokenizer.flush()
         return texts
 
 

@@ -348,7 +348,8 @@ class EngineWorker:
                 self.batch.caches.rewind([sequence for _, sequence in pairs])
         except Exception as error:
             for request in requests:
-                self._finish(request, error)
+                if request in self.requests:  # none of its sequences failed before
+                    self._finish(request, error)
             return
         for (request, sequence), new_steps in zip(pairs, steps, strict=True):
             if request in self.requests:  # no other sequence of it failed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import GrammarError
-from kvant.generation.schema_limits import check_schema
+from kvant.generation.schema_limits import check_schemas
 from kvant.prefixes.tree import count_shared_prefix
 
 # Whitespace between the parts of JSON: a newline and at most 16 spaces. An uncertain model could
@@ -124,8 +124,7 @@ def make_matcher(
 
 @lru_cache(maxsize=64)
 def _compile_grammar(grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
-    for schema in grammar.schemas:
-        check_schema(json.loads(schema))
+    check_schemas(map(json.loads, grammar.schemas))
     vocabulary = _make_vocabulary(tokenizer, end_tokens)
     matcher = _import_llguidance().LLMatcher(vocabulary, grammar.text, log_level=0)
     if matcher.is_error():

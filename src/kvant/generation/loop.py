@@ -40,6 +40,7 @@ from kvant.generation.settings import (
     SamplingOptions,
     StopConditions,
     check_strategy,
+    find_smallest_limit,
     make_sampling,
 )
 from kvant.generation.speculation import (
@@ -208,12 +209,9 @@ class GenerationLoop:
         # The proposals of n-grams take no time: a forward verifies only as many as pay.
         self._draft_sizer = DraftSizer(max_drafts) if draft == "ngram" else None
         self.sampling = make_sampling(sampling)
-        own_context = decoder.max_context if max_context is None else max_context
+        self._own_context = decoder.max_context if max_context is None else max_context
         self.stop_conditions = StopConditions(
-            max_context=min(
-                (limit for limit in (own_context, cache.capacity) if limit is not None),
-                default=None,
-            ),
+            max_context=find_smallest_limit(self._own_context, cache.capacity),
             vocab_size=decoder.vocab_size,
             max_drafts=max_drafts,
         )
@@ -352,6 +350,8 @@ class GenerationLoop:
             second_pass=SecondPass.from_spec(cache.spec, self.tokenizer, old.decoder.max_context),
             tokens=tokens,
         )
+        max_context = find_smallest_limit(self._own_context, cache.capacity)
+        self.stop_conditions = replace(self.stop_conditions, max_context=max_context)
 
     def _open_namespace(self, decoder: Decoder, cache: SequenceCache) -> PrefixNamespace | None:
         """Open the prefixes of this model and the cache's spec, if there are any."""

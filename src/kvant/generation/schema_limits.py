@@ -4,7 +4,7 @@ llguidance counts the steps of its work and stops at a limit. Four parts of a sc
 count, at compiling or when a mask is computed:
 
     patterns that apply to one string     each derivative multiplies their branches
-    multipleOf                            a state for each remainder of all values together
+    multipleOf                            a state for each remainder of the values of one place
     patternProperties                     compared in pairs, again in each alternative
     levels that `$ref` connects           recursion: a deep one overflows the stack of the process
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
@@ -25,7 +26,8 @@ from kvant.errors import GrammarError
 
 MAX_LEVELS = 500  # the stack of 8 MiB overflowed at 1,000 to 2,000
 MAX_PATTERN_PAIRS = 64 * 64  # of patternProperties
-MAX_REMAINDERS = 100_000  # of all values of multipleOf: half a second
+MAX_REMAINDERS = 20_000  # of multipleOf, over all places: a quarter of a second
+MAX_NODES = 100_000  # that the count of levels visits
 MAX_COMBINATIONS = 100_000  # of the branches of patterns that apply together
 MAX_VISITS = 20_000  # of schemas, by this check
 MAX_APPLIED = 64  # schemas that apply to one value, and nested allOf, anyOf, oneOf and $ref
@@ -36,7 +38,7 @@ LENGTH_BRANCHES = 2
 
 # Keys whose values map names to schemas, and keys whose values are no schemas.
 MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-DATA = {"enum", "const", "default", "examples"}
+DATA = {"enum", "const", "default", "examples", "discriminator"}
 UNIONS = ("anyOf", "oneOf")
 PATTERNS = "patternProperties"
 CONSTRAINTS = {"pattern", "format", "minLength", "maxLength", "multipleOf", "enum", "const"}
@@ -47,14 +49,27 @@ Schema = dict[str, Any]
 Schemas = tuple[Schema, ...]
 
 
-def check_schema(schema: Any) -> None:
-    """Raise GrammarError for a JSON schema that could take unlimited time or memory."""
-    if isinstance(schema, dict):
-        _check_levels(schema)
-        _PlaceWalk(schema).run()
+def check_schemas(schemas: Iterable[Any]) -> None:
+    """Raise GrammarError for JSON schemas that together could take unlimited time or memory."""
+    counts = _Counts()
+    for schema in schemas:
+        if isinstance(schema, dict):
+            _check_levels(schema, counts)
+            _PlaceWalk(schema, counts).run()
 
 
-def _check_levels(root: Schema) -> None:
+@dataclass
+class _Counts:
+    """What the limits count, over all schemas of a grammar."""
+
+    nodes: int = 0
+    visits: int = 0
+    combinations: int = 0
+    pattern_pairs: int = 0
+    remainders: int = 0
+
+
+def _check_levels(root: Schema, counts: _Counts) -> None:
     """Count the levels of the schema and of all that it refers to."""
     num_levels, has_ids, has_references = 0, False, False
     waiting, targets = [root], {id(root)}
@@ -62,7 +77,12 @@ def _check_levels(root: Schema) -> None:
         deepest, nodes = 0, [(waiting.pop(), 0)]
         while nodes:
             node, level = nodes.pop()
-            deepest = max(deepest, level)
+            deepest, counts.nodes = max(deepest, level), counts.nodes + 1
+            if counts.nodes > MAX_NODES:
+                raise GrammarError(
+                    f"a JSON schema whose $ref name more than {MAX_NODES} parts, each counted as "
+                    "often as it is named: name fewer, or smaller ones"
+                )
             has_ids = has_ids or (node is not root and bool(_find_id(node)))
             has_references = has_references or isinstance(node.get("$ref"), str)
             target = _resolve(root, node)
@@ -71,11 +91,11 @@ def _check_levels(root: Schema) -> None:
                 waiting.append(target)
             nodes += [(child, level + 1) for child in _iterate_subschemas(node)]
         num_levels += deepest + 1
-    if num_levels > MAX_LEVELS:
-        raise GrammarError(
-            f"a JSON schema of {num_levels} levels, those of $ref included: at most {MAX_LEVELS} "
-            "are allowed; nest less, or split it"
-        )
+        if num_levels > MAX_LEVELS:
+            raise GrammarError(
+                f"a JSON schema of {num_levels} levels or more, those of $ref included: at most "
+                f"{MAX_LEVELS} are allowed; nest less, or split it"
+            )
     if has_ids and has_references:  # it changes what the references below it name
         raise GrammarError("a JSON schema with $ref and an inner $id: leave out the inner $id")
 
@@ -83,15 +103,11 @@ def _check_levels(root: Schema) -> None:
 class _PlaceWalk:
     """A walk over the places of a schema: the schemas that apply to one value together."""
 
-    def __init__(self, root: Schema) -> None:
-        self._root = root
+    def __init__(self, root: Schema, counts: _Counts) -> None:
+        self._root, self._counts = root, counts
         self._expansions: dict[int, list[Schemas]] = {}
         self._open: set[int] = set()  # being expanded
         self._unions: dict[int, Schema] = {}  # of the properties that a schema does not name
-        self._num_visits = 0
-        self._num_combinations = 0
-        self._num_pattern_pairs = 0
-        self._num_remainders = 1
 
     def run(self) -> None:
         places: list[Schemas] = [(self._root,)]
@@ -102,16 +118,17 @@ class _PlaceWalk:
             if key in seen:
                 continue
             seen.add(key)
-            factors = [self._expand(schema) for schema in place]
+            factors, multiples = [self._expand(schema) for schema in place], list[Decimal]()
             for applied in self._combine(factors) if len(factors) != 1 else factors[0]:
                 self._check_string(applied)
-                self._check_multiples(applied)
                 self._check_patterns(applied)
+                multiples += _list_multiples(applied)
                 places += self._iterate_parts(applied)
+            self._check_multiples(multiples)
 
     def _visit(self, count: int) -> None:
-        self._num_visits += count
-        if self._num_visits > MAX_VISITS:
+        self._counts.visits += count
+        if self._counts.visits > MAX_VISITS:
             raise GrammarError(
                 f"a JSON schema of more than {MAX_VISITS} combinations of allOf, anyOf, oneOf and "
                 "$ref: leave some of them out"
@@ -163,38 +180,37 @@ class _PlaceWalk:
                 num_values *= max(1, len(schema["enum"]))
         if len(branches) < 2 and (not branches or num_values == 1):
             return
-        self._num_combinations += math.prod(branches) * num_values
-        if self._num_combinations > MAX_COMBINATIONS:
+        self._counts.combinations += math.prod(branches) * num_values
+        if self._counts.combinations > MAX_COMBINATIONS:
             raise GrammarError(
                 f"a JSON schema whose strings obey several constraints together: {len(branches)} "
                 "of one string (pattern, format, minLength, maxLength) bring the combinations to "
-                f"{_shorten(self._num_combinations)}, at most {MAX_COMBINATIONS} are allowed; "
+                f"{_shorten(self._counts.combinations)}, at most {MAX_COMBINATIONS} are allowed; "
                 "merge the patterns, or shorten them"
             )
 
-    def _check_multiples(self, applied: Schemas) -> None:
-        values = [value for schema in applied if (value := _read_multiple(schema))]  # 0 is refused
+    def _check_multiples(self, values: list[Decimal]) -> None:
+        """Count the remainders of the values of one place: at most their product."""
         if not values:
             return
         scale = max(0, *(-int(value.as_tuple().exponent) for value in values))
-        product = math.prod(int(value.scaleb(scale)) for value in values)
-        self._num_remainders = math.lcm(self._num_remainders, product)
-        if self._num_remainders > MAX_REMAINDERS:
+        self._counts.remainders += math.prod({int(value * 10**scale) for value in values})
+        if self._counts.remainders > MAX_REMAINDERS:
             raise GrammarError(
-                f"multipleOf {' and '.join(map(str, values))}: with it, all multipleOf of this "
-                f"schema have {_shorten(self._num_remainders)} remainders (their least common "
-                f"multiple, without decimal points), at most {MAX_REMAINDERS} are allowed; leave "
-                "it out and check the number in the reply"
+                f"multipleOf {' and '.join(map(_shorten, values))}: with it, all multipleOf have "
+                f"{_shorten(self._counts.remainders)} remainders (the product of the values of "
+                f"one number, without decimal points), at most {MAX_REMAINDERS} are allowed; "
+                "leave it out and check the number in the reply"
             )
 
     def _check_patterns(self, applied: Schemas) -> None:
         counts = [count for schema in applied if (count := len(_get_map(schema, PATTERNS)))]
-        self._num_pattern_pairs += sum(counts) ** 2 * len(counts)
-        if self._num_pattern_pairs > MAX_PATTERN_PAIRS:
+        self._counts.pattern_pairs += sum(counts) ** 2 * len(counts)
+        if self._counts.pattern_pairs > MAX_PATTERN_PAIRS:
             raise GrammarError(
                 f"a JSON schema whose patternProperties, {sum(counts)} of one object, bring the "
-                f"pairs to compare to {self._num_pattern_pairs}: at most {MAX_PATTERN_PAIRS} are "
-                "allowed; merge the patterns, or use additionalProperties"
+                f"pairs to compare to {self._counts.pattern_pairs}: at most {MAX_PATTERN_PAIRS} "
+                "are allowed; merge the patterns, or use additionalProperties"
             )
 
     def _iterate_parts(self, applied: Schemas) -> Iterator[Schemas]:
@@ -231,12 +247,20 @@ def _iterate_branches(applied: Schemas) -> Iterator[int]:
         yield LENGTH_BRANCHES
 
 
-def _read_multiple(schema: Schema) -> Decimal | None:
-    value = schema.get("multipleOf")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    value = abs(Decimal(repr(value)))
-    return value.quantize(Decimal(1)) if value == value.to_integral_value() else value.normalize()
+def _list_multiples(applied: Schemas) -> list[Decimal]:
+    """Return the values of multipleOf but 0, which llguidance refuses."""
+    values = list[Decimal]()
+    for schema in applied:
+        value = schema.get("multipleOf")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            continue
+        if value == int(value):
+            values.append(Decimal(abs(int(value))))
+        else:
+            values.append(Decimal(repr(value)).copy_abs().normalize())
+    return [value for value in values if value]
 
 
 def _resolve(root: Schema, schema: Schema) -> Schema | None:
@@ -252,8 +276,9 @@ def _resolve(root: Schema, schema: Schema) -> Schema | None:
     node: Any = root
     for step in unquote(address).split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-            node = node[int(key)]
+        if isinstance(node, list):
+            is_index = key.isdecimal() and len(key) < 10 and int(key) < len(node)
+            node = node[int(key)] if is_index else None
         else:
             node = node.get(key) if isinstance(node, dict) else None
     return node if isinstance(node, dict) else None
@@ -269,7 +294,7 @@ def _iterate_subschemas(schema: Schema) -> Iterator[Schema]:
     for key, value in schema.items():
         if key in MAPS and isinstance(value, dict):
             yield from _select_schemas(value.values())
-        elif key not in DATA:
+        elif key not in DATA and not key.startswith("x-"):
             yield from _select_schemas(value if isinstance(value, list) else [value])
 
 
@@ -301,5 +326,5 @@ def _select_schemas(values: Iterable[Any]) -> list[Schema]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def _shorten(number: int) -> str:
-    return str(number) if number < 10**12 else f"{float(number):.1e}" if number < 10**300 else "inf"
+def _shorten(number: int | Decimal) -> str:
+    return str(number) if number < 10**12 else f"{Decimal(number):.1e}"

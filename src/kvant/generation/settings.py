@@ -145,9 +145,9 @@ class StopConditions:
             raise PromptError(f"the prompt has token {invalid}: {allowed} is needed")
         if self.max_context is not None and num_tokens + num_new > self.max_context:
             raise ContextError(
-                f"a prompt of {num_tokens} tokens for a context of {self.max_context} "
-                "(max_context): shorten it, or keep a window (window=N in the spec) and allow a "
-                "longer context"
+                f"a prompt of {num_tokens} tokens for a context of {self.max_context} (the "
+                "smallest of max_context, the model's and capacity=N in the spec): shorten it, or "
+                "keep a window (window=N in the spec) and allow a longer context"
             )
 
     def count_new_tokens(self, num_tokens: int) -> int:
@@ -155,6 +155,11 @@ class StopConditions:
         if self.max_context is None:
             return self.max_new_tokens
         return min(self.max_new_tokens, self.max_context - num_tokens)
+
+
+def find_smallest_limit(*limits: int | None) -> int | None:
+    """Return the smallest of some limits on tokens; None: there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_draft(name: str | None) -> None:

@@ -26,8 +26,8 @@ class TokenizerPool:
     """Threads that encode prompts: short ones at once, long ones and images one at a time.
 
     A long prompt occupies the tokenizer for seconds. Long prompts share one thread, and tenants
-    take turns at it; short prompts have their own threads and never wait for a long one. Requests
-    with a grammar, which may take a second to compile, share a third thread in the same way.
+    take turns at it; short prompts have their own threads and never wait for a long one. Short
+    prompts with a grammar, which may take a second to compile, share a thread in the same way.
     """
 
     def __init__(self) -> None:

@@ -101,7 +101,8 @@ class RedisStore:
         pipeline.hsetnx(_redis_key(page), check_part_name(part), blob).expire(
             _redis_key(page), self.ttl
         )
-        return _check_reply(pipeline.execute(raise_on_error=False)[0])
+        is_new, _ = map(_check_reply, pipeline.execute(raise_on_error=False))
+        return is_new
 
     def drop(self, page: str, part: str) -> None:
         self._client.hdel(_redis_key(page), check_part_name(part))

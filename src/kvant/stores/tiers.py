@@ -318,6 +318,7 @@ class BackgroundWriter:
             log.warning("store writes cannot run: %s", error)
             return False
         self._thread = thread
+        self._nbytes = sum(nbytes for nbytes, _ in self._queue)  # all of a work is done again
         return True
 
     @property

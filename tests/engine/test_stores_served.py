@@ -405,7 +405,7 @@ def test_failed_store_write_fails_no_request(
 def test_request_that_fails_to_sample_leaves_its_prefix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bias makes its logits infinite: the rows in the store are right."""
+    """Its bias and penalty make its logits infinite: the rows in the store are right."""
     # prefilling is never faster
     monkeypatch.setattr(PrefixPools, "record_prefill_time", lambda *args: None)
     model, prompt = build("llama"), make_tokens(330, seed=0)
@@ -413,9 +413,8 @@ def test_request_that_fails_to_sample_leaves_its_prefix(
         engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
         engine.prefixes.close()
     with make_engine(model, prefixes=Prefixes(store=open_folder(tmp_path))) as engine:
-        stream = engine.submit(
-            [*prompt, 5], max_new_tokens=2, temperature=1.0, logit_bias={3: 1e39}
-        )
+        options: dict[str, Any] = {"logit_bias": {3: 3e38}, "presence_penalty": -3e38}
+        stream = engine.submit([*prompt, 5], max_new_tokens=2, temperature=1.0, **options)
         with pytest.raises(ValueError, match="logits are NaN"):
             stream.result()
         usage = engine.submit([*prompt, 6], max_new_tokens=2, ignore_end=True).result().usage

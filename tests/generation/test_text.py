@@ -187,6 +187,20 @@ def test_character_that_the_prompt_begins_is_part_of_the_text(
     assert reply == text[{0: 0, 1: 1, 5: 2, 6: 3, 7: 4}.get(cut, 1) :]
 
 
+@pytest.mark.parametrize("has_fallback", [False, True])
+def test_replacement_character_of_the_prompt_is_not_repeated(
+    tokenizer: Any, has_fallback: bool
+) -> None:
+    prompt, reply = "ab\N{REPLACEMENT CHARACTER}", "ab"
+    if has_fallback:
+        tokenizer = make_byte_fallback_tokenizer()
+        tokens = [encode_bytes(tokenizer, text) for text in (prompt, reply)]
+    else:
+        tokens = [tokenizer.encode(text) for text in (prompt, reply)]
+    output = IncrementalDetokenizer(tokenizer, (), tokens[0])
+    assert "".join(map(output.append_token, tokens[1])) + output.flush() == reply
+
+
 def bytes_to_text(text: str) -> list[str]:
     """Return the bytes of a text as the characters that byte-level tokenizers call them."""
     encoder = bytes_to_unicode()

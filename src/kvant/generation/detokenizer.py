@@ -41,25 +41,27 @@ class IncrementalDetokenizer:
         )
         self.stop = tuple(stop)
         self.stop_string: str | None = None  # the one that ended the text
-        begin, end = self._find_whole_characters(previous_tokens)
+        begin, end = self._find_whole_characters(tokenizer, previous_tokens)
         self._tokens = list(previous_tokens[begin:])
         self._prefix_offset = 0  # where decoding starts
         self._read_offset = end - begin  # where the uncertain text starts
         self._boundaries = [0, self._read_offset]  # offsets between characters, ascending
         self._pending_text = ""  # possible beginning of a stop string
 
-    def _find_whole_characters(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def _find_whole_characters(self, tokenizer: Any, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the range of the last tokens that decodes without parts of characters."""
+        last_tokens = max(0, len(tokens) - CONTEXT_TOKENS), len(tokens)
         partial_counts = range(MAX_PARTIAL_TOKENS + 1)
         for num_after, num_before in product(partial_counts, partial_counts):
             end = max(0, len(tokens) - num_after)
             begin = max(0, len(tokens) - CONTEXT_TOKENS - num_before)
             text = self._decode(list(tokens[begin:end]))
-            if not text.startswith(REPLACEMENT_CHARACTER) and not text.endswith(
-                REPLACEMENT_CHARACTER
-            ):
+            is_partial = text.endswith(REPLACEMENT_CHARACTER)
+            if is_partial and end == len(tokens) and _end_with_replacement(tokenizer, tokens):
+                return last_tokens
+            if not is_partial and not text.startswith(REPLACEMENT_CHARACTER):
                 return begin, end
-        return max(0, len(tokens) - CONTEXT_TOKENS), len(tokens)
+        return last_tokens
 
     @property
     def has_stopped(self) -> bool:
@@ -102,6 +104,15 @@ class IncrementalDetokenizer:
         num_pending = max((_count_overlap(text, string) for string in self.stop), default=0)
         self._pending_text = text[len(text) - num_pending :]
         return text[: len(text) - num_pending]
+
+
+def _end_with_replacement(tokenizer: Any, tokens: Sequence[int]) -> bool:
+    """Return whether tokens end with a whole U+FFFD, and not with a part of a character."""
+    own = tokenizer.encode(REPLACEMENT_CHARACTER, add_special_tokens=False)
+    # Some tokenizers put a token of a space before a text.
+    return any(
+        count and list(tokens[-count:]) == own[-count:] for count in (len(own), len(own) - 1)
+    )
 
 
 def _count_overlap(text: str, string: str) -> int:

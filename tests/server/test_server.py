@@ -92,7 +92,7 @@ def test_memory_use_is_itemized(running: tuple[Any, str], bundled_model: tuple[A
         (b"\xff\xfe", 400, "body"),
         (b'{"prompt": [1, "a"]}', 400, "Input should be a valid"),
         (b'{"prompt": 3}', 400, "prompt"),
-        (b'{"prompt": "a", "nobody": 1}', 400, "nobody: the server has no such field"),
+        (b'{"prompt": "a", "colour": 1}', 400, "colour: the server has no such field"),
         (b'{"prompt": "a", "max_tokens": "3"}', 400, "max_tokens"),
         (b'{"prompt": ""}', 400, "the prompt has no tokens"),
         (b'{"prompt": [99999999]}', 400, "the prompt has token 99999999"),

@@ -23,6 +23,7 @@ from kvant.cache.pruning import check_recorded, count_allowed_rows
 from kvant.cache.row_attention import RowAttention
 from kvant.errors import ContextError
 from kvant.generation.conversation import encode_text
+from kvant.generation.settings import find_smallest_limit
 from kvant.hf import TransformersCache
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.retention import Pruning
@@ -55,7 +56,6 @@ class SecondPass:
             return None
         layers = [*iterate_attention(*spec.layers)]
         rules = dict.fromkeys(layer.prune for layer in layers)
-        limits = [max_context, *(layer.capacity for layer in layers)]
         first, following = (
             tuple(encode_text(tokenizer, text, add_special_tokens=False))
             for text in (FIRST_REQUEST, NEXT_REQUEST)
@@ -64,7 +64,7 @@ class SecondPass:
             tuple(rule for rule in rules if rule is not None and rule.score.repeats_prompt),
             first,
             following,
-            min((limit for limit in limits if limit is not None), default=None),
+            find_smallest_limit(max_context, *(layer.capacity for layer in layers)),
         )
 
     def drops_rows(self, num_tokens: int) -> bool:

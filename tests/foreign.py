@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvant.extensions import ExtensionTable
+from kvant.platform.extensions import ExtensionTable
 from kvant.spec.tables import TABLES
 from kvant.stores.open import STORE_TABLE
 from kvant.types import Bytes, Codec, Field, Fields, Frame, Identity, Score, ScoreInput

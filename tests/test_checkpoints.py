@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvant import checkpoints, demo
+from kvant.checkpoints import files, loader
 
-INDEX = checkpoints.INDEX_NAME
+INDEX = files.INDEX_NAME
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_dtype_can_be_set(dtype: str) -> None:
 
 def test_model_is_loaded_on_the_given_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU uses `meta` instead."""
-    monkeypatch.setattr(checkpoints, "parse_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(loader, "parse_device", lambda name: torch.device("meta"))
     assert checkpoints.load(None, device="cuda")[0].device.type == "meta"
 
 

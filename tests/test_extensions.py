@@ -275,7 +275,7 @@ def test_only_the_exact_name_imports_a_package(install: Install) -> None:
 
 
 def test_no_entry_point_is_read_for_names_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvant.extensions.entry_points", None)
+    monkeypatch.setattr("kvant.platform.extensions.entry_points", None)
     cache = fill(kvant.Cache(2, "affine8/turbo4,edge=1:fp8,prune=keydiff:50%"))
     kvant.spec.from_json(kvant.spec.to_json(cache.spec))
     open_store("/tmp/nowhere")
@@ -338,7 +338,9 @@ def test_a_package_may_list_what_another_module_defines(install: Install) -> Non
 
 
 def test_import_reads_no_entry_points() -> None:
-    program = "import kvant, sys; kvant.SpecError; assert 'kvant.extensions' not in sys.modules"
+    program = (
+        "import kvant, sys; kvant.SpecError; assert 'kvant.platform.extensions' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. The modules of a
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
-    "contracts errors extensions lazy page_table recipes retention platform/",
+    "contracts errors lazy page_table recipes retention platform/",
     "native/",
     "codecs/",
     "attention/ spec/ functional",
@@ -21,7 +21,8 @@ RANKS = (
     "cache/ models/ demo/ stores/ adapters/",
     "hf/ gguf/",
     "vision/ replay/",
-    "planner pooling checkpoints types",
+    "checkpoints/",
+    "planner types",
     "probing/ prefixes/",
     "generation/",
     "engine/",

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from kvant import checkpoints
-from kvant.pooling import UNDECLARED_MESSAGE, Pooling, PoolingError, read_pooling
+from kvant.checkpoints.pooling import UNDECLARED_MESSAGE, Pooling, PoolingError, read_pooling
 
 TRANSFORMER = {
     "idx": 0,

@@ -168,15 +168,16 @@ class Plan:
 
         A short sequence lies in a few pages, whole and partly open. None: no length up to 4,096.
         """
+
+        def saves_memory(length: int) -> bool:
+            return self._count_nbytes(length) < self.count_raw_nbytes(length)
+
         lengths = range(1, MAX_SHORT_LENGTH + 1, SHORT_LENGTH_STEP)
-        longest = max((length for length in lengths if not self._saves_memory(length)), default=0)
+        longest = max((length for length in lengths if not saves_memory(length)), default=0)
         if longest == lengths[-1]:
             return None
         following = range(longest + 1, longest + 1 + SHORT_LENGTH_STEP)
-        return next(length for length in following if self._saves_memory(length))
-
-    def _saves_memory(self, context: int) -> bool:
-        return self._count_nbytes(context) < self.count_raw_nbytes(context)
+        return next(length for length in following if saves_memory(length))
 
     @property
     def _layer_pairs(self) -> Sequence[tuple[Recipe, LayerShape]]:

@@ -14,11 +14,11 @@ import torch
 from engine.test_engine import generate_alone, make_engine, no_leaks, wait_until_idle
 from hf.zoo import build
 from kvant.adapters import Adapter
+from kvant.checkpoints.pooling import Pooling
 from kvant.engine.actions import Decode, Prefill
 from kvant.engine.chunk_sizer import CHUNK_TIME_TOLERANCE, ChunkSizer
 from kvant.engine.request import Request
 from kvant.native import get_library
-from kvant.pooling import Pooling
 from kvant.prefixes import Prefixes
 from kvant.prefixes.memory import PrefixPools
 from kvant.replay import NATIVE_REPLAY

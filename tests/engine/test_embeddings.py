@@ -13,13 +13,13 @@ from torch import Tensor
 
 from engine.test_engine import make_engine, make_prompts, no_leaks, wait_until_idle  # noqa: F401
 from hf.zoo import build
+from kvant.checkpoints.pooling import Pooling
 from kvant.engine import Engine
 from kvant.engine.actions import Prefill
 from kvant.engine.request import Request
 from kvant.errors import CacheError, ContextError, PromptError
 from kvant.generation import TransformersDecoder
 from kvant.hf import get_model_without_head
-from kvant.pooling import Pooling
 from kvant.prefixes import Prefixes
 
 MEAN, LAST = Pooling("mean"), Pooling("last")
@@ -159,9 +159,10 @@ def test_an_embedding_fits_in_what_is_reserved_for_it(llama: Any, spec: str, len
     request = Request(0, length, 0)
     with make_engine(llama, spec) as engine:
         budget = engine._worker.scheduler.memory_budget
-        slots = budget.count_peak(request) + budget.count_transient([request])
-        assert (budget.count_peak(request) == budget.memory_model.count_slots(length)).all()
-        need = budget.compute_fresh_nbytes(slots)
+        memory_model, peak = budget.memory_model, budget.count_peak(request)
+        assert (peak == memory_model.count_slots(length)).all()
+        transient = memory_model.count_transient_slots(request.num_prompt_tokens)
+        need = memory_model.compute_nbytes(peak + transient)
     with make_engine(llama, spec, max_bytes=need) as engine:
         assert engine.embed(LONG[:length], MEAN).result(60).isfinite().all()
     with (

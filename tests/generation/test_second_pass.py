@@ -240,8 +240,9 @@ def test_engine_stays_within_the_bytes_that_it_accepts(monkeypatch: pytest.Monke
         with Engine(model, Letters(), spec, max_bytes="1MiB") as engine:
             budget = engine._worker.scheduler.memory_budget
             request = make_request(0, len(prompt), OPTIONS["max_new_tokens"])
-            need = budget.count_peak(request) + budget.count_transient([request])
-            limit = budget.compute_fresh_nbytes(need)
+            memory_model = budget.memory_model
+            transient = memory_model.count_transient_slots(request.num_prompt_tokens)
+            limit = memory_model.compute_nbytes(budget.count_peak(request) + transient)
         refused = pytest.raises(kvant.ContextError)
         with Engine(model, Letters(), spec, max_bytes=limit - 1) as engine, refused:
             engine.submit(prompt, **OPTIONS)
@@ -374,7 +375,7 @@ def test_single_token_needs_no_second_pass(n: int, monkeypatch: pytest.MonkeyPat
     with Engine(model, Letters(), SPEC) as engine:
         stream = engine.submit(prompt, n=n, temperature=0.0, max_new_tokens=1)
         assert [result.tokens for result in stream.results()] == [(step.token,)] * n or n == 1
-        embedding = engine.embed(prompt, kvant.pooling.Pooling("mean")).result()
+        embedding = engine.embed(prompt, kvant.checkpoints.pooling.Pooling("mean")).result()
         assert len(embedding)
 
 

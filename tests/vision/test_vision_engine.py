@@ -14,9 +14,9 @@ from engine.test_engine import CheckedEngine
 from generation.speakers import Numbers
 from hf.zoo import build
 from kvant import Engine, Messages, Prefixes
+from kvant.checkpoints.pooling import Pooling
 from kvant.errors import ContextError, PromptError
 from kvant.generation.images import PromptImages
-from kvant.pooling import Pooling
 from kvant.prefixes.memory import PrefixPools
 from kvant.vision import VisionModel
 from kvant.vision.prompt import FIRST_IMAGE_HASH
@@ -189,7 +189,7 @@ def test_same_tokens_of_other_images_share_no_key(llava: TinyVision) -> None:
             for prompt in prompts
         ]
         keys = [
-            images.prompt.make_prefix_tokens(engine.encode_prompt(prompt))
+            images.layout.make_prefix_tokens(engine.encode_prompt(prompt))
             for images, prompt in zip(located, prompts, strict=True)
             if images is not None
         ]

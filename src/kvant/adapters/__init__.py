@@ -5,7 +5,14 @@ folder of PEFT ──lora_config──► LoraConfig ──┐
 """
 
 from kvant.adapters.adapter import Adapter
-from kvant.adapters.load import check_adapters, load_adapter, load_adapters
+from kvant.adapters.load import check_adapters, find_adapter, load_adapter, load_adapters
 from kvant.adapters.switch import AdapterSwitch
 
-__all__ = ["Adapter", "AdapterSwitch", "check_adapters", "load_adapter", "load_adapters"]
+__all__ = [
+    "Adapter",
+    "AdapterSwitch",
+    "check_adapters",
+    "find_adapter",
+    "load_adapter",
+    "load_adapters",
+]

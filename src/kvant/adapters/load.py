@@ -101,6 +101,14 @@ def _find_folder(path: str | PathLike[str]) -> Path:
         raise AdapterError(f"{path}: {error}") from error
 
 
+def find_adapter(adapters: Mapping[str, Adapter], name: str | None) -> Adapter | None:
+    """Return the adapter of this name, or None for None; raise ValueError for an unknown name."""
+    if name is not None and name not in adapters:
+        known = ", ".join(adapters) or "none"
+        raise ValueError(f"adapter {name!r}: unknown; this engine's adapters: {known}")
+    return None if name is None else adapters[name]
+
+
 def load_adapter(path: str | PathLike[str], model: nn.Module) -> Adapter:
     """Load the adapter in a folder for a model; raise AdapterError if it does not fit."""
     folder, modules = _find_folder(path), dict(model.named_modules())

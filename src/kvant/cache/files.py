@@ -26,8 +26,8 @@ from kvant.cache.layout import iterate_leaves
 from kvant.cache.snapshot import NUMBERS_KEY, TABLES_KEY
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError, CacheFileError, name_path
-from kvant.extensions import Extension
 from kvant.page_table import LENGTH, PADDING
+from kvant.platform.extensions import Extension
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import from_json, to_json
 from kvant.spec.headers import reject_duplicate_keys

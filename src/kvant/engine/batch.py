@@ -126,10 +126,6 @@ class SequenceCaches:
                     member.cache = merged.cache.extract(merged.members.index(member))
                 merged.drop(members)
 
-    def extract_all(self) -> None:
-        """Move every sequence to a cache of its own."""
-        self.extract([member for merged in self.merged.values() for member in merged.members])
-
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Give `target` the tokens that `source` has cached; they share pages."""
         assert source.cache is not None
@@ -367,7 +363,8 @@ class Batch:
             self._adapter_switch.use(adapter),
         ):
             missing = sequence.tokens[cache.length : -1]
-            self.decoder.compute_logits(missing, cache, position_offset=sequence.position_offset)
+            offset = sequence.layout.position_offset
+            self.decoder.compute_logits(missing, cache, position_offset=offset)
         self.decoder.num_unsteady_forwards += 1
         cache.states.holder.free_retired_pages()
 
@@ -391,7 +388,7 @@ class Batch:
             self._replayers[key] = replayer
         tokens = [[*sequence.tokens[-1:], *drafts.get(sequence, ())] for sequence in sequences]
         padded = [row + [PADDING_TOKEN] * (num_new - len(row)) for row in tokens]
-        positions = [len(s.tokens) - 1 + s.position_offset for s in sequences]
+        positions = [len(s.tokens) - 1 + s.layout.position_offset for s in sequences]
         with _rewind_on_error(cache), self._adapter_switch.use(adapter):
             logits = self.decoder.compute_batch_logits(padded, positions, cache, replayer)
         cache.states.holder.free_retired_pages()
@@ -432,7 +429,8 @@ class Batch:
         self.ragged = self.verifies_drafts_in_batch = False
         for adapter in [*self._idle_sequences]:
             self._resize_idle(adapter, 0)
-        self.caches.extract_all()
+        merged = self.caches.merged.values()
+        self.caches.extract([member for sequences in merged for member in sequences.members])
         log.info(
             "%s: decoding one sequence at a time: %s", type(self.decoder.model).__name__, str(error)
         )

@@ -99,7 +99,7 @@ class ChunkSizer:
         stops = [stop for stop in request.checkpoint_positions if stop > num_computed]
         stop = min([request.num_prompt_tokens, *stops])
         end = num_computed + self.choose_chunk(num_computed, stop, max_seconds)
-        end = request.fit_chunk_end(end)
+        end = request.layout.fit_chunk_end(num_computed, end)
         if (image := request.find_unencoded_image(end)) is not None:
             return EncodeImage(request, image)
         return Prefill(request, end - num_computed)

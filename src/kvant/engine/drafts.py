@@ -350,7 +350,7 @@ class ModelDrafts:
         num_remaining = request.outputs[sequence.choice].num_remaining
         if not state.is_readable or num_unread // CATCH_UP_CHUNK >= num_remaining:
             return 0
-        if sequence.images is not None:  # the draft model would not see them
+        if sequence.layout.images:  # the draft model would not see them
             return 0
         return limit if max_context is None else max(0, min(limit, max_context - num_tokens))
 

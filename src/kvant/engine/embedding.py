@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvant.checkpoints.pooling import Pooling
 from kvant.engine.future import RequestFuture
 from kvant.errors import CacheError
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache
-from kvant.pooling import Pooling
 
 
 class Pooler:

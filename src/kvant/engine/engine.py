@@ -17,7 +17,8 @@ from itertools import count
 from os import PathLike
 from typing import Any, Unpack
 
-from kvant.adapters import Adapter, load_adapters
+from kvant.adapters import Adapter, find_adapter, load_adapters
+from kvant.checkpoints.pooling import BIDIRECTIONAL_MESSAGE, Pooling
 from kvant.engine.batch import Batch, max_idle
 from kvant.engine.chunk_sizer import ChunkSizer
 from kvant.engine.drafts import DraftChooser, DraftMethod
@@ -42,12 +43,11 @@ from kvant.generation.loop import Step
 from kvant.generation.second_pass import SecondPass
 from kvant.generation.settings import SamplingOptions, StopConditions, make_sampling
 from kvant.generation.speculation import DRAFT_SPEC
-from kvant.hf import attach, detach, get_attachments
+from kvant.hf import attach, detach, get_attachments, get_hidden_width, is_bidirectional
 from kvant.planner import Plan, plan
 from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import as_bytes, format_size
-from kvant.pooling import BIDIRECTIONAL_MESSAGE, Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec, WeightFormats
 from kvant.spec import describe_spec
@@ -152,7 +152,7 @@ class Engine:
             seconds if chunk_seconds is None else chunk_seconds,
             has_store=prefixes is not None and prefixes.prefix_store is not None,
         )
-        self._request_numbers = count()
+        self._request_numbers, self.max_sequences = count(), max_sequences
         batch = Batch(decoder, empty_cache, backend)
         self._worker = EngineWorker(batch, scheduler, DraftChooser(batch, draft_method))
         _round_weights(model, weights)
@@ -251,7 +251,7 @@ class Engine:
             priority,
             tenant,
             int(1e3 * now),
-            self._get_adapter(adapter),
+            find_adapter(self.adapters, adapter),
             logprobs=logprobs,
             salt=salt,
             last_token_time=now,
@@ -261,7 +261,8 @@ class Engine:
         second_pass = None if max_new == 1 else self._second_pass
         if (images := self._image_reader.locate_images(prompt, tokens)) is not None:
             images.check_cache(second_pass, self._chunk_alignment)
-            request.images, request.run_chunk = images, images.run_chunk
+            request.images, request.layout = images, images.layout
+            request.run_chunk = images.run_chunk
         if second_pass is not None and second_pass.drops_rows(len(tokens)):
             request.repetition = second_pass.start(tokens)
         self._worker.scheduler.check_request(request)
@@ -270,7 +271,7 @@ class Engine:
         # The caller may change the messages before a miss is described.
         messages = None if self.prefixes is None else deepcopy(parse_messages(prompt))
         describe_miss = partial(describe_prefix_miss, self.tokenizer, messages)
-        cancel = self._make_cancel(request)
+        cancel = self._worker.make_cancel(request)
         stream = Stream(tokens, n, cancel, request.timeline, describe_miss, on_step)
         self._worker.submit(request, stream)
         return stream
@@ -300,7 +301,7 @@ class Engine:
             raise PromptError("an image in a prompt to embed: only text is embedded")
         tokens = self.encode_prompt(prompt)
         self.stop_conditions.check_prompt(tokens, num_new=0)
-        used_adapter = self._get_adapter(adapter)
+        used_adapter = find_adapter(self.adapters, adapter)
         request = Request(
             next(self._request_numbers),
             len(tokens),
@@ -313,19 +314,9 @@ class Engine:
             sequences=[Sequence(tokens, adapter=used_adapter)],
         )
         self._worker.scheduler.check_request(request)
-        future = EmbeddingFuture(tokens, self._make_cancel(request), request.timeline)
+        future = EmbeddingFuture(tokens, self._worker.make_cancel(request), request.timeline)
         self._worker.submit(request, future)
         return future
-
-    def _get_adapter(self, name: str | None) -> Adapter | None:
-        if name is not None and name not in self.adapters:
-            known = ", ".join(self.adapters) or "none"
-            raise ValueError(f"adapter {name!r}: unknown; this engine's adapters: {known}")
-        return None if name is None else self.adapters[name]
-
-    def _make_cancel(self, request: Request) -> Callable[[], None]:
-        """Return a function that cancels by number: it must not keep the sequences alive."""
-        return partial(self._worker.cancel, request.number)
 
     @property
     def is_open(self) -> bool:
@@ -338,17 +329,13 @@ class Engine:
         return self._image_reader.vision_model
 
     @property
-    def max_sequences(self) -> int:
-        return self._worker.scheduler.max_sequences
-
-    @property
     def is_bidirectional(self) -> bool:
         """Whether tokens see later ones; such a model has no embeddings here."""
-        return self._worker.batch.decoder.is_bidirectional
+        return is_bidirectional(self.model)
 
     @property
     def embedding_width(self) -> int:
-        return self._worker.batch.decoder.hidden_width
+        return get_hidden_width(self.model)
 
     def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
         """Return the tokens of a prompt; refuse texts far beyond `limit` (default: the context)."""

@@ -79,6 +79,10 @@ class MemoryModel:
         groups = tuple(plan.page_nbytes)
         return cls(groups, np.array(sizes), max_chunk, num_idle, max_drafts, draft_memory)
 
+    def compute_nbytes(self, slots: Ints) -> int:
+        """Return the bytes of new pools with `slots` in use."""
+        return int((slots + self.pool_overhead) @ self.slot_nbytes)
+
     def count_slots(self, length: int) -> Ints:
         """Return the peak slots of a sequence that grows to a length."""
         counts = []
@@ -141,25 +145,30 @@ class MemoryModel:
         idle = self.num_idle * self.count_slots(MAX_IDLE_TOKENS)
         return self._append_others([*counts, 0], drafts) + idle
 
-    def count_transient_slots(self, num_prompt_tokens: int) -> Ints:
-        """Return the extra pages while a prompt of this length is prefilled.
+    def count_transient_slots(self, *prompt_lengths: int) -> Ints:
+        """Return the extra pages while any one of these prompts is prefilled.
 
         Prompts are prefilled one at a time, so this is needed once. The last chunk frees the open
         pages that it seals only after its forward. Pages of a window are in `pool_overhead`.
         """
-        counts = []
+        lengths, counts = np.array(prompt_lengths, np.int64), []
         for group in self.groups:
-            num_sealed = 0
+            nums_open = [0]
             if group.seals and group.window is None:
-                num_sealed = int(group.find_first_open(np.array([num_prompt_tokens]))[0])
-            counts += [min(num_sealed, _max_pages(group, num_prompt_tokens)[0]), 0]
+                nums_sealed = group.find_first_open(lengths).tolist()
+                pairs = zip(prompt_lengths, nums_sealed, strict=True)
+                nums_open += [min(count, _max_pages(group, n)[0]) for n, count in pairs]
+            counts += [max(nums_open), 0]
         return self._append_others([*counts, 0])
 
     def count_fork_slots(self, num_prompt_tokens: int, num_fork_tokens: int) -> Ints:
         """Return the slots of a fork that repeats a prompt, besides those of the prompt.
 
-        It copies a page and a state, opens pages, and seals those that fall due.
+        It copies a page and a state, opens pages, and seals those that fall due. A fork of 0 tokens
+        needs none.
         """
+        if not num_fork_tokens:
+            return np.zeros(len(self.slot_nbytes), np.int64)
         counts = []
         for group in self.groups:
             num_due = group.paging.count_due_pages(num_prompt_tokens + num_fork_tokens)
@@ -201,11 +210,7 @@ class MemoryBudget:
 
     def compute_nbytes(self, slots: Ints) -> int:
         """Return the bytes of the pools once `slots` are in use; pools keep their peak size."""
-        return self.compute_fresh_nbytes(np.maximum(self.peak_slots, slots))
-
-    def compute_fresh_nbytes(self, slots: Ints) -> int:
-        """Return the bytes of new pools with `slots` in use."""
-        return int((slots + self.memory_model.pool_overhead) @ self.memory_model.slot_nbytes)
+        return self.memory_model.compute_nbytes(np.maximum(self.peak_slots, slots))
 
     def fits(self, slots: Ints, extra_slots: Ints = NO_SLOTS) -> bool:
         """Return whether `slots` in the pools, and `extra_slots` outside them, fit the limit."""
@@ -226,11 +231,12 @@ class MemoryBudget:
             return self.fits(committed, extra_slots=second_copy)
         chunk_end = request.num_computed_tokens + self.memory_model.max_chunk
         chunk = self.memory_model.count_slots(min(request.num_prompt_tokens, chunk_end))
-        chunk = chunk - request.shared_slots + self.count_transient([request])
-        chunk = chunk + self.memory_model.count_image_slots(request.num_image_tokens)
+        chunk = chunk - request.shared_slots
+        chunk = chunk + self.memory_model.count_transient_slots(request.num_prompt_tokens)
+        chunk = chunk + self.memory_model.count_image_slots(request.layout.num_image_tokens)
         if not self.fits(self.count_allocated(running) + chunk):
             return False
-        return self.compute_fresh_nbytes(committed) <= self.overcommit * self.max_bytes
+        return self.memory_model.compute_nbytes(committed) <= self.overcommit * self.max_bytes
 
     def fits_restore(self, request: Request, length: int, running: list[Request]) -> bool:
         """Return whether `length` tokens of a running request may come from a store."""
@@ -243,6 +249,11 @@ class MemoryBudget:
         """Raise the peak to `slots`."""
         self.peak_slots = np.maximum(self.peak_slots, slots * self.memory_model.is_pooled)
 
+    @property
+    def has_reclaimable_memory(self) -> bool:
+        """Whether pools have memory, and no prefix is in them."""
+        return bool(self.peak_slots.any()) and not self.prefix_slots.any()
+
     # ---- slots of requests
 
     def count_charged(self, requests: list[Request]) -> Ints:
@@ -253,18 +264,14 @@ class MemoryBudget:
     def count_committed(self, requests: list[Request]) -> Ints:
         """Return the most slots that prefixes and `requests` may need."""
         peaks = (self.count_peak(request) - request.shared_slots for request in requests)
-        return sum(peaks, self.prefix_slots) + self.count_transient(requests)
+        prompt_lengths = (request.num_prompt_tokens for request in requests)
+        transient = self.memory_model.count_transient_slots(*prompt_lengths)
+        return sum(peaks, self.prefix_slots) + transient
 
     def count_allocated(self, requests: list[Request]) -> Ints:
         """Return the slots that prefixes and `requests` hold now."""
         slots = (self.count_current(request) - request.shared_slots for request in requests)
         return sum(slots, self.prefix_slots)
-
-    def count_transient(self, requests: list[Request]) -> Ints:
-        """Return the extra slots while any one of `requests` is prefilled."""
-        counts = [self.memory_model.count_transient_slots(r.num_prompt_tokens) for r in requests]
-        largest: Ints = np.max([self.zero_slots, *counts], axis=0)
-        return largest
 
     def count_growth(self, request: Request, length: int, num_sequences: int = 1) -> Ints:
         """Return the slots that a request at a length needs beyond its current ones."""
@@ -272,14 +279,10 @@ class MemoryBudget:
 
     def count_current(self, request: Request) -> Ints:
         """Return the slots of a request, with those of a fork that repeats its prompt."""
-        fork = self._count_fork(request) if request.is_computed else self.zero_slots
-        return self._count_held(request) + fork
-
-    def _count_fork(self, request: Request) -> Ints:
-        if not request.num_fork_tokens:
-            return self.zero_slots
         num_prompt = request.num_prompt_tokens
-        return self.memory_model.count_fork_slots(num_prompt, request.num_fork_tokens)
+        num_fork_tokens = request.num_fork_tokens if request.is_computed else 0
+        fork = self.memory_model.count_fork_slots(num_prompt, num_fork_tokens)
+        return self._count_held(request) + fork
 
     def _count_held(self, request: Request) -> Ints:
         """Return the slots of a request, without its newest token: the next forward stores it."""
@@ -299,8 +302,9 @@ class MemoryBudget:
         count = request.num_sequences if num_sequences is None else num_sequences
         num_stored = max(request.max_new_tokens - 1, 0)  # the last new token is not stored
         num_drafts = self.memory_model.max_drafts if num_stored else 0
-        length = request.num_prompt_tokens + num_stored + num_drafts
-        return self.count_at(request, length, count) + self._count_fork(request)
+        num_prompt = request.num_prompt_tokens
+        fork = self.memory_model.count_fork_slots(num_prompt, request.num_fork_tokens)
+        return self.count_at(request, num_prompt + num_stored + num_drafts, count) + fork
 
     def count_at(self, request: Request, length: int, num_sequences: int) -> Ints:
         """Return the slots of `num_sequences` sequences of a request at a length.
@@ -308,8 +312,8 @@ class MemoryBudget:
         They share the pages of the prompt, unless they may be swapped out.
         """
         slots = num_sequences * self.memory_model.count_slots(length)
-        if request.num_image_tokens:
-            slots = slots + self.memory_model.count_image_slots(request.num_image_tokens)
+        if request.layout.num_image_tokens:
+            slots = slots + self.memory_model.count_image_slots(request.layout.num_image_tokens)
         if request.max_new_tokens > 1:
             slots = slots + num_sequences * self.memory_model.count_draft_slots(length)
         if num_sequences == 1 or self.may_swap:

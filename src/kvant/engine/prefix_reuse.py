@@ -103,7 +103,7 @@ class PrefixReuse:
             length = caches.count_tokens(sequence)
             tokens = sequence.prefix_tokens
             cache, num_prefilled = namespace.match_prefix(tokens, caches.empty_cache.fork(), 0)
-            found = request.find_resumable(cache.length, cache.find_exact_rewind)
+            found = request.layout.find_resumable(cache.length, cache.find_exact_rewind)
             if found > length:
                 cache.rewind(found)
                 length = found
@@ -112,7 +112,7 @@ class PrefixReuse:
             checkpoints = [
                 end
                 for point in namespace.plan_checkpoints(tokens, length, request.branch_points)
-                if (end := request.clip_length(point)) > length
+                if (end := request.layout.clip_length(point)) > length
             ]
             miss = namespace.last_miss
         except Exception as error:  # the prompt can still be prefilled
@@ -373,7 +373,7 @@ class StoreLookups:
         assert namespace is not None
         num_before = caches.count_tokens(sequence)
         find = partial(namespace.count_usable_tokens, restore)
-        length = request.find_resumable(find(len(sequence.tokens) - 1), find)
+        length = request.layout.find_resumable(find(len(sequence.tokens) - 1), find)
         if length <= num_before:
             return num_before
         if sequence.cache is not None:

@@ -29,7 +29,7 @@ from kvant.generation.settings import Sampling, StopConditions
 from kvant.hf import TransformersCache
 from kvant.page_table import Ints
 from kvant.prefixes import PrefixNamespace
-from kvant.vision import ImageLayout, ProcessedImage
+from kvant.vision import NO_IMAGES, ImageLayout, ProcessedImage
 
 AGING_MS = 10_000  # milliseconds of waiting that raise the priority by 1
 # Runs one chunk of a prompt over its cache; returns its last logits, or the embedding so far.
@@ -54,17 +54,12 @@ class Sequence:
     num_prefilled: int = 0  # first tokens that were prefilled, not decoded
     cache: TransformersCache | None = field(default=None, repr=False)
     swap_file: Path | None = None  # holds its pages while it is swapped out
-    images: ImageLayout | None = field(default=None, repr=False)  # of its prompt
+    layout: ImageLayout = field(default=NO_IMAGES, repr=False)  # of its prompt
 
     @property
-    def position_offset(self) -> int:
-        """Position minus index of tokens after the prompt; tokens of an image share positions."""
-        return 0 if self.images is None else self.images.position_offset
-
-    @property
-    def prefix_tokens(self) -> list[int]:
+    def prefix_tokens(self) -> abc.Sequence[int]:
         """The tokens as keys of cached prefixes: those of an image are hashes of it."""
-        return self.tokens if self.images is None else self.images.make_prefix_tokens(self.tokens)
+        return self.layout.make_prefix_tokens(self.tokens)
 
 
 @dataclass(eq=False)
@@ -92,7 +87,8 @@ class Request:
     is_swapped_out: bool = False
     is_active: bool = False  # its sequences count towards max_sequences
     store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
-    images: PromptImages | None = None
+    layout: ImageLayout = field(default=NO_IMAGES, repr=False)  # of the prompt
+    images: PromptImages | None = None  # encodes those of the layout, and keeps their features
 
     # ---- for the engine's thread
     run_chunk: ChunkForward = compute_last_logits
@@ -132,29 +128,6 @@ class Request:
     def is_computed(self) -> bool:
         """Whether the whole prompt is cached; its second pass may follow."""
         return self.num_computed_tokens == self.num_prompt_tokens
-
-    @property
-    def num_image_tokens(self) -> int:
-        """Tokens of images, whose features are kept until the request ends."""
-        return 0 if self.images is None else self.images.num_tokens
-
-    def fit_chunk_end(self, end: int) -> int:
-        """Move the end of the next chunk to where a chunk of the prompt may end."""
-        if self.images is None:
-            return end
-        return self.images.fit_chunk_end(self.num_computed_tokens, end)
-
-    def clip_length(self, length: int) -> int:
-        """Return the longest length <= `length` at which a prefix of the prompt may end."""
-        return length if self.images is None else self.images.prompt.clip_length(length)
-
-    def find_resumable(self, length: int, find: Callable[[int], int]) -> int:
-        """Return the longest length <= `length` that the prompt's cache can be cut to.
-
-        `length` is a result of `find`, which ignores images: `find(n)` is the longest cut <= n. If
-        `length` is within an image, it is moved before the image and passed to `find` again.
-        """
-        return length if self.images is None else self.images.prompt.find_resumable(length, find)
 
     def find_unencoded_image(self, end: int) -> ProcessedImage | None:
         """Return the first image that must be encoded before the prompt is prefilled to `end`."""
@@ -197,8 +170,7 @@ class Request:
     ) -> None:
         """Make the sequence, the sampler and the output of each continuation."""
         for choice in range(self.num_choices):
-            sequence = Sequence([*tokens], choice, self.adapter)
-            sequence.images = None if self.images is None else self.images.prompt
+            sequence = Sequence([*tokens], choice, self.adapter, layout=self.layout)
             self.sequences.append(sequence)
             self.outputs.append(Output(tokenizer, conditions, sequence.tokens))
             matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)

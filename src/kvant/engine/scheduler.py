@@ -141,11 +141,12 @@ class Scheduler:
             raise CapacityError(
                 f"n={n} with max_sequences={self.max_sequences}: lower n or raise max_sequences"
             )
-        budget, transient = self.memory_budget, self.memory_budget.count_transient([request])
-        need = budget.compute_fresh_nbytes(budget.count_peak(request) + transient)
+        budget = self.memory_budget
+        transient = self.memory_model.count_transient_slots(request.num_prompt_tokens)
+        need = self.memory_model.compute_nbytes(budget.count_peak(request) + transient)
         if self.max_bytes is not None and need > self.max_bytes:
             single = budget.count_peak(request, 1)  # a smaller n may help
-            fits = budget.compute_fresh_nbytes(single + transient) <= self.max_bytes
+            fits = self.memory_model.compute_nbytes(single + transient) <= self.max_bytes
             new = "" if request.is_embedding else f" and {request.max_new_tokens} new ones"
             raise (CapacityError if fits else ContextError)(
                 f"{request.num_prompt_tokens} tokens{new} need "
@@ -165,7 +166,8 @@ class Scheduler:
         running = self.queue.running
         action = self.chunk_sizer.choose_forward(running, self.chunk_seconds)
         if action is None:
-            return FreePools() if self._has_reclaimable_memory and not running else None
+            can_free = self.memory_budget.has_reclaimable_memory and not running
+            return FreePools() if can_free else None
         if isinstance(action, Prefill | EncodeImage) and self._needs_prefix_match(action.request):
             return MatchPrefix(action.request)
         if self.overcommit > 1:
@@ -235,7 +237,8 @@ class Scheduler:
             counted = self.memory_model.count_shared_slots(min(length, request.num_prompt_tokens))
         new_slots = np.maximum(self.memory_model.count_slots(length) - counted, 0)
         if request not in self.queue.running:  # else its features are counted
-            new_slots = new_slots + self.memory_model.count_image_slots(request.num_image_tokens)
+            num_image_tokens = request.layout.num_image_tokens
+            new_slots = new_slots + self.memory_model.count_image_slots(num_image_tokens)
         fits = budget.fits(budget.count_charged(self.queue.running) + new_slots)
         return budget.has_prefixes and fits
 
@@ -277,7 +280,7 @@ class Scheduler:
                 committed = budget.count_committed([*queue.running, request])
                 if eviction := self._plan_eviction(committed):
                     return eviction
-                if not queue.running and self._has_reclaimable_memory:
+                if not queue.running and budget.has_reclaimable_memory:
                     return FreePools()
                 self._is_head_blocked = True
                 break
@@ -310,12 +313,6 @@ class Scheduler:
         excess = budget.compute_nbytes(slots) - self.max_bytes
         return Evict(max(excess, 1), include_unwritten)
 
-    @property
-    def _has_reclaimable_memory(self) -> bool:
-        """Whether pools have memory, and no prefix is in them."""
-        budget = self.memory_budget
-        return bool(budget.peak_slots.any()) and not budget.prefix_slots.any()
-
     def _count_slots_after(self, action: ForwardAction) -> Ints:
         """Return the slots of running requests after `action`, plus those used while it runs."""
         slots = self.memory_budget.count_allocated(self.queue.running)
@@ -328,7 +325,7 @@ class Scheduler:
             is_last = num_computed >= request.num_prompt_tokens
             num_sequences = request.num_choices if is_last else 1
             slots = slots + self.memory_budget.count_growth(request, num_computed, num_sequences)
-            return slots + self.memory_budget.count_transient([request])
+            return slots + self.memory_model.count_transient_slots(request.num_prompt_tokens)
         for request in action.requests:
             length = request.num_prompt_tokens + request.num_output_tokens
             length += self.memory_model.max_drafts

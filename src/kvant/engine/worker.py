@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
@@ -48,6 +50,7 @@ from kvant.engine.scheduler import Scheduler
 from kvant.errors import CacheError, EngineError
 from kvant.generation.loop import Step
 from kvant.generation.sampling import SampledToken
+from kvant.vision import NO_IMAGES
 
 log = logging.getLogger("kvant")
 
@@ -109,9 +112,14 @@ class EngineWorker:
                 raise CacheError("the engine is closed: make another one")
             self._inbox.put(add)
 
-    def cancel(self, number: int) -> None:
-        """End the request of this number after its current token, if it is open."""
+    def make_cancel(self, request: Request) -> Callable[[], None]:
+        """Return a function that ends a request after its current token, if it is open.
 
+        It has only the number, so that it does not keep the sequences alive.
+        """
+        return partial(self._cancel, request.number)
+
+    def _cancel(self, number: int) -> None:
         def end() -> None:
             for request in [request for request in self.requests if request.number == number]:
                 # The caller may change the model after a cancel.
@@ -451,6 +459,7 @@ class EngineWorker:
             self.batch.caches.release([sequence])
         self.drafts.forget(request.sequences)
         request.repetition = request.images = None  # frees a cache fork and image features
+        request.layout = NO_IMAGES  # frees the pixels
         request.namespace = None  # frees it: the last action may keep the request alive
         future.finish(error, request.flush_outputs())
         del self.requests[request]

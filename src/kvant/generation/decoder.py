@@ -27,7 +27,6 @@ from kvant.hf import (
     compute_model_fingerprint,
     get_model_without_head,
     get_support,
-    is_bidirectional,
     make_model_cache,
     supports_chunked_prefill,
     unwrap_model,
@@ -59,6 +58,8 @@ class TransformersDecoder:
         check_text_model(model)
         self.model = model
         self._capture = capture or get_graph_capture(model)
+        # Whether forwards are captured as graphs, each for a fixed number of sequences.
+        self.captures_graphs = self._capture is not None
         # By cache and by tokens of a forward.
         self._replayers: WeakKeyDictionary[TransformersCache, dict[int, Replayer]] = (
             WeakKeyDictionary()
@@ -92,16 +93,6 @@ class TransformersDecoder:
         return frozenset(
             end_token if isinstance(end_token, list) else [] if end_token is None else [end_token]
         )
-
-    @property
-    def hidden_width(self) -> int:
-        """Number of channels of a hidden state after the model's last norm."""
-        return int(self.model.get_output_embeddings().weight.shape[-1])
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """Whether attention is bidirectional, which no KV cache supports."""
-        return is_bidirectional(self._text_config)
 
     @property
     def fingerprint(self) -> str:
@@ -223,11 +214,6 @@ class TransformersDecoder:
     @cached_property
     def _headless_forward(self) -> TokenForward:
         return TokenForward(get_model_without_head(self.model))
-
-    @property
-    def captures_graphs(self) -> bool:
-        """Whether forwards are captured as graphs, each for a fixed number of sequences."""
-        return self._capture is not None
 
     def make_replayer(
         self, buffers: ReplayBuffers | None = None, num_new: int = 1

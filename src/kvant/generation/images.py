@@ -28,15 +28,9 @@ from kvant.vision.processing import has_images, list_images
 class PromptImages:
     """The images of a prompt and, once they are encoded, their features."""
 
-    prompt: ImageLayout
+    layout: ImageLayout
     vision_model: VisionModel
     features: dict[bytes, ImageFeatures] = field(default_factory=dict)  # by digest of the image
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all different images."""
-        images = {located.image.digest: located.image for located in self.prompt.images}
-        return sum(image.num_tokens for image in images.values())
 
     def check_cache(self, second_pass: SecondPass | None, chunk_alignment: int | None) -> None:
         """Refuse images for a cache that cannot hold them rightly.
@@ -48,7 +42,7 @@ class PromptImages:
                 "images with prune=kvzip: its score repeats the prompt as text; use prune=snapkv "
                 "or prune=keydiff"
             )
-        if chunk_alignment is not None and self.prompt.is_bidirectional:
+        if chunk_alignment is not None and self.layout.is_bidirectional:
             raise PromptError(
                 "images whose tokens see each other, with exact prefixes: chunks cannot end at "
                 f"multiples of {chunk_alignment} within an image; use exact=False"
@@ -56,7 +50,7 @@ class PromptImages:
 
     def find_unencoded(self, begin: int, end: int) -> ProcessedImage | None:
         """Return the first image with tokens from `begin` to `end` that is not encoded yet."""
-        images = (located.image for located in self.prompt.list_images(begin, end))
+        images = (located.image for located in self.layout.list_images(begin, end))
         return next((image for image in images if image.digest not in self.features), None)
 
     def encode(self, begin: int, end: int) -> None:
@@ -64,17 +58,12 @@ class PromptImages:
         while (image := self.find_unencoded(begin, end)) is not None:
             self.features[image.digest] = self.vision_model.compute_features(image)
 
-    def fit_chunk_end(self, begin: int, end: int) -> int:
-        """Move the end of a chunk so that it splits no image whose tokens see each other."""
-        clipped = self.prompt.clip_length(end)
-        return clipped if clipped > begin else self.prompt.extend_length(end)
-
     def run_chunk(
         self, decoder: TransformersDecoder, ids: list[int], cache: TransformersCache
     ) -> Tensor:
         """Run a chunk of the prompt, whose images are encoded; return the logits after it."""
         begin = cache.length
-        inputs = self.vision_model.make_chunk(self.prompt, self.features, begin, begin + len(ids))
+        inputs = self.vision_model.make_chunk(self.layout, self.features, begin, begin + len(ids))
         return decoder.compute_image_logits(ids, cache, inputs)[-1]
 
 

@@ -26,6 +26,7 @@ from kvant.generation.strategy import AdaptiveStrategy, SequenceCache
 from kvant.hf import TransformersCache
 from kvant.prefixes import PrefixNamespace
 from kvant.prefixes.tree import count_shared_prefix
+from kvant.vision import NO_IMAGES, ImageLayout
 
 PrefillProgress = Callable[[int, int], None]  # prefilled tokens of a prompt, and all of them
 
@@ -77,6 +78,7 @@ class Prefiller:
         # Tokens in the cache, those of images as hashes; more after a failed forward.
         self._tokens = list(tokens)
         self._images: PromptImages | None = None  # of the newest prompt
+        self._layout: ImageLayout = NO_IMAGES  # where they are
         self._num_prefilled = 0  # tokens prefilled in chunks; decoded tokens follow them
 
     @property
@@ -96,39 +98,28 @@ class Prefiller:
         `branch_points` are lengths at which other prompts may differ from this one.
         """
         self.num_prompt_tokens += len(tokens)
-        self._images = images
+        self._images, self._layout = images, NO_IMAGES if images is None else images.layout
         self.align_cache(tokens)
         if len(tokens) <= self.threshold:
             return self.decoder.compute_logits(list(tokens), None)[-1]
         restored, checkpoints = range(0), list[int]()
         if self.prefixes is not None:
-            keys = self._make_keys(tokens)
+            keys = self._layout.make_prefix_tokens(tokens)
             restored = self._match_prefix(self.prefixes, tokens, keys)
             points = self.prefixes.plan_checkpoints(keys, self.cache.length, branch_points)
-            checkpoints = [end for end in map(self._clip_length, points) if end > self.cache.length]
+            ends = map(self._layout.clip_length, points)
+            checkpoints = [end for end in ends if end > self.cache.length]
         num_cached = self.cache.length
         self.num_cached_tokens += num_cached
         self.num_restored_tokens += len(range(restored.start, min(restored.stop, num_cached)))
         try:
             logits = self._prefill_unread(tokens, progress, checkpoints, is_prompt=True)[-1]
         except Exception:
-            self._reject(self._make_keys(tokens)[: restored.stop])
+            self._reject(self._layout.make_prefix_tokens(tokens)[: restored.stop])
             raise
         if restored and logits.isnan().any():  # corrupt rows: no token can be sampled
-            self._reject(self._make_keys(tokens)[: restored.stop])
+            self._reject(self._layout.make_prefix_tokens(tokens)[: restored.stop])
         return logits
-
-    def _make_keys(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens with those of the newest prompt's images replaced by hashes."""
-        return tokens if self._images is None else self._images.prompt.make_prefix_tokens(tokens)
-
-    def _clip_length(self, length: int) -> int:
-        """Return the longest length <= `length` at which the newest prompt may be cut."""
-        return length if self._images is None else self._images.prompt.clip_length(length)
-
-    @property
-    def _position_offset(self) -> int:
-        return 0 if self._images is None else self._images.prompt.position_offset
 
     def _match_prefix(
         self, prefixes: PrefixNamespace, tokens: Sequence[int], keys: Sequence[int]
@@ -140,10 +131,9 @@ class Prefiller:
             self._drop_tokens()
         restored = prefixes.fetch_from_store(keys, cache)
         self.cache, self._num_prefilled = prefixes.match_prefix(keys, cache, self._num_prefilled)
-        if self._images is not None:
-            find = self.cache.find_exact_rewind
-            self.cache.rewind(self._images.prompt.find_resumable(self.cache.length, find))
-            self._num_prefilled = min(self._num_prefilled, self.cache.length)
+        find = self.cache.find_exact_rewind
+        self.cache.rewind(self._layout.find_resumable(self.cache.length, find))
+        self._num_prefilled = min(self._num_prefilled, self.cache.length)
         self._tokens = list(keys[: self.cache.length])
         prefixes.memory.record_lookup(len(tokens), self.cache.length)
         return restored
@@ -176,7 +166,7 @@ class Prefiller:
                 self.adaptive.make_room(self.cache, 1)
             # Next: a replay (replay/replayer.py), or a forward of the model (hf/model.py).
             cache = cast(TransformersCache, self.cache)
-            position = length + self._position_offset
+            position = length + self._layout.position_offset
             return self.decoder.compute_batch_logits([[tokens[-1]]], [position], cache)[0]
         num_previous = len(tokens) - num_logits
         if self.cache.length > num_previous:
@@ -194,20 +184,17 @@ class Prefiller:
         if self.adaptive is not None:
             self.adaptive.make_room(self.cache, num_logits)
         cache = cast(TransformersCache, self.cache)
-        position = begin + self._position_offset
+        position = begin + self._layout.position_offset
         return self.decoder.compute_batch_logits([list(tokens[begin:])], [position], cache)[0]
 
     def align_cache(self, tokens: Sequence[int], num_unread: int = 1) -> None:
         """Rewind to the prefix shared with `tokens`, without their newest `num_unread`."""
-        keys = self._make_keys(tokens)
+        keys = self._layout.make_prefix_tokens(tokens)
         shared = max(0, min(count_shared_prefix(self.tokens, keys), len(tokens) - num_unread))
         # Other readers of shared pages need exact rows.
         cache, exact = self.cache, self.prefixes is not None
         find = cache.find_exact_rewind if exact else cache.reachable
-        length = find(shared)
-        if self._images is not None:
-            length = self._images.prompt.find_resumable(length, find)
-        cache.rewind(length)
+        cache.rewind(self._layout.find_resumable(find(shared), find))
         del self._tokens[self.cache.length :]
         self._num_prefilled = min(self._num_prefilled, len(self._tokens))
         if self.alignment is not None:  # a later chunk starts at an aligned length
@@ -225,7 +212,7 @@ class Prefiller:
     def reset(self) -> None:
         """Drop all tokens, also if the cache cannot be rewound."""
         self._drop_tokens()
-        self._images = None
+        self._images, self._layout = None, NO_IMAGES
 
     def _drop_tokens(self) -> None:
         self.cache.reset()
@@ -254,9 +241,7 @@ class Prefiller:
         while (begin := self.cache.length) < len(tokens):
             chunk = self.chunk_size if begin else self._first_chunk_size
             ends = ((begin // chunk + 1) * chunk, len(tokens), *checkpoint_positions)
-            stop = min(end for end in ends if end > begin)
-            if self._images is not None:
-                stop = self._images.fit_chunk_end(begin, stop)
+            stop = self._layout.fit_chunk_end(begin, min(end for end in ends if end > begin))
             start = time.perf_counter()
             with self.cache.prompt_mode():
                 logits = self._run_forward(tokens, begin, stop, num_logits=1)
@@ -275,7 +260,7 @@ class Prefiller:
         return logits
 
     def _run_forward(self, tokens: Sequence[int], begin: int, stop: int, num_logits: int) -> Tensor:
-        self._tokens[begin:] = self._make_keys(tokens)[begin:stop]
+        self._tokens[begin:] = self._layout.make_prefix_tokens(tokens)[begin:stop]
         if self.adaptive is not None:
             self.adaptive.make_room(self.cache, stop - begin)
         ids = list(tokens[begin:stop])

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
@@ -426,7 +426,13 @@ def get_model_without_head(model: PreTrainedModel) -> PreTrainedModel:
     return parts[0]
 
 
-def is_bidirectional(config: PreTrainedConfig) -> bool:
+def get_hidden_width(model: PreTrainedModel) -> int:
+    """Return the number of channels of a hidden state after the last norm."""
+    return int(model.get_output_embeddings().weight.shape[-1])
+
+
+def is_bidirectional(model: PreTrainedModel) -> bool:
     """Return whether attention is bidirectional, which no KV cache supports."""
+    config = model.config.get_text_config(decoder=True)
     sees_all = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     return sees_all or not getattr(config, "is_causal", True)

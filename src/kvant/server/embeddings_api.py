@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvant.pooling import Pooling
+from kvant.checkpoints.pooling import Pooling
 from kvant.server.content import RequestBody
 from kvant.server.errors import BadRequest
 from kvant.server.ollama_api import OllamaOptions, to_ns

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from kvant import checkpoints
+from kvant.checkpoints.pooling import BIDIRECTIONAL_MESSAGE, DeclaredPooling, Pooling
 from kvant.engine import EmbeddingFuture, Engine, RequestFuture, Stream, Usage
 from kvant.errors import CacheError, CapacityError, GrammarError
 from kvant.generation import Grammar, Messages, Step
@@ -28,7 +29,6 @@ from kvant.generation.conversation import encode_truncated, supports_tools
 from kvant.generation.grammar import make_matcher
 from kvant.hf import compute_model_fingerprint
 from kvant.platform import c_libraries
-from kvant.pooling import BIDIRECTIONAL_MESSAGE, DeclaredPooling, Pooling
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.server.errors import BadRequest, ServerBusy, ServerClosing, describe_error

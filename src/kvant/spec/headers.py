@@ -24,7 +24,7 @@ from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
 from kvant.contracts import Codec, Frame, PageSelection
 from kvant.errors import ExtensionError, SpecError
-from kvant.extensions import ExtensionTable
+from kvant.platform.extensions import ExtensionTable
 from kvant.platform.torch_runtime import DTYPES
 from kvant.recipes import (
     RECIPES_BY_KIND,

@@ -14,7 +14,7 @@ from reprlib import repr as short
 from typing import Any, TypeVar
 
 from kvant.errors import CacheFileError
-from kvant.extensions import Extension, ExtensionTable, Package
+from kvant.platform.extensions import Extension, ExtensionTable, Package
 from kvant.recipes import CacheSpec, iterate_attention
 from kvant.spec.tables import CODEC_TABLE, NAME, RETENTION_TABLE, SCORE_TABLE, TABLES
 

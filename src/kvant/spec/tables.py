@@ -13,7 +13,7 @@ from typing import Any
 from kvant.codecs import CODECS
 from kvant.contracts import Codec
 from kvant.errors import ExtensionError
-from kvant.extensions import ExtensionTable
+from kvant.platform.extensions import ExtensionTable
 from kvant.retention import RETENTIONS, SCORES, Retention, Score
 
 NAME = re.compile("[a-z][a-z0-9_-]{0,63}", re.ASCII)

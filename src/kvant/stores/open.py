@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from kvant.errors import CacheError, ExtensionError, StoreError
-from kvant.extensions import ExtensionTable
+from kvant.platform.extensions import ExtensionTable
 from kvant.platform.sizes import as_bytes
 from kvant.stores.contract import Store, redact_url
 from kvant.stores.folder import FolderStore

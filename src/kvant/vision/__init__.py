@@ -11,10 +11,11 @@ from kvant.vision.model import (
     split_processor,
 )
 from kvant.vision.processing import ImageProcessor, ProcessedImage
-from kvant.vision.prompt import ImageLayout, LocatedImage
+from kvant.vision.prompt import NO_IMAGES, ImageLayout, LocatedImage
 
 __all__ = [
     "NO_FEATURES",
+    "NO_IMAGES",
     "VISION_FAMILIES",
     "ChunkInputs",
     "ImageFeatures",

@@ -138,22 +138,22 @@ class VisionModel:
 
     def make_chunk(
         self,
-        prompt: ImageLayout,
+        layout: ImageLayout,
         features: Mapping[bytes, ImageFeatures],
         begin: int,
         end: int,
     ) -> ChunkInputs:
         """Return the inputs of the tokens from `begin` to `end`; `features` are by digest."""
         device = self._model.device
-        positions = torch.arange(begin, end)[None] + prompt.position_offset
-        if prompt.positions is not None:  # tokens after the prompt have one position on all axes
-            num_prompt_tokens = prompt.positions.shape[1]
+        positions = torch.arange(begin, end)[None] + layout.position_offset
+        if layout.positions is not None:  # tokens after the prompt have one position on all axes
+            num_prompt_tokens = layout.positions.shape[1]
             later = positions[:, max(0, num_prompt_tokens - begin) :]
-            own = prompt.positions[:, None, begin:end]
+            own = layout.positions[:, None, begin:end]
             positions = torch.cat([own, later.expand(len(own), 1, -1)], 2)
         slices = [
             features[located.image.digest].tensor[:, rows.start : rows.stop]
-            for located in prompt.list_images(begin, end)
+            for located in layout.list_images(begin, end)
             if (rows := located.find_rows(begin, end))
         ]
         arguments: dict[str, Any] = {}
@@ -167,7 +167,7 @@ class VisionModel:
             if self.family.is_bidirectional:
                 # By column of the cache: the mask reads them at the columns of this chunk.
                 token_types = torch.zeros(1, end, dtype=torch.int64)
-                for located in prompt.list_images(begin, end):
+                for located in layout.list_images(begin, end):
                     token_types[0, located.indices] = 1
                 arguments["token_type_ids"] = token_types.to(device)
         return ChunkInputs(positions.to(device), arguments)

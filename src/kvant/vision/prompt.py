@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import shake_256
 
 import numpy as np
@@ -46,18 +47,26 @@ class LocatedImage:
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """The images of a prompt, and the positions of its tokens."""
+    """The images of a prompt, and the positions of its tokens; the default is a prompt of text."""
 
-    images: tuple[LocatedImage, ...]
+    images: tuple[LocatedImage, ...] = ()
     positions: Tensor | None = None  # [axes, tokens] if they have several axes, else None
     position_offset: int = 0  # position minus index of every token after the prompt
     is_bidirectional: bool = False  # whether the tokens of an image see each other
 
-    def make_prefix_tokens(self, tokens: Sequence[int]) -> list[int]:
+    @cached_property
+    def num_image_tokens(self) -> int:
+        """Tokens of all different images."""
+        images = {located.image.digest: located.image for located in self.images}
+        return sum(image.num_tokens for image in images.values())
+
+    def make_prefix_tokens(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the first tokens with each placeholder replaced by a hash of its image.
 
         Hashes begin at `FIRST_IMAGE_HASH`, so they equal no token. Those of equal images are equal.
         """
+        if not self.images:
+            return tokens
         prefix = list(tokens)
         for located in self.images:
             rows = located.find_rows(0, len(prefix))
@@ -83,9 +92,12 @@ class ImageLayout:
             length = find(end)
         return length
 
-    def extend_length(self, length: int) -> int:
-        """Return the shortest length >= `length` at which a chunk may end."""
-        return next((i.end for i in self._indivisible if i.begin < length < i.end), length)
+    def fit_chunk_end(self, begin: int, end: int) -> int:
+        """Move the end of a chunk so that it splits no image whose tokens see each other."""
+        clipped = self.clip_length(end)
+        if clipped > begin:
+            return clipped
+        return next((i.end for i in self._indivisible if i.begin < end < i.end), end)
 
     @property
     def _indivisible(self) -> tuple[LocatedImage, ...]:
@@ -94,6 +106,9 @@ class ImageLayout:
     def list_images(self, begin: int, end: int) -> list[LocatedImage]:
         """Return the images with tokens from `begin` to `end`."""
         return [image for image in self.images if image.begin < end and begin < image.end]
+
+
+NO_IMAGES = ImageLayout()
 
 
 def locate_images(

@@ -233,6 +233,14 @@ def test_unreachable_hub_is_queried_once(
     assert capsys.readouterr().err.startswith("--model some/model: no such folder, looking it up")
 
 
+def test_nearest_name_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(monkeypatch, ConnectionError("no network"))
+    with pytest.raises(ValueError, match=r"nearest: smollm2$"):
+        checkpoints.load("smollm")
+    with pytest.raises(ValueError, match=r"load it once with a network$"):
+        checkpoints.load("some/model")
+
+
 def make_http_error(error_name: str, status: int) -> Exception:
     """Return an error of huggingface_hub for a hub with this status."""
     from huggingface_hub import errors

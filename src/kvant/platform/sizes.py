@@ -14,6 +14,7 @@ UNITS: dict[str, int] = {
 }
 UNITS_BY_SPELLING = {name.lower(): name for name in UNITS}  # 4gib, and 4G for 4GB
 UNITS_BY_SPELLING |= {name[:-1].lower(): name for name in UNITS if len(name) > 1}
+MIN_BARE_SIZE = 1024  # a smaller number without a unit is a mistake, unless it is 0
 SIZE_PATTERN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
 
 
@@ -30,6 +31,10 @@ def parse_size(text: str) -> int:
         raise SpecError(
             f"size {short(text)}: unit {match[2]!r} is not one of {', '.join(UNITS)};"
             f" nearest: {number}GB"
+        )
+    if not match[2] and 0 < float(number) < MIN_BARE_SIZE:
+        raise SpecError(
+            f"size {short(text)}: {number} bytes: add a unit, such as {number}GiB or {number}B"
         )
     whole, _, fraction = number.partition(".")
     # Integers only: a float would round sizes above 2**53.

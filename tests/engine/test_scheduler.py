@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from engine.caches import SimulatedBatch, SimulatedSequence
@@ -114,6 +115,15 @@ def test_memory_model_counts_pages_sealed_by_a_chunk(pages: str) -> None:
         assert caches.num_used == sum(
             map(len, caches.list_slots(line))
         )  # nothing waits to be freed
+
+
+@pytest.mark.parametrize("pages", CROWDS)
+def test_transient_slots_are_those_of_the_prompt_that_needs_most(pages: str) -> None:
+    memory_model, lengths = make_memory_model(*CROWDS[pages]), (0, 3, 200, 65, 128)
+    alone = [memory_model.count_transient_slots(length) for length in lengths]
+    assert (memory_model.count_transient_slots(*lengths) == np.max(alone, 0)).all()
+    assert not memory_model.count_transient_slots().any()
+    assert not memory_model.count_fork_slots(200, 0).any()
 
 
 def test_next_request_looks_up_its_prefix_while_it_queues() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from generation.speakers import Numbers
 from hf.zoo import build
 from kvant import Engine, Messages, Prefixes
 from kvant.checkpoints.pooling import Pooling
+from kvant.engine.request import Request, Sequence
 from kvant.errors import ContextError, PromptError
 from kvant.generation.images import PromptImages
 from kvant.prefixes.memory import PrefixPools
@@ -196,6 +198,20 @@ def test_same_tokens_of_other_images_share_no_key(llava: TinyVision) -> None:
     assert keys[0] == keys[1]
     hashed = [token for token in keys[0] if token >= FIRST_IMAGE_HASH]
     assert len({*hashed}) == 36 and not {*hashed} & {*keys[2]}
+
+
+def test_ended_request_keeps_no_image(llava: TinyVision) -> None:
+    """The last action keeps it alive until the next one."""
+    with make_engine(llava) as engine:
+        prompt = engine._image_reader.process_images(make_messages(make_image(1)))
+        images = engine._image_reader.locate_images(prompt, engine.encode_prompt(prompt))
+    assert images is not None
+    request = Request(0, 9, 1, images=images, layout=images.layout, run_chunk=images.run_chunk)
+    request.sequences = [Sequence([], layout=images.layout)]
+    references = [weakref.ref(images), weakref.ref(images.layout)]
+    del images
+    request.free()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_bidirectional_images_are_not_split() -> None:

@@ -1,7 +1,7 @@
 """Load a model, its tokenizer and its configuration by name, and say how its files pool texts.
 
 name ──files.find_gguf──► GGUF file ──────┐
-     ──files.check_checkpoint──► folder ──┴─loader.load──► model, tokenizer
+     ──files.resolve_checkpoint──► folder ┴─loader.load──► model, tokenizer
      ──files.find_pooling──► Pooling
 """
 

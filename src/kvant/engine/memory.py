@@ -146,7 +146,7 @@ class MemoryModel:
         return self._append_others([*counts, 0], drafts) + idle
 
     def count_transient_slots(self, *prompt_lengths: int) -> Ints:
-        """Return the extra pages while any one of these prompts is prefilled.
+        """Return the most extra pages that the prefill of one of these prompts needs.
 
         Prompts are prefilled one at a time, so this is needed once. The last chunk frees the open
         pages that it seals only after its forward. Pages of a window are in `pool_overhead`.

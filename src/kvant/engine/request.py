@@ -176,6 +176,13 @@ class Request:
             matcher = make_matcher(sampling.grammar, tokenizer, conditions.end_tokens)
             self.samplers.append(Sampler(sampling.derive_choice(choice), len(tokens), matcher))
 
+    def free(self) -> None:
+        """Drop images and caches of an ended request, which the last action may keep alive."""
+        self.repetition = self.images = self.namespace = None
+        self.layout, self.run_chunk = NO_IMAGES, compute_last_logits
+        for sequence in self.sequences:
+            sequence.layout = NO_IMAGES
+
     def flush_outputs(self) -> dict[int, str]:
         """Return what the detokenizers of unfinished sequences held back, by choice.
 

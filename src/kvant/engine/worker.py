@@ -50,7 +50,6 @@ from kvant.engine.scheduler import Scheduler
 from kvant.errors import CacheError, EngineError
 from kvant.generation.loop import Step
 from kvant.generation.sampling import SampledToken
-from kvant.vision import NO_IMAGES
 
 log = logging.getLogger("kvant")
 
@@ -174,7 +173,7 @@ class EngineWorker:
         for request, future in self.requests.items():
             future.finish(failure, request.flush_outputs())
             request.sequences.clear()  # a logged error may keep its requests alive
-            request.repetition = None
+            request.free()
         self.requests.clear()
         self.batch.clear()
         self.drafts.clear()
@@ -458,8 +457,6 @@ class EngineWorker:
                 self.prefix_reuse.insert_prefix(request, sequence)
             self.batch.caches.release([sequence])
         self.drafts.forget(request.sequences)
-        request.repetition = request.images = None  # frees a cache fork and image features
-        request.layout = NO_IMAGES  # frees the pixels
-        request.namespace = None  # frees it: the last action may keep the request alive
+        request.free()
         future.finish(error, request.flush_outputs())
         del self.requests[request]

@@ -1,1 +1,1 @@
-"""What the machine is: devices, dtypes, memory, threads, and the modes of PyTorch."""
+"""What the machine is: devices, dtypes, memory, threads, modes of PyTorch, and its packages."""

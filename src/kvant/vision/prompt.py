@@ -86,7 +86,7 @@ class ImageLayout:
     def find_resumable(self, length: int, find: Callable[[int], int]) -> int:
         """Return the longest length <= `length` that a cache can be cut to, between images.
 
-        `find` returns the longest length of the cache up to its argument.
+        `find` returns the longest length of the cache up to its argument, and `length` is one.
         """
         while (end := self.clip_length(length)) < length:
             length = find(end)

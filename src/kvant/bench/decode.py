@@ -319,7 +319,10 @@ def run_generation(
     prompt = text[: settings.prompt]
     generated = measure_generations(makes, prompt, settings.tokens, settings.runs)
     if not quiet:
-        harness.print_table(f"{settings.tokens} tokens after {settings.prompt}", generated)
+        title = (
+            f"{settings.tokens} tokens after {settings.prompt}, by calls of the model, not replayed"
+        )
+        harness.print_table(title, generated)
     steps = measure_latencies(makes, text, settings.points, settings.repeats)
     if not quiet:
         title = "milliseconds for one more token, against the length"

@@ -195,6 +195,7 @@ def test_tied_argument_is_deprecated() -> None:
         ({"up": "affine9", "*": "raw"}, "weights='affine9' for 'up': unknown"),
         ({"upp": "affine8"}, "no layer matches 'upp'; the layers are up, down, ..."),
         (8, "weights=8: unknown"),
+        ("up=affine8,up=affine2", "'up' has two formats: give one"),
     ],
 )
 def test_unknown_format_or_pattern_is_refused(formats: Any, message: str) -> None:
@@ -450,6 +451,19 @@ def test_tied_weight_is_kept_once(format_name: str) -> None:
     names = [[name for name, _ in weights.named_weights(model)] for model in (plain, packed)]
     assert names == [["words.weight"], ["words.weight"]]
     assert plain.head.weight is plain.words.weight
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [("words=affine8,*=affine4", "affine8"), ("words=raw,head=affine4", "raw")],
+)
+def test_first_pattern_that_matches_a_layer_of_a_tied_weight_counts(
+    formats: str, expected: str
+) -> None:
+    model, other = TiedModel(), TiedModel()
+    nbytes = weights.count_weight_nbytes(model, expected)
+    assert weights.count_weight_nbytes(model, formats) == nbytes
+    assert kvant.pack(model, formats).layers == kvant.pack(other, expected).layers
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

@@ -166,13 +166,15 @@ class Plan:
     def find_saving_length(self) -> int | None:
         """Return the number of tokens from which on the cache takes less than raw rows.
 
-        A short sequence lies in a few pages, whole and partly open. None: no length up to 4,096.
+        A short sequence lies in a few pages, whole and partly open. None: no length up to 4,096,
+        or up to the capacity.
         """
 
         def saves_memory(length: int) -> bool:
             return self._count_nbytes(length) < self.count_raw_nbytes(length)
 
-        lengths = range(1, MAX_SHORT_LENGTH + 1, SHORT_LENGTH_STEP)
+        limit = min(MAX_SHORT_LENGTH, _find_max_context(self.spec))
+        lengths = range(1, limit + 1, SHORT_LENGTH_STEP)
         longest = max((length for length in lengths if not saves_memory(length)), default=0)
         if longest == lengths[-1]:
             return None

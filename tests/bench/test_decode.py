@@ -106,6 +106,7 @@ def test_candidate_prefills_to_a_length_then_decodes_token_by_token() -> None:
         ({"layers": 2}, "--layers is for a run with --contexts"),
         ({"contexts": "8", "model": "somewhere"}, "--model is for a run without --contexts"),
         ({"plot": Path("nowhere/a.png")}, "a file in an existing folder"),
+        ({"plot": Path("a.svg")}, "a name that ends in .png is needed"),
     ],
     ids=str,
 )

@@ -164,6 +164,7 @@ def test_output_file_of_another_run_is_refused_and_unchanged(call: Any, tmp_path
     code, _, error = call(*words, "--temperature", "0.5")
     assert code == 2 and "line 2 is the reply to another prompt, or with other options" in error
     assert out.read_bytes() == before
+    assert call(*words, "--weights", "affine8")[0] == 2 and out.read_bytes() == before
     for mine in (b"notes of mine\n", b"notes of mine", before + b"and notes"):
         out.write_bytes(mine)
         code, _, error = call(*words)

@@ -89,6 +89,8 @@ def test_conversation_resumes_from_its_file(call: Any, tmp_path: Path) -> None:
         ("/fork 3", "saved so far: 0"),
         ("/save", "the name of a file"),
         ("/save nowhere/a", "in an existing folder"),
+        ("/save ~nosuchuser/a", "there is no such home folder"),
+        ("half \udce4", "the message is not UTF-8 text"),
         ("/load nowhere", "there is no such file"),
         ("word " * 3000, "for a context of 2048"),
     ],

@@ -89,6 +89,17 @@ def test_formats_without_a_table_row_are_explained_too(spec: str, meaning: str, 
         parse(spec, 2)
 
 
+def test_options_count_in_the_bytes_of_a_spec(call: Any) -> None:
+    """Regression: those of `group` and of the key bounds of `select` did not."""
+    for spec in ("affine4,group=128", "affine4,select=8", "raw,select=8"):
+        report = json.loads(call("formats", spec, "--json")[1])
+        many = plan(Shape(8, 8, 128, 128), spec, context=8192)
+        assert report["nbytes_per_token"] == many.row_nbytes[-1]
+        nbytes = {entry["tokens"]: entry["nbytes"] for entry in report["lengths"]}
+        assert nbytes[8192] == many.layer_nbytes[-1]
+    assert json.loads(call("formats", "affine8,capacity=256", "--json")[1])["saves_from"] is None
+
+
 def test_capacity_ends_the_list_of_lengths(call: Any) -> None:
     report = json.loads(call("formats", "affine8,capacity=2048", "--json")[1])
     assert [entry["tokens"] for entry in report["lengths"]] == [1024, 2048]

@@ -56,6 +56,13 @@ def test_a_header_is_read_without_tensors(file: Path) -> None:
     assert sum(tensor.nbytes for tensor in head.tensors.values()) < file.stat().st_size
 
 
+def test_metadata_is_printed_without_control_characters(call: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    save(Cache(1), path, about={"note\x1b[2J": "\x1b]0;title"})
+    code, out, _ = call("inspect", str(path))
+    assert code == 0 and "\x1b" not in out and "note?[2J (?]0;title)" in out
+
+
 def test_saved_cache_is_described(call: Any, file: Path) -> None:
     code, out, error = call("inspect", str(file))
     assert (code, error) == (0, "")

@@ -72,6 +72,13 @@ def test_specs_begin_with_raw() -> None:
         recommend(*checkpoints.load(None), specs=("affine8",))
 
 
+@pytest.mark.parametrize("option", ["window=16", "capacity=2048"])
+def test_specs_that_drop_rows_are_refused(option: str) -> None:
+    """Regression: they were compared with all rows kept, and took the bytes of few."""
+    with pytest.raises(SpecError, match="leave out window=, retain= and capacity="):
+        recommend(*checkpoints.load(None), specs=("raw", f"affine8,{option}"))
+
+
 def test_command_prints_rows_and_the_choice(call: Any) -> None:
     options = "--context", "1024", "--formats", ",".join(SPECS[1:])
     code, out, error = call("recommend", *options, "--budget", "2GiB")

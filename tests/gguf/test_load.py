@@ -165,6 +165,9 @@ def test_sizes_beyond_those_of_tensors_are_refused(
     path.write_bytes(content)
     with pytest.raises(GGUFError, match=message):
         load_model(path, torch.float32)
+    if key.endswith(b"block_count"):  # a configuration lists its layers
+        with pytest.raises(GGUFError, match=message):
+            load_config(path)
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.laws)])
@@ -240,6 +243,8 @@ def test_settings_that_transformers_does_not_read_are_kept(tmp_path: Path) -> No
     assert (config.final_logit_softcapping, config.attn_logit_softcapping) == (7.0, 9.0)
     write_file(path, "phi3", make_model("phi3"), "Q8_0", **{"phi3.attention.sliding_window": 16})
     assert load_config(path).sliding_window == 16
+    write_file(path, "phi3", make_model("phi3"), "Q8_0", **{"phi3.attention.sliding_window": 0})
+    assert load_config(path).sliding_window is None  # Phi-4
     write_file(path, "mistral", make_model("mistral"), "Q8_0")
     assert load_config(path).sliding_window is None
 

@@ -16,11 +16,13 @@ from kvant.attention import dispatch
 from kvant.attention.reference import ReferenceBackend
 from kvant.codecs.affine import Affine
 from kvant.probing.divergence import (
+    MAX_TRIAL_TAIL,
     Divergence,
     compare_logits,
     compute_logits,
     make_empty_cache,
     make_filled_cache,
+    make_unbounded_spec,
     measure_divergence,
     read_prompt,
 )
@@ -31,6 +33,18 @@ SPECS = ("affine4", "turbo4v2", "affine3,sinks=4,tail=0", "affine8,window=96")
 def make_pieces(*lengths: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, zoo.VOCABULARY, (1, n), generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize("option", ["start=100", "tail=1024"])
+def test_most_rows_of_a_trial_are_sealed(option: str) -> None:
+    """Regression: a format was called harmless of which hardly a page was sealed."""
+    model = zoo.build("llama")
+    (layer, *_) = make_unbounded_spec(model, f"turbo2,{option}").layers
+    assert (layer.dense_until, layer.paging.tail) == (0, layer.paging.tail)
+    assert layer.paging.tail <= MAX_TRIAL_TAIL
+    context = model.config.max_position_embeddings
+    (never_sealed, *_) = make_unbounded_spec(model, f"turbo2,start={context}").layers
+    assert never_sealed.dense_until == context
 
 
 def test_raw_has_exactly_zero_damage() -> None:

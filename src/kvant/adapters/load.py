@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kvant.adapters.adapter import Adapter, LowRankProduct
 from kvant.adapters.lora_config import LoraConfig, read_config
 from kvant.errors import AdapterError
+from kvant.platform.paths import expand_path
 from kvant.platform.torch_runtime import no_inference_mode
 from kvant.weights.packing import EXTERNALLY_READ_LAYERS, is_conv1d
 
@@ -96,9 +97,9 @@ def check_adapters(paths: Mapping[str, str | PathLike[str]]) -> None:
 def _find_folder(path: str | PathLike[str]) -> Path:
     """Return a folder, with the home of a user in place of `~`."""
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise AdapterError(f"{path}: {error}") from error
+        return expand_path(path)
+    except ValueError as error:
+        raise AdapterError(str(error)) from error
 
 
 def find_adapter(adapters: Mapping[str, Adapter], name: str | None) -> Adapter | None:

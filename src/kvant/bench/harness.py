@@ -26,6 +26,7 @@ import typer
 
 from kvant.platform import c_libraries
 from kvant.platform.devices import describe_processor, parse_device
+from kvant.platform.paths import check_writable
 from kvant.platform.terminal import make_table, run_app
 
 TimedCall = Callable[[], Any]
@@ -238,6 +239,7 @@ def read_resident_nbytes(name: str) -> int:
 
 
 NUM_COLOURS = 10  # of matplotlib's colour cycle
+PLOT_SUFFIX = ".png"
 LINE_STYLES = ("-", "--", ":")
 # To the right of the plot, where it hides nothing.
 LEGEND_OPTIONS: Mapping[str, Any] = {
@@ -361,8 +363,9 @@ def check_plot(file: Path | None) -> None:
     """Raise before a measurement if a plot is requested that cannot be drawn."""
     if file is None:
         return
-    if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(f"--plot {file}: the name of a file in an existing folder is needed")
+    check_writable(file, "--plot")
+    if file.suffix.lower() != PLOT_SUFFIX:
+        raise ValueError(f"--plot {file}: a name that ends in {PLOT_SUFFIX} is needed")
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or 'kvant[plot]'")
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from kvant import demo
 from kvant.checkpoints.hub import SMOLLM2, report_gguf_errors, report_loading_errors
 from kvant.checkpoints.pooling import DeclaredPooling, read_pooling
+from kvant.platform.paths import expand_path
 from kvant.recipes import RAW_WEIGHTS, WeightFormats
 
 CONFIG_NAME, INDEX_NAME = "config.json", "model.safetensors.index.json"
@@ -35,7 +36,7 @@ def find_gguf(name: str | None, flag: str = "--model") -> Path | None:
         return _find_smollm2(flag)
     if not name.endswith(GGUF_SUFFIX):
         return None
-    file = Path(name).expanduser()
+    file = expand_path(name)
     if file.is_file():
         return file.resolve()
     repository, separator, file_name = name.partition(":")
@@ -66,7 +67,7 @@ def resolve_checkpoint(name: str | None, flag: str) -> str:
     """Return a folder that has a configuration, or a name on the hub unchanged."""
     if name is None:
         return str(demo.PATH)
-    folder = Path(name).expanduser()
+    folder = expand_path(name)
     files = sorted(folder.glob(f"*{GGUF_SUFFIX}"))
     if files and not any(folder.glob(WEIGHTS_PATTERN)):
         raise ValueError(f"{flag} {name}: name one of its GGUF files, such as {files[0]}")
@@ -105,7 +106,7 @@ def find_pooling(name: str | None) -> DeclaredPooling:
 
 def _find_local_checkpoint(name: str | None) -> Path | None:
     """Return a folder or a GGUF file; None for a name on the hub that the local cache lacks."""
-    if name in (None, SMOLLM2) or Path(name).expanduser().exists():
+    if name in (None, SMOLLM2) or expand_path(name).exists():
         return find_gguf(name) or Path(resolve_checkpoint(name, "--model"))
     from huggingface_hub import try_to_load_from_cache
 
@@ -119,7 +120,7 @@ def _find_local_checkpoint(name: str | None) -> Path | None:
 def check_checkpoint(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
     """Check that a folder has all files that loading needs; a hub name is not looked up."""
     is_local = (name == SMOLLM2 and not Path(name).exists()) or (
-        name is not None and Path(name).expanduser().is_file()
+        name is not None and expand_path(name).is_file()
     )
     if is_local and (file := find_gguf(name, flag)) is not None:
         from kvant.gguf.families import check_file
@@ -151,7 +152,7 @@ def _list_weight_files(folder: Path, flag: str) -> list[Path]:
         raise ValueError(f"{flag} {folder}: its weights are sharded, and {INDEX_NAME} is missing")
     try:
         parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{flag} {folder}: {INDEX_NAME} is corrupt: {error}") from error
     missing = [part for part in parts if not (folder / part).is_file()]
     if missing:

@@ -18,6 +18,7 @@ from kvant.checkpoints.files import (
 )
 from kvant.checkpoints.hub import report_gguf_errors, report_loading_errors
 from kvant.platform.devices import AUTO_DTYPE, parse_device, parse_dtype
+from kvant.platform.paths import expand_path
 from kvant.recipes import RAW_WEIGHTS, WeightFormats
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def load_config(name: str | None) -> Any:
 
 def read_config(path: str | PathLike[str]) -> Any:
     """Read a config.json, that of a folder, or that of a GGUF file or a name on the hub."""
-    local = Path(path).expanduser()
+    local = expand_path(path)
     if local.suffix == GGUF_SUFFIX:
         return load_config(str(path))
     file = local / CONFIG_NAME if local.is_dir() else local
@@ -184,7 +185,7 @@ def read_config(path: str | PathLike[str]) -> Any:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: a JSON object is needed, as in {CONFIG_NAME}")

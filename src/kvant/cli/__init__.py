@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Container, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from kvant.platform.terminal import make_table
 
@@ -12,6 +14,19 @@ from kvant.platform.terminal import make_table
 def print_note(line: str) -> None:
     """Print a line to standard error: standard output is for generated text."""
     print(line, file=sys.stderr)
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    """Print a JSON object in one line; infinities and NaN, which JSON lacks, are null."""
+    print(json.dumps(_replace_nonfinite(report), allow_nan=False), flush=True)
+
+
+def _replace_nonfinite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _replace_nonfinite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_nonfinite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_line(line: str) -> None:

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from kvant.cli import options, print_note
+from kvant.cli import options, print_json, print_note
 from kvant.cli.options import (
     EngineOptions,
     ReplyOptions,
     check_readable,
     check_send_options,
-    check_writable,
     expand_options,
     read_text,
 )
 from kvant.cli.session import attach_model, open_prefixes
 from kvant.errors import name_path
 from kvant.platform import c_libraries
+from kvant.platform.paths import check_writable
 from kvant.platform.sizes import format_count
 from kvant.platform.terminal import ProgressBar
 
@@ -75,6 +75,8 @@ def batch(
         open_tiers(store)
     common = {name: getattr(engine_options, name) for name in ("model", "dtype", "max_context")}
     common["kv_cache"] = spec
+    if engine_options.weights is not None:  # files of earlier versions have no such entry
+        common["weights"] = engine_options.weights
     requests = [
         _parse_request(line, number, defaults)
         for number, line in enumerate(read_text(prompts, "PROMPTS").split("\n"), 1)
@@ -115,7 +117,7 @@ def batch(
     if json:
         counts = {"prompts": len(requests), "done_before": num_done, "failed": failed}
         summary = {"out": str(out), "seconds": seconds, "tokens": tokens, "tokens_a_second": speed}
-        print(json_text.dumps(counts | summary | {"engine": stats}))
+        print_json(counts | summary | {"engine": stats})
     elif num_done:
         print_note(f"{num_done} of {len(requests)} were done before")
     if num_missing and not json:
@@ -176,7 +178,7 @@ def _parse_request(line: str, number: int, defaults: Mapping[str, Any]) -> dict[
 
     try:
         entry = json_text.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"line {number} is not JSON: {error}") from None
     if not isinstance(entry, dict) or len([name for name in PROMPT_KEYS if name in entry]) != 1:
         raise ValueError(f'line {number}: an object with either "prompt" or "messages" is needed')

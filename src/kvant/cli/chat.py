@@ -6,7 +6,6 @@ rewinds, forks, saves, loads or resets the conversation.
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvant.cli import options, print_note
+from kvant.cli import options, print_json, print_note
 from kvant.cli.options import (
     SendOptions,
     check_readable,
     check_text,
-    check_writable,
     expand_options,
 )
 from kvant.cli.session import (
@@ -33,8 +31,9 @@ from kvant.cli.session import (
     read_spec,
 )
 from kvant.errors import CacheError
+from kvant.platform.paths import check_writable, expand_path
 from kvant.platform.sizes import format_count, format_size
-from kvant.platform.terminal import ProgressBar, print_error
+from kvant.platform.terminal import ProgressBar, make_printable, print_error
 
 if TYPE_CHECKING:
     from kvant.generation import Session
@@ -63,7 +62,7 @@ def chat(
         if json:
             session = chat_loop.session
             turns = [{"message": turn.message, "reply": turn.reply} for turn in session.turns]
-            print(json_text.dumps({"turns": turns, "cache": session.stats()}), flush=True)
+            print_json({"turns": turns, "cache": session.stats()})
 
 
 @dataclass
@@ -98,7 +97,7 @@ class ChatLoop:
             if command not in COMMANDS:
                 raise ValueError(f"{command} is unknown: {COMMANDS_HELP}")
             print_note(COMMANDS[command](self, argument.strip()))
-        except (CacheError, ValueError, OSError) as error:
+        except (CacheError, ValueError, OSError, MemoryError) as error:
             print_error(str(error))
 
     def _send(self, line: str) -> None:
@@ -112,7 +111,7 @@ class ChatLoop:
                 reply.print_steps(steps, reading, prefix="", quiet=self.quiet)
             except KeyboardInterrupt:
                 print()
-            except CacheError as error:  # the context is full, or the template rejects the message
+            except (CacheError, MemoryError) as error:  # such as a full context
                 print_error(str(error) + "; its images are dropped" * bool(self.images))
                 self.images = []
                 return
@@ -123,13 +122,19 @@ class ChatLoop:
 
 
 def _read_line(interactive: bool) -> str | None:
-    """Read a line, None at the end of input. The prompt goes to stderr: stdout has replies only."""
+    """Read a line, None at the end of input. The prompt goes to stderr: stdout has replies only.
+
+    A line that is not UTF-8, such as half a character left by a backspace, is read as an empty one.
+    """
     if interactive:
         print("> ", end="", file=sys.stderr, flush=True)
     try:
         return check_text(input(), "the message")
     except (EOFError, KeyboardInterrupt, RuntimeError):  # RuntimeError: no standard input
         return None
+    except ValueError as error:
+        print_error(str(error))
+        return ""
 
 
 COMMANDS_HELP = (
@@ -205,7 +210,8 @@ def _load(chat_loop: ChatLoop, argument: str) -> str:
     check_readable(path, "/load")
     chat_loop.session.resume(path)
     chat_loop.images = []
-    turns = [f"> {turn.message}\n{turn.reply}" for turn in chat_loop.session.turns]
+    texts = [f"> {turn.message}\n{turn.reply}" for turn in chat_loop.session.turns]
+    turns = ["\n".join(map(make_printable, text.split("\n"))) for text in texts]
     return "\n".join([*turns, f"{_describe_length(chat_loop.session)} from {path}"])
 
 
@@ -224,7 +230,7 @@ def _parse_number(argument: str, command: str) -> int:
 def _parse_path(argument: str, command: str) -> Path:
     if not argument:
         raise ValueError(f"{command}: the name of a file is needed")
-    return Path(argument).expanduser()
+    return expand_path(argument)
 
 
 COMMANDS: dict[str, Callable[[ChatLoop, str], str]] = {

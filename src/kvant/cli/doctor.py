@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import os
 import platform
 import time
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from kvant.cli import options
+from kvant.cli import options, print_json
 from kvant.platform.devices import describe_processor, list_slow_dtypes
 from kvant.platform.sizes import format_size
 from kvant.platform.terminal import make_table
@@ -23,7 +22,7 @@ from kvant.platform.terminal import make_table
 if TYPE_CHECKING:
     from kvant.contracts import View
 
-EXTRAS = ("server", "ray", "redis", "object", "grammar", "vision", "plot", "otel", "gpu")
+EXTRAS = ("gguf", "server", "ray", "redis", "object", "grammar", "vision", "plot", "otel", "gpu")
 LABEL_WIDTH = 19  # characters; equal in both tables, so that their columns align
 TESTED_FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
 HEADS, TOKENS, DIM = 2, 300, 64  # of the test cache
@@ -45,7 +44,7 @@ def doctor(
     facts["seconds"] = time.perf_counter() - begin
     facts["healthy"] = not _list_failures(facts)
     if json:
-        print(json_text.dumps(facts))
+        print_json(facts)
     else:
         _show_self_test(facts)
     if not facts["healthy"] or (kernels and not facts["compiled"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -100,18 +100,22 @@ def evaluate_formats(
     loaded, tokenizer = model_options.load()
     from kvant.eval import EvaluationSettings, evaluate
     from kvant.hf import attach
+    from kvant.models import max_context
 
     attach(loaded)  # some attention modules read compressed rows only when attached
     chosen = _resolve_autos(loaded, tokenizer, requested, quiet=json)
     specs = {spec: spec for spec in (chosen.get(spec, spec) for spec in requested)}
     sample = sample_options.sample
+    limit = min(sample.context, max_context(loaded) or sample.context)
+    settings = EvaluationSettings(**sample._asdict())
+    settings = replace(settings, context=limit, continued=min(settings.continued, limit // 2))
     report = EvaluationReport(
         loaded,
         {
             "model": model_options.model or "the model inside",
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "tokens": sample.tokens,
-            "context": sample.context,
+            "context": settings.context,
             "prompts": sample.prompts,
             "auto": chosen,
         },
@@ -127,7 +131,7 @@ def evaluate_formats(
                 tokenizer,
                 specs,
                 text=evaluation_text,
-                settings=EvaluationSettings(**sample._asdict()),
+                settings=settings,
                 save=files.save,
                 progress=bar.update,
                 on_format=lambda result: report.add(result, bar),

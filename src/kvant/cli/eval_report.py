@@ -6,7 +6,6 @@ All of it is also made of the formats that are finished when a run is interrupte
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvant.cli import StreamedTable, print_line, print_table
-from kvant.cli.options import check_writable
+from kvant.cli import StreamedTable, print_json, print_line, print_table
 from kvant.errors import name_path
 from kvant.platform.figures import format_kl, format_of_raw, format_top1
+from kvant.platform.paths import check_writable
 from kvant.platform.sizes import format_size
 from kvant.platform.terminal import ProgressBar
 
@@ -94,15 +93,15 @@ class EvaluationReport:
     def finish(self) -> None:
         """Write the files, and print the JSON object or the tables that rows had no room for."""
         results = self.results
-        if results:
-            self._write_files()
         if self._is_json:
             formats = [result.to_json() for result in results]
-            print(json.dumps({**self._facts, "formats": formats}))
+            print_json({**self._facts, "formats": formats})
         elif results:
             self._print_tables()
             if self._is_quick:
                 print_line(self._describe_precision())
+        if results:  # last: a full disk does not lose what was measured
+            self._write_files()
 
     def _describe_raw(self, result: EvaluationResult) -> str:
         from kvant.planner import find_default_context

@@ -7,7 +7,6 @@ need transformers.
 
 from __future__ import annotations
 
-import json as json_text
 from collections import Counter
 from collections.abc import Sequence
 from inspect import getdoc
@@ -18,7 +17,7 @@ from typer import Argument, Option
 
 from kvant import demo
 from kvant.checkpoints import find_gguf, load_config, read_config
-from kvant.cli import options, print_line, print_table
+from kvant.cli import options, print_json, print_line, print_table
 from kvant.platform.sizes import format_size, parse_size
 from kvant.platform.terminal import make_table
 from kvant.recipes import AnySpec, iterate_attention
@@ -69,7 +68,7 @@ def formats(
     """List formats and options, or explain one spec."""
     report = _describe_language() if spec is None else _explain_spec(spec)
     if json:
-        print(json_text.dumps(report))
+        print_json(report)
     elif spec is None:
         _show_language(report)
     else:
@@ -104,7 +103,7 @@ def _explain_spec(spec: str) -> dict[str, Any]:
     check_spec_or_auto(spec)
     if is_auto(spec):
         return {"spec": spec, "words": {AUTO_WORD.word: AUTO_WORD.meaning}, "lengths": []}
-    first, *rest = (word.strip() for word in spec.split(","))
+    _, *rest = (word.strip() for word in spec.split(","))
     main, _, _, runs, options = parse_words(spec)
     words = _explain_format(main)
     words |= {word: _explain_option(word) for word in rest if not word.startswith("layers=")}
@@ -125,7 +124,7 @@ def _explain_spec(spec: str) -> dict[str, Any]:
     return {
         "spec": spec,
         "words": words,
-        "nbytes_per_token": _plan_layer(first, EXAMPLE_LENGTHS[0]).nbytes_per_token,
+        "nbytes_per_token": _plan_layer(main_layer, 0).row_nbytes[0],
         "saves_from": _plan_layer(main_layer, 1).find_saving_length(),
         "layer": EXAMPLE_LAYER_TEXT,
         "lengths": lengths,
@@ -304,7 +303,7 @@ def plan(
         report |= {"budget": limit, "layers": len(layers)}
         report |= {"weights": weights, "weight_nbytes": weight_nbytes or None}
         report |= {"uncounted": raw_plan.uncounted_layers, "notes": notes, "formats": rows}
-        print(json_text.dumps(report))
+        print_json(report)
     else:
         _show_plan(f"{name}: {_describe_layers(layers)}", rows, notes, raw_plan, limit)
 

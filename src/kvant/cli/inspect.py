@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Argument, Option
 
 from kvant.checkpoints import load_config, make_meta_model
-from kvant.cli import options, print_line, print_table
+from kvant.cli import options, print_json, print_line, print_table
 from kvant.platform.sizes import format_count, format_size
+from kvant.platform.terminal import make_printable
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
 from kvant.spec import format_codecs
 
@@ -56,7 +56,7 @@ def inspect(
             {"layers": indices} | {n: v for n, v in line._asdict().items() if v != ""}
             for indices, line in _group_lines(lines)
         ]
-        print(json_text.dumps(report | {"layers": layers}))
+        print_json(report | {"layers": layers})
     else:
         _show_report(report, lines)
 
@@ -238,12 +238,14 @@ def _summarize_metadata(value: Any) -> str:
     """Summarize an entry of a file's metadata: the turns of a conversation, else its start."""
     if isinstance(value, dict) and isinstance(value.get("turns"), list):
         return format_count(len(value["turns"]), "turn")
-    return shorten(str(value), MAX_METADATA_CHARACTERS, placeholder=" ...")
+    return make_printable(shorten(str(value), MAX_METADATA_CHARACTERS, placeholder=" ..."))
 
 
 def _format_value(name: str, value: Any) -> str:
     if name == "nbytes":
         return format_size(value)
     if isinstance(value, dict):  # metadata; --json prints it in full
-        return ", ".join(f"{key} ({_summarize_metadata(entry)})" for key, entry in value.items())
+        return ", ".join(
+            f"{make_printable(key)} ({_summarize_metadata(entry)})" for key, entry in value.items()
+        )
     return "; ".join(value) if isinstance(value, list) else str(value)

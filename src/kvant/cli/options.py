@@ -258,12 +258,6 @@ def check_readable(path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path}: there is no such file")
 
 
-def check_writable(path: Path | None, flag: str) -> None:
-    """Raise an error for an output file that cannot be created, before any work is done."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"{flag} {path}: the name of a file in an existing folder is needed")
-
-
 def read_text(path: Path, flag: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -336,7 +330,12 @@ def _read_model_row_shapes(model: str | None) -> list[RowShape] | None:
     try:
         config = None if file is None else json.loads(file.read_text(encoding="utf-8"))
         layers = None if config is None else layer_shapes(config)
-    except (CacheError, OSError, ValueError):  # loading the model reports the error, or succeeds
+    except (
+        CacheError,
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # loading the model reports the error, or succeeds
         return None
     if layers is None:
         return None

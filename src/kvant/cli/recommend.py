@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_text
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from kvant.cli import StreamedTable, options, print_line
+from kvant.cli import StreamedTable, options, print_json, print_line
 from kvant.cli.options import PackedModelOptions, expand_options
 from kvant.platform.figures import format_kl, format_lost, format_of_raw, format_top1
 from kvant.platform.sizes import format_size, parse_size
@@ -68,7 +67,7 @@ def recommend(
         model, tokenizer, context=context, budget=max_bytes, specs=specs, on_format=show
     )
     if json:
-        print(json_text.dumps(asdict(result) | {"why": result.explain()}))
+        print_json(asdict(result) | {"why": result.explain()})
         return
     print_line("")
     print_line(result.explain())

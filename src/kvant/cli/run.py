@@ -5,19 +5,17 @@ The prompt comes from an option, else from a pipe on standard input, else it is 
 
 from __future__ import annotations
 
-import json as json_text
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from kvant.cli import options, print_note
+from kvant.cli import options, print_json, print_note
 from kvant.cli.options import (
     SendOptions,
     check_text,
     check_transcript,
-    check_writable,
     expand_options,
     read_text,
 )
@@ -27,6 +25,7 @@ from kvant.cli.session import (
     SessionOptions,
     open_prefixes,
 )
+from kvant.platform.paths import check_writable
 from kvant.platform.terminal import ProgressBar
 
 if TYPE_CHECKING:
@@ -71,17 +70,17 @@ def run(
                 session.read(text, progress=bar.update)
         else:
             reply = _generate_reply(session, text, send_options, save, quiet=json)
-        if (path := cache_prompt or save) is not None:
-            session.save(path)
         uses_template = session.transcript.template
         if json:
             spec = cache_name.find_current(session)
             output = {"prompt": text, "chat": uses_template, "text": reply.text, "kv_cache": spec}
             output |= reply.summarize() | {"cache": session.stats()}
-            print(json_text.dumps(output), flush=True)
+            print_json(output)
         elif stats:
             print_note(f"prompt: {MESSAGE if uses_template else TEXT}")
             reply.print_stats(cache_name, session)
+        if (path := cache_prompt or save) is not None:  # last: a full disk does not lose the reply
+            session.save(path)
 
 
 def is_terminal() -> bool:

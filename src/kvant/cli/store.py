@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Exit, Option
 
-from kvant.cli import options, print_line, print_table
+from kvant.cli import options, print_json, print_line, print_table
 from kvant.errors import BlobError, StoreError
+from kvant.platform.paths import expand_path
 from kvant.platform.sizes import format_count, format_size, parse_size
-from kvant.platform.terminal import ProgressBar
+from kvant.platform.terminal import ProgressBar, make_printable
 
 if TYPE_CHECKING:
     from kvant.stores import BlobInfo, FolderStore
@@ -58,7 +58,7 @@ def list_namespaces(
             entry._asdict() | {"last_used": _format_time(entry.last_used)} for entry in entries
         ]
     if json:
-        print(json_text.dumps(report))
+        print_json(report)
         return
     if not entries:
         print_line(f"{folder_store.url}: the store is empty")
@@ -87,7 +87,7 @@ def stats(folder: FolderArgument, json: options.Json = False) -> None:
         "nbytes_free": shutil.disk_usage(folder_store.path).free,
     }
     if json:
-        print(json_text.dumps(report))
+        print_json(report)
         return
     for name, value in report.items():
         cell = format_size(value) if name.startswith("nbytes") else value
@@ -126,7 +126,7 @@ def verify(
         ]
         report = {"store": folder_store.url, "blobs": len(entries), "nbytes": _sum_nbytes(entries)}
         report |= {"damaged": damaged, "dropped": len(damaged) if drop else 0}
-        print(json_text.dumps(report))
+        print_json(report)
     else:
         for entry, reason in corrupt.items():
             print_line(f"{entry.page} {entry.part}: {reason}")
@@ -180,7 +180,7 @@ def prune(
     if json:
         report = {"store": folder_store.url, "blobs": len(evicted), "nbytes": evicted_nbytes}
         report |= {"unfinished": num_unfinished, "nbytes_left": nbytes_left}
-        print(json_text.dumps(report))
+        print_json(report)
         return
     scope = "" if namespace is None else f" of {namespace}"
     print_line(f"deleted: {_format_amount(evicted)}{scope}; {format_size(nbytes_left)} left")
@@ -193,7 +193,7 @@ def _open_folder(folder: str) -> FolderStore:
 
     A store has the folders NAMESPACE/XX, where XX are two hexadecimal digits.
     """
-    path = Path(folder).expanduser()
+    path = expand_path(folder)
     if not path.is_dir():
         problem = "a folder is needed" if "://" in folder or path.exists() else "no such folder"
         raise StoreError(f"{folder.rpartition('@')[2]}: {problem}")  # without a URL's password
@@ -227,7 +227,7 @@ def _find_damage(folder_store: FolderStore, entry: BlobInfo, secret: bytes | Non
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     except (BlobError, StoreError) as error:
-        return _make_printable(str(error))
+        return make_printable(str(error))
     return None
 
 
@@ -250,12 +250,14 @@ def _describe_namespace(
                 break
     return {
         "namespace": name,
-        "model": _make_printable(metadata.get("model")),
-        "spec": _make_printable(metadata.get("spec")),
-        "extensions": _make_printable(metadata.get("extensions")),
+        **{name: _shorten(metadata.get(name)) for name in ("model", "spec", "extensions")},
         **_count_entries(entries),
         "last_used": _format_time(max(entry.last_used for entry in entries)),
     }
+
+
+def _shorten(text: str | None) -> str | None:
+    return None if text is None else make_printable(text)[:1000]
 
 
 def _count_entries(entries: Sequence[BlobInfo]) -> dict[str, int]:
@@ -275,13 +277,6 @@ def _format_amount(entries: Sequence[BlobInfo]) -> str:
 
 def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
-
-
-def _make_printable(text: str | None) -> str | None:
-    """Make text from a blob safe to print: any process may have written it."""
-    if text is None:
-        return None
-    return "".join(character if character.isprintable() else "?" for character in text)[:1000]
 
 
 def _format_cell(name: str, value: Any) -> str:

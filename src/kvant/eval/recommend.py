@@ -28,7 +28,12 @@ from kvant.planner import find_default_context, plan
 from kvant.platform.figures import describe_predictions, describe_recall, format_of_raw
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.probing import Divergence, make_trial
-from kvant.probing.divergence import compare_logits, make_unbounded_spec, read_prompt
+from kvant.probing.divergence import (
+    check_keeps_rows,
+    compare_logits,
+    make_unbounded_spec,
+    read_prompt,
+)
 from kvant.probing.example import Example, find_example
 from kvant.probing.screen import QuickScreen
 from kvant.probing.trials import HARMFUL, HARMLESS, RECALLS_LESS, FormatTrial, SpecEvaluator
@@ -132,6 +137,8 @@ def recommend(
     max_bytes = None if budget is None else as_bytes(budget)
     if specs[:1] != ("raw",):
         raise SpecError(f"specs={specs}: begin with 'raw', which the others are compared with")
+    for spec in specs:
+        check_keeps_rows(text_model, spec)
     comparison = _Comparison.make(text_model, tokenizer, context, max_bytes)
     rows = []
     for spec in specs:

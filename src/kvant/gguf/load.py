@@ -45,7 +45,7 @@ CONFIG_NAMES = {
 }
 # A word in the vocabulary is one token, whether merges lead to it or not, as in Llama 3.
 WHOLE_WORD_PRE_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-WINDOW_KEY = "attention.sliding_window"  # without it there is no window, whatever the default
+WINDOW_KEY = "attention.sliding_window"  # absent or 0: no window, whatever the default
 GEMMA2_27B_LAYERS = 46  # its scores have another scale, which no file states
 log = logging.getLogger("kvant")
 
@@ -64,7 +64,9 @@ def _make_config(header: GGUFHeader) -> Any:
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     for key, name in CONFIG_NAMES.items():  # that transformers reads for some families only
         value = header.get_setting(key)
-        if value is not None or (key == WINDOW_KEY and hasattr(config, name)):
+        if key == WINDOW_KEY and hasattr(config, name):
+            setattr(config, name, value or None)
+        elif value is not None:
             setattr(config, name, value)
     head_dim = _get_head_dim(config)
     if (rotated := header.get_setting("rope.dimension_count")) not in (None, head_dim):
@@ -149,7 +151,6 @@ def load_model(path: Path, dtype: torch.dtype) -> Any:
 
 def _check_sizes(header: GGUFHeader, config: Any) -> None:
     """Compare the sizes that the values state with the tensors, before anything is allocated."""
-    blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     head_dim = _get_head_dim(config)
     query_rows = config.num_attention_heads * head_dim
     key_rows = config.num_key_value_heads * head_dim
@@ -161,8 +162,6 @@ def _check_sizes(header: GGUFHeader, config: Any) -> None:
         ("blk.0.attn_k", 0): key_rows,
         ("blk.0.attn_qkv", 0): query_rows + 2 * key_rows,
     }
-    if config.num_hidden_layers != len(blocks):
-        raise GGUFError(f"its values state {config.num_hidden_layers} layers, it has {len(blocks)}")
     fused = "blk.0.attn_qkv.weight" in header.tensors
     unused = {"blk.0.attn_q", "blk.0.attn_k"} if fused else {"blk.0.attn_qkv"}
     for (name, axis), size in stated.items():

@@ -85,6 +85,11 @@ class ProgressBar:
             print(line, file=sys.stderr, flush=True)
 
 
+def make_printable(text: str) -> str:
+    """Replace control characters of text that anybody may have written, such as a file's."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds: "42 s", "12 min", "3.5 h"."""
     if seconds < 90:

@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvant.errors import SpecError
 from kvant.hf import TransformersCache, cache_for, get_cache_argument, supports_chunked_prefill
 from kvant.hf.model import get_model_layers, make_cache_spec
-from kvant.recipes import AnySpec, CacheSpec, iterate_attention
+from kvant.models import max_context
+from kvant.recipes import AnySpec, CacheSpec, LayerSpec, iterate_attention
 from kvant.retention import KeepAll
 
 Predict = Callable[[Tensor], Tensor]  # reads tokens [1, T], and returns logits [T, vocabulary]
 
 MAX_FORWARD_TOKENS = 512
+MAX_TRIAL_TAIL = 256  # newest rows that a trial reads dense
 MAX_COMPARED_POSITIONS = 64  # compared at once: bounds the float32 copies
 
 
@@ -119,11 +122,31 @@ def make_stored_prefill_spec(model: PreTrainedModel, spec: AnySpec) -> CacheSpec
 def make_unbounded_spec(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
     """Resolve the formats of a spec with all rows kept, without windows and capacities.
 
-    A window of the model's own attention stays.
+    A window of the model's own attention stays. Most rows of a trial are sealed, as those of a long
+    text are: a `start` within the model's context is left out, and a longer tail than
+    `MAX_TRIAL_TAIL` is shortened.
     """
-    return make_stored_prefill_spec(model, spec).map_layers(
-        lambda layer: replace(layer, retention=KeepAll(layer.retention.sinks), capacity=None)
-    )
+    context = max_context(model) or math.inf
+
+    def keep_rows(layer: LayerSpec) -> LayerSpec:
+        tail = None if layer.tail is None else min(layer.tail, MAX_TRIAL_TAIL)
+        start = layer.dense_until if layer.dense_until >= context else 0
+        retention = KeepAll(layer.retention.sinks)
+        return replace(layer, retention=retention, capacity=None, dense_until=start, tail=tail)
+
+    return make_stored_prefill_spec(model, spec).map_layers(keep_rows)
+
+
+def check_keeps_rows(model: PreTrainedModel, spec: AnySpec) -> None:
+    """Refuse a window or a capacity, which `make_unbounded_spec` leaves out."""
+    raw_layers = iterate_attention(*make_stored_prefill_spec(model, "raw").layers)
+    layers = iterate_attention(*make_stored_prefill_spec(model, spec).layers)
+    for layer, raw_layer in zip(layers, raw_layers, strict=True):
+        if layer.retention.window != raw_layer.retention.window or layer.capacity is not None:
+            raise SpecError(
+                f"spec {spec!r}: formats are compared with all rows kept: leave out window=, "
+                "retain= and capacity="
+            )
 
 
 def make_format_spec(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:

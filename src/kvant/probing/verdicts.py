@@ -162,7 +162,7 @@ def _make_verdict(
     return Verdict(harmless, divergence.mean_kl * share, top1, num_read, total)
 
 
-KEY_VERSION = "kvant verdict 4"  # change it if trials give other results or texts
+KEY_VERSION = "kvant verdict 5"  # change it if trials give other results or texts
 MAX_FILES = 256
 NUM_SLICES, SLICE_NBYTES = 256, 4096  # the slices of a large weight that are hashed
 

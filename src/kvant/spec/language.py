@@ -117,9 +117,11 @@ def parse(text: str, num_layers: int) -> CacheSpec:
 
 
 def parse_main_layer(text: str) -> LayerSpec:
-    """Parse the recipe of the layers that neither `edge` nor `layers` names."""
+    """Parse the recipe of most layers: of those that neither `edge` nor `layers` names, and that
+    `select` does not leave out.
+    """
     words = parse_words(text)
-    return make_recipe(words.main, words.options, 0)
+    return make_recipe(words.main, words.options, MAX_LAYERS - 1)
 
 
 class ParsedWords(NamedTuple):

@@ -29,6 +29,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from kvant.errors import BlobError, StoreError
+from kvant.platform.paths import expand_path
 from kvant.platform.sizes import format_size
 from kvant.stores.contract import (
     HEAD,
@@ -69,7 +70,10 @@ class FolderStore:
         self, path: str | os.PathLike[str], max_bytes: int | None = None, min_free: int = 1 << 30
     ) -> None:
         """Bound the blobs to `max_bytes`, and leave `min_free` bytes of the disk free."""
-        self.path = Path(path).expanduser().absolute()
+        try:
+            self.path = expand_path(path).absolute()
+        except ValueError as error:
+            raise StoreError(str(error)) from error
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is a file, a folder is needed")
         self._folders = PageFolders(self.path)

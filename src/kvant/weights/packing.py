@@ -145,7 +145,7 @@ def pack(
         for group in holders:
             name, weight = group[0].name, group[0].weight
             expected = linear(x, weight) if (x := inputs.get(name)) is not None else None
-            packed = _pack_group(group, _find_format(formats, name), memory_counts)
+            packed = _pack_group(group, _find_format(formats, group), memory_counts)
             if isinstance(packed, PackedWeight):
                 matrix, error = packed.matrix, None
                 if x is not None and expected is not None and packed.is_rounded:
@@ -170,7 +170,7 @@ def count_weight_nbytes(model: nn.Module, weights: WeightFormats = RAW_WEIGHTS) 
     memory_counts = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
     nbytes = {id(tensor): tensor.nbytes for tensor in _iterate_tensors(model)}
     for group in holders:
-        weight, format_name = group[0].weight, _find_format(formats, group[0].name)
+        weight, format_name = group[0].weight, _find_format(formats, group)
         if isinstance(weight, PackedWeight):
             nbytes[id(weight)] = weight.matrix.nbytes
         elif (
@@ -239,8 +239,12 @@ def _parse_formats(weights: Any) -> Mapping[str, str]:
     if isinstance(weights, Mapping):
         formats = dict(weights)
     elif isinstance(weights, str) and "=" in weights:
-        pairs = (word.partition("=") for word in weights.split(","))
-        formats = {pattern.strip(): name.strip() for pattern, _, name in pairs}
+        formats = {}
+        for word in weights.split(","):
+            pattern, _, name = (part.strip() for part in word.partition("="))
+            if pattern in formats:
+                raise ValueError(f"weights={weights!r}: {pattern!r} has two formats: give one")
+            formats[pattern] = name
     for pattern, name in formats.items():
         if name != RAW_WEIGHTS and name not in WEIGHT_CODECS:
             place = "" if pattern == "*" else f" for {pattern!r}"
@@ -264,15 +268,11 @@ def _check_rounded(formats: Mapping[str, str], holders: Iterable[Holders]) -> No
         name, weight = group[0].name, group[0].weight
         if not isinstance(weight, PackedWeight) or not weight.is_rounded:
             continue
-        if (wanted := _find_format(formats, name)) not in (RAW_WEIGHTS, weight.matrix.format):
+        if (wanted := _find_format(formats, group)) not in (RAW_WEIGHTS, weight.matrix.format):
             raise ValueError(
                 f"weights: {name} is rounded to {weight.matrix.format}, not to {wanted}: load the "
                 "model again to round it otherwise"
             )
-
-
-def _find_format(formats: Mapping[str, str], name: str) -> str:
-    return next((f for pattern, f in formats.items() if fnmatchcase(name, pattern)), RAW_WEIGHTS)
 
 
 class Holder(NamedTuple):
@@ -296,6 +296,14 @@ class Holder(NamedTuple):
 
 
 Holders = list[Holder]  # those that share a parameter
+
+
+def _find_format(formats: Mapping[str, str], group: Holders) -> str:
+    """Return the format of the first pattern that matches one of the layers."""
+    for pattern, name in formats.items():
+        if any(fnmatchcase(holder.name, pattern) for holder in group):
+            return name
+    return RAW_WEIGHTS
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -185,6 +185,12 @@ class CacheSpec:
         return self._map(LayerSpec, function)
 
     @property
+    def has_window(self) -> bool:
+        """Whether a layer drops rows, so that no rewind beyond its slack is possible."""
+        layers = iterate_attention(*self.layers)
+        return any(layer.retention.window is not None for layer in layers)
+
+    @property
     def prunes(self) -> bool:
         """Whether a layer prunes rows after a prompt."""
         return any(layer.prune is not None for layer in iterate_attention(*self.layers))

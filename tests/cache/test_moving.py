@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -235,3 +236,15 @@ def test_move_keeps_the_counters() -> None:
     cache.move("cpu")
     assert cache.stats() == stats
     assert cache.holder.num_changes >= changes
+
+
+def test_move_frees_the_old_tensors() -> None:
+    """Regression: the last forward kept them until the next one."""
+    cache, rows = Cache(2, "affine8"), torch.randn(1, 2, 100, 32)
+    for layer in cache:
+        layer.append(rows, rows)
+    old = [weakref.ref(layer.storage.sides["keys"].open) for layer in cache]
+    cache[0].move(torch.device("meta"))
+    assert old[0]() is None and old[1]() is not None
+    cache.move("meta")
+    assert old[1]() is None

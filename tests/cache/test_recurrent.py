@@ -4,11 +4,22 @@ checkpoints.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from cache.tagged import LayerCache, assert_same
-from kvant import Cache, CacheSpec, RecurrentSpec, RewindError, SnapshotMismatch
+from kvant import (
+    Cache,
+    CacheSpec,
+    RecurrentSpec,
+    RewindError,
+    SnapshotMismatch,
+    load,
+    parse,
+    save,
+)
 from kvant.contracts import Snapshot
 
 
@@ -122,7 +133,7 @@ def test_a_second_checkpoint_at_one_length_changes_nothing() -> None:
 def test_a_state_of_other_shapes_is_refused(state: dict) -> None:
     layer = make_grown_layer(2, length=3)
     before = layer.snapshot()
-    with pytest.raises(ValueError, match="for a layer of"):
+    with pytest.raises(ValueError, match=r"for a layer of|of one batch"):
         layer.append(1, state)
     assert_same(before, layer.snapshot())
 
@@ -258,3 +269,46 @@ def test_snapshot_of_zero_or_several_sequences_is_refused(
     tensors = {f"now.s{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}
     with pytest.raises(SnapshotMismatch, match="sequences"):
         LayerCache(RecurrentSpec()).restore(Snapshot(tensors, {"now": 3}))
+
+
+def test_moved_states_share_memory_with_their_checkpoint(tmp_path: Path) -> None:
+    """Regression: a move to the same device doubled the bytes, and `save` failed."""
+    cache = Cache(spec=CacheSpec((RecurrentSpec(),)))
+    cache[0].append(3, make_state(3))
+    cache.checkpoint()
+    nbytes = cache.nbytes
+    cache.move("cpu")
+    assert cache.nbytes == nbytes
+    cache.select([1, 0])
+    assert cache.nbytes == nbytes
+    save(cache, tmp_path / "a.kv")
+    assert_same(load(tmp_path / "a.kv").snapshot(), cache.snapshot())
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"conv/x": torch.ones(2, 3)}, "names without / are needed"),
+        ({"": torch.ones(2, 3)}, "names without / are needed"),
+        ({"x": torch.ones(0, 3)}, "of one batch"),
+        ({"x": torch.ones(2, 3), "y": torch.ones(3, 3)}, "of one batch"),
+    ],
+)
+def test_a_state_that_no_file_could_hold_is_refused(
+    state: dict[str, torch.Tensor], message: str
+) -> None:
+    layer = LayerCache(RecurrentSpec())
+    with pytest.raises(ValueError, match=message):
+        layer.append(1, state)
+    assert layer.length == 0
+
+
+def test_rows_of_another_batch_than_a_state_are_refused() -> None:
+    """Regression: only the other order was, and the file could not be loaded."""
+    cache = Cache(spec=CacheSpec((RecurrentSpec(), *parse("raw", 1).layers)))
+    rows = torch.randn(3, 2, 5, 16)
+    cache[0].append(5, {"x": torch.ones(2, 3)})
+    with pytest.raises(ValueError, match="3 sequences, where another layer of this forward has 2"):
+        cache[1].append(rows, rows)
+    cache[1].append(rows[:2], rows[:2])
+    assert cache.length == 5 and cache.batch == 2

@@ -60,3 +60,19 @@ def test_padding_is_forgotten_with_all_tokens() -> None:
     cache.rewind_each([0] * 2)
     model(torch.tensor([[5, 6], [7, 8]]), past_key_values=cache)
     assert cache.lengths == [2, 2]
+
+
+def test_later_rewind_leaves_no_padding_to_a_sequence_rewound_alone() -> None:
+    """Regression: its next tokens were swallowed as padding."""
+    cache, keys = Cache(1), torch.randn(2, 2, 10, 16)
+    cache[0].append(keys, keys, start=[3, 0])
+    cache.rewind_each(torch.tensor([2, 10]))
+    cache.rewind(4)
+    assert cache.lengths == [0, 4]
+    cache[0].append(keys[:, :, :2], keys[:, :, :2])
+    assert cache.lengths == [2, 6]
+    padded = Cache(1)
+    padded[0].append(keys, keys, start=[3, 0])
+    padded.rewind(2)  # within the padding, whose last column follows
+    padded[0].append(keys[:, :, :2], keys[:, :, :2])
+    assert padded.lengths == [1, 4]

@@ -108,5 +108,5 @@ def test_layers_of_one_forward_have_the_same_sequences() -> None:
         cache[1].append(*torch.randn(2, 3, 1, 3, 16))
     mixed = make_cache("raw", RecurrentSpec())
     mixed[0].append(*torch.randn(2, 2, 1, 3, 16))
-    with pytest.raises(ValueError, match="a state of 5 sequences"):
+    with pytest.raises(ValueError, match="5 sequences, where another layer of this forward has 2"):
         mixed[1].append(3, {"s": torch.zeros(5, 1)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -416,3 +417,37 @@ def test_shared_layers_follow_every_operation(verb: str) -> None:
         logits = model(ids[:, length:], past_key_values=cache).logits
     assert (logits - expected[:, length:]).abs().max() < 1e-4 * expected.std()
     assert len(list(cache.states)) == model.config.get_text_config().num_hidden_layers // 2
+
+
+@pytest.mark.parametrize("slack", [32.5, 2**62, "64"])
+def test_impossible_slack_is_refused_and_changes_nothing(slack: Any) -> None:
+    """Regression: later appends or saves failed."""
+    cache = make_cache(20, "affine8")
+    spec = cache.spec
+    with pytest.raises((TypeError, kvant.SpecError)):
+        cache.ensure_slack(slack)
+    assert cache.spec == spec and cache.context.slack == 0
+    cache.ensure_slack(torch.tensor(64))
+    forward(cache, 3)
+    assert cache.length == 23
+
+
+def test_caches_of_different_slack_are_merged() -> None:
+    """Regression: one of them was used for speculation; the advice to recode it did not help."""
+    plain, speculating = make_cache(20, "affine8"), make_cache(150, "affine8")
+    speculating.activate_past_recording()
+    for pair in ((plain, speculating), (speculating, plain)):
+        merged = kvant.merge(pair)
+        assert merged.lengths == [cache.length for cache in pair]
+        assert merged.context.slack == speculating.context.slack == 64
+    with pytest.raises(ValueError, match=r"call ensure_slack\(64\) of each"):
+        plain.states.merge_with([speculating.states])
+
+
+def test_keys_of_a_loaded_cache_are_read(tmp_path: Path) -> None:
+    cache = make_cache(20, "affine8")
+    kvant.save(cache, tmp_path / "a.kv")
+    loaded = kvant.load(tmp_path / "a.kv", build("llama"))
+    for side in ("keys", "values"):
+        rows = getattr(loaded.layers[1], side)
+        assert torch.equal(rows + 0, getattr(cache.layers[1], side) + 0)

@@ -247,3 +247,18 @@ def test_recode_to_another_format_keeps_pruning() -> None:
 def test_prune_and_budget_cannot_be_combined() -> None:
     with pytest.raises(ValueError, match="a budget and a prune"):
         kvant.Session(build("llama"), Numbers(), SPEC, strategy="adaptive", budget="1MiB")
+
+
+def test_prompts_after_speculation_are_pruned_again() -> None:
+    """Regression: every later chunk counted as a draft, and the prompt of drafts took slack."""
+    model, rows = build("llama"), list[int]()
+    for options in ({"prompt_lookup_num_tokens": 3}, {}):
+        cache = kvant.cache_for(model, "raw,prune=snapkv:25%")
+        ids = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(0))
+        arguments = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+        first = model.generate(ids, past_key_values=cache, **arguments, **options)
+        assert cache.states.spec.layers[0].slack <= 64
+        later = torch.cat([first, ids.flip(1)], 1)
+        model.generate(later, past_key_values=cache, **arguments)
+        rows.append(cache.num_rows)
+    assert rows[0] < 100 and abs(rows[0] - rows[1]) < 10

@@ -286,3 +286,17 @@ def test_refused_restore_changes_nothing() -> None:
         cache.restore(bad)
     expected = forward_logits("falcon_h1", model, fork, make_tokens(1, seed=1))
     assert torch.equal(forward_logits("falcon_h1", model, cache, make_tokens(1, seed=1)), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "mamba", "falcon_h1"])
+def test_states_of_16_bits_are_loaded_in_their_dtype(name: str, tmp_path: Path) -> None:
+    """Regression: a chunk after them met states of float32."""
+    model = copy.deepcopy(build(name)).bfloat16()
+    cache = kvant.cache_for(model, "raw")
+    forward_logits(name, model, cache, make_tokens(11))
+    kvant.save(cache, tmp_path / "a.kv")
+    loaded = kvant.load(tmp_path / "a.kv", model)
+    for token in (1, 2):
+        ids = make_tokens(5, seed=token)
+        expected = forward_logits(name, model, cache, ids)
+        assert torch.equal(forward_logits(name, model, loaded, ids), expected)

@@ -53,7 +53,7 @@ def attend(
 
     An explicit `mask` tensor (booleans, True = visible, or floats to add to the scores) replaces
     the view's mask. Its last column is the newest token; columns before its first one, and evicted
-    rows, are masked. No gradients are recorded.
+    rows, are masked. A `softcap` of 0 is none. No gradients are recorded.
 
     >>> keys, values = torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64)
     >>> view = kvant.Cache(1, "affine8")[0].append(keys, values)
@@ -63,6 +63,7 @@ def attend(
     if get_transform() is not None:
         raise make_transform_error("attend")
     _check_queries(q, view, mask, sink_logits)
+    softcap = softcap or None
     if view.query_listener is not None:
         factor = q.shape[3] ** -0.5 if scale is None else scale
         effective_mask = view.mask if mask is None else mask

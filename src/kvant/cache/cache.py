@@ -36,6 +36,7 @@ from kvant.platform.figures import format_of_raw
 from kvant.platform.sizes import format_size
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 from kvant.spec import as_spec, check_fitted, describe_spec, refuse_second_pass
+from kvant.spec.language import check_spec
 
 ALL_SEQUENCES = slice(None)
 
@@ -266,20 +267,20 @@ class Cache(UsageHints):
     @contextmanager
     def prompt_mode(self) -> Iterator[None]:
         """Treat appended tokens as a prompt, even single ones: they do not prune."""
-        self.holder.in_prompt = True
+        previous, self.holder.in_prompt = self.holder.in_prompt, True
         try:
             yield
         finally:
-            self.holder.in_prompt = False
+            self.holder.in_prompt = previous
 
     @contextmanager
     def speculation_mode(self) -> Iterator[None]:
         """Treat chunks as drafts: tokens read the rows that they would read one at a time."""
-        self.holder.in_speculation = True
+        previous, self.holder.in_speculation = self.holder.in_speculation, True
         try:
             yield
         finally:
-            self.holder.in_speculation = False
+            self.holder.in_speculation = previous
 
     @contextmanager
     def record_attention(self, row_attention: RowAttention) -> Iterator[None]:
@@ -352,6 +353,7 @@ class Cache(UsageHints):
         """Shorten each sequence to its own length."""
         self.rollback()
         holder, current = self.holder, self.lengths
+        lengths = [operator.index(length) for length in lengths]
         if len(lengths) != len(current):
             raise ValueError(
                 f"{len(lengths)} lengths for {len(current)} sequences: one for each is needed"
@@ -450,9 +452,10 @@ class Cache(UsageHints):
 
     def ensure_slack(self, slack: int) -> None:
         """Make rewinds of up to `slack` tokens exact from now on."""
-        spec = self.spec.with_slack(slack)
+        spec = self.spec.with_slack(operator.index(slack))
         if spec == self.spec:
             return
+        check_spec(spec)
         self.rollback()
         state, layout = self.state, self.state.layout.replace_spec(spec)
         groups = {replace(group, per_head_layer=None) for group in state.layout.layer_groups}
@@ -512,7 +515,7 @@ class Cache(UsageHints):
         """
         if self.length:
             return _merge_into(self, [self, *others])
-        return _merge_into(self, others, first_number=1)
+        return _merge_into(self, [*others], first_number=1)
 
     def import_sequence(self, other: Cache) -> Cache:
         """Return a copy of `other` in the pools of this cache, to share their common prefix.
@@ -618,15 +621,19 @@ def _merge_into(
     first_number: int = 0,
 ) -> Cache:
     """Merge `caches` in the pools of `target`; errors count them from `first_number`."""
+    if not caches:
+        raise ValueError("merge of no caches: one or more are needed")
     for number, cache in enumerate(caches, first_number):
         if not isinstance(cache, Cache):
             raise TypeError(f"cache {number} is a {type(cache).__name__}, cache 0 is not")
         cache.rollback()
         if cache.spec != target.spec:
-            raise ValueError(
-                f"cache {number} is {describe_spec(cache.spec)}, cache 0 "
-                f"{describe_spec(target.spec)}: recode it"
-            )
+            texts = [describe_spec(each.spec) for each in (cache, target)]
+            way_out = "recode it"
+            if texts[0] == texts[1]:
+                slack = max(layer.slack for layer in iterate_attention(*cache.spec.layers))
+                way_out = f"call ensure_slack({slack}) of each, or make both by one spec"
+            raise ValueError(f"cache {number} is {texts[0]}, cache 0 {texts[1]}: {way_out}")
         if not cache.length:
             raise ValueError(f"cache {number} has no tokens: merge caches with tokens")
         _check_padding_ended(cache.state.page_tables)

@@ -74,6 +74,8 @@ class Forward:
             ):
                 plan = self.plans[group] = advance_steadily(page_table)
         if plan is None:
+            if self.histories:
+                self.check_batch(batch)
             padding = None if start is None else checks.parse_padding(start, batch)
             base_table = self._get_base_table(group, batch, count, padding, tables_per_sequence)
             pools = state.pools[group]
@@ -86,6 +88,15 @@ class Forward:
         if start is not None or plan.num_new != count or plan.old_table.batch != batch:
             checks.check_same_forward(plan, batch, count, start)
         return plan
+
+    def check_batch(self, batch: int) -> None:
+        """Refuse rows or a state of another batch than that of a layer before; 0: no state."""
+        batches = {plan.old_table.batch for plan in self.plans.values()}
+        batches |= {history.batch for history in self.histories.values()} - {0}
+        if batch and batches - {batch}:
+            raise ValueError(
+                f"{batch} sequences, where another layer of this forward has {min(batches)}"
+            )
 
     def plan_tokens(self, count: int, *, seals: bool) -> list[AppendPlan]:
         """Return one plan per group for `count` more tokens of every sequence.

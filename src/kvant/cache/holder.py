@@ -212,7 +212,8 @@ class StateHolder:
             )
         if len(self.state.retired_slots) > len(old.retired_slots):
             self.compact()
-        forward.state = self.state  # so that it keeps no old tensors
+        # So that it keeps no old tensors.
+        forward.state, forward.storages, forward.histories = self.state, {}, {}
 
     def rollback(self) -> None:
         """Roll back the last forward if it is incomplete; else move its queries to the state."""
@@ -286,6 +287,8 @@ class StateHolder:
         """Replace parts of the state that hold no slots."""
         self.num_changes += 1
         self.state = replace(self.state, **changes)
+        if self.forward is not None:  # it keeps no old tensors
+            self.forward.state = self.state
 
     @property
     def query_nbytes(self) -> int:

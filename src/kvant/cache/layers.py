@@ -340,6 +340,8 @@ class PagedLayer:
             if (storage := holder.state.storages.get(index)) is not None:
                 storages = {**holder.state.storages, index: storage.copy_to_device(device)}
                 holder.state = replace(holder.state, storages=storages)
+                if holder.forward is not None:  # it keeps no old tensors
+                    holder.forward.state = holder.state
 
     def _reads_new_rows_dense(self, prefill: Prefill | None) -> bool:
         """Return whether the tokens of a chunk read the rows of that chunk dense."""

@@ -101,7 +101,14 @@ class StateHistory:
         return self._map_tensors(lambda tensor: tensor.to(device))
 
     def _map_tensors(self, convert: Callable[[Tensor], Tensor]) -> StateHistory:
-        current, *checkpoints = (state.map_tensors(convert) for state in self.states)
+        """Return the history with `convert` applied; states that share tensors still do."""
+        converted: dict[int, Fields] = {}
+        for state in self.states:
+            if id(state.tensors) not in converted:
+                converted[id(state.tensors)] = state.map_tensors(convert).tensors
+        current, *checkpoints = (
+            RecurrentState(state.length, converted[id(state.tensors)]) for state in self.states
+        )
         return StateHistory(current, tuple(checkpoints))
 
 

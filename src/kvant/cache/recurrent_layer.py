@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
-from kvant.cache.forward import Forward
 from kvant.cache.holder import StateHolder
 from kvant.cache.layout import RecurrentLeaf
 from kvant.cache.recurrent import (
@@ -68,12 +68,12 @@ class RecurrentLayer(RecurrentBase):
         """Store a copy of the state after `count` more tokens."""
         if is_transforming():
             raise make_transform_error("append")
-        _check_append(count, state)
+        count = _check_append(count, state)
         leaf, holder = self.leaf, self.holder
         with holder.lock:
             forward = holder.begin_append(leaf.index, count)
             self._check_shapes(state)
-            _check_batch(forward, state)
+            forward.check_batch(next((tensor.shape[0] for tensor in state.values()), 0))
             tensors = {name: copy_in_stored_dtype(tensor) for name, tensor in state.items()}
             history = self.history
             current = RecurrentState(history.current.length + count, tensors)
@@ -87,19 +87,14 @@ class RecurrentLayer(RecurrentBase):
             raise ValueError(f"state {get_shapes(tensors)} for a layer of {old}")
 
 
-def _check_batch(forward: Forward, tensors: Fields) -> None:
-    """Refuse a state whose batch differs from that of the open forward."""
-    batch = next((tensor.shape[0] for tensor in tensors.values()), 0)
-    for plan in forward.plans.values():
-        if batch and plan.old_table.batch != batch:
-            raise ValueError(
-                f"a state of {batch} sequences, where another layer of this forward got rows "
-                f"of {plan.old_table.batch}"
-            )
-
-
-def _check_append(count: int, tensors: Fields) -> None:
+def _check_append(count: int, tensors: Fields) -> int:
+    """Return the number of tokens; refuse a state that a file could not hold."""
+    count = operator.index(count)
     if count < 0:
         raise ValueError(f"append of {count} tokens: 0 or more")
-    if any(tensor.ndim == 0 for tensor in tensors.values()):
-        raise ValueError(f"state {get_shapes(tensors)}: [batch, ...] is needed")
+    if any("/" in name or not name for name in tensors):
+        raise ValueError(f"state {list(tensors)}: names without / are needed")
+    batches = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors.values()}
+    if len(batches) > 1 or 0 in batches:
+        raise ValueError(f"state {get_shapes(tensors)}: [batch, ...] is needed, of one batch")
+    return count

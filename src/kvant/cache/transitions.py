@@ -48,11 +48,13 @@ class Transition(NamedTuple):
 def compute_rewound_lengths(page_table: PageTable, to: int) -> Ints:
     """Return the `lengths` of a table once the longest sequence has `to` tokens, padding included.
 
-    A negative length counts padding columns that are still to be appended.
+    A negative length counts padding columns that are still to be appended. A sequence that ends
+    before the newest column, which it was rewound to alone, has none of these: its next tokens
+    follow the rows that are left.
     """
-    lengths: Ints = np.maximum(
-        page_table.lengths - (page_table.num_columns - to), -page_table.padding
-    )
+    ends_last = page_table.lengths + page_table.padding == page_table.num_columns
+    shortest = np.where(ends_last, -page_table.padding, 0)
+    lengths: Ints = np.maximum(page_table.lengths - (page_table.num_columns - to), shortest)
     return lengths
 
 

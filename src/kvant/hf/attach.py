@@ -300,3 +300,5 @@ def _prepare_cache(
     getattr(type(self), PREPARE_CACHE_METHOD)(
         self, generation_config, model_kwargs, *args, **kwargs
     )
+    if generation_config.is_assistant and cache is not None:  # passed on from an earlier call
+        cache.activate_past_recording()

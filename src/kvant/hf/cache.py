@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -136,8 +137,9 @@ class TransformersCache(HFCache):
             if self._use_cache_check is not None:
                 self._use_cache_check.check(count, is_draft=is_speculating)
             if is_speculating:
-                self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
                 is_draft = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
+                if is_draft or self.spec.has_window:  # a prompt may end with drafts
+                    self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
                 self.states.holder.external_speculation = is_draft
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
@@ -181,10 +183,7 @@ class TransformersCache(HFCache):
 
     @property
     def has_shapes(self) -> bool:
-        """Whether all layers have tensors, so that a file or a store can be checked against them.
-
-        True after the first forward, and also after a reset.
-        """
+        """Whether all layers have tensors, which files and stores are checked against."""
         state = self.states.state
         has_rows = all(leaf.index in state.storages for leaf in state.layout.attention)
         return has_rows and all(state.has_shapes for state in self._recurrent_progress.recurrences)
@@ -275,7 +274,11 @@ class TransformersCache(HFCache):
     def merge_with(self, others: Sequence[Any]) -> TransformersCache:
         """Return one cache with the sequences of this cache and of `others`, of the same model."""
         self._check_same_model(others)
-        return self.wrap_states(self.states.merge_with([cache.states for cache in others]))
+        slack = max(cache.context.slack for cache in (self, *others))
+        states, *other_states = (cache.context.copy_states(slack) for cache in (self, *others))
+        merged = self.wrap_states(states.merge_with(other_states))
+        merged.context.slack = slack
+        return merged
 
     def import_sequence(self, other: TransformersCache) -> TransformersCache:
         """Return a copy of `other` in the pools of this cache.
@@ -358,10 +361,7 @@ class TransformersCache(HFCache):
         self._run_rewind(partial(self.states.rewind_each, lengths))
 
     def prune(self, row_attention: RowAttention | None = None) -> int:
-        """Prune the rows of a prompt now, and return the mean number of dropped rows per head.
-
-        The first token after a prompt prunes automatically. `row_attention` is as in `Cache.prune`.
-        """
+        """Prune the rows of a prompt now, as `Cache.prune` does."""
         num_dropped = self.states.prune(row_attention)
         if num_dropped:
             self._invalidate_pending()
@@ -369,7 +369,7 @@ class TransformersCache(HFCache):
 
     def ensure_slack(self, slack: int) -> None:
         """Make rewinds of up to `slack` tokens exact from now on."""
-        if slack > self.context.slack:
+        if operator.index(slack) > self.context.slack:
             self._invalidate_pending()
             self.states.ensure_slack(slack)
             self.context.slack = slack
@@ -429,6 +429,7 @@ class TransformersCache(HFCache):
         `generate` sets this attribute to True on a cache that the user passes.
         """
         self._use_cache_check = UseCacheCheck() if value else None
+        self.context.end_speculation()  # speculation of this call starts later
         if value and self._recurrent_progress.recurrences and self.states.length:
             self.states.checkpoint()
 
@@ -442,8 +443,8 @@ class TransformersCache(HFCache):
         rewind()
         if had_tokens and not self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
-        # After a rewind to within left padding, the cache expects the rest of this padding. Forget
-        # it: the next mask gives the padding. Keep it for sinks, whose positions depend on it.
+        # After a rewind to within left padding, the cache expects the rest of it. Forget that: the
+        # next mask gives the padding. Keep it for sinks, whose positions depend on it.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = drop_pending_padding(holder.state)
@@ -481,6 +482,7 @@ class TransformersCache(HFCache):
         for layer in self._list_attention_layers():
             layer.clear_initialization()
         self.context.first_forward_done, self.context.padding = False, None
+        self.context.end_speculation()
 
     def _select_sequences(self, indices: Any) -> None:
         """Select sequences of the batch, and their padding."""

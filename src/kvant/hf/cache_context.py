@@ -75,6 +75,18 @@ class CacheContext:
         """Counters that grow whenever tensors may have moved to other addresses."""
         return self.states.holder.num_changes, self.num_moves
 
+    def end_speculation(self) -> None:
+        """Treat later chunks as prompts again."""
+        self.record_past = self.states.holder.external_speculation = False
+
+    def copy_states(self, slack: int) -> Cache:
+        """Return `states`, or a fork of them that rewinds up to `slack` tokens exactly."""
+        if self.slack >= slack:
+            return self.states
+        fork = self.states.fork()
+        fork.ensure_slack(slack)
+        return fork
+
     def compute_start(self, batch: int) -> tuple[int, ...] | None:
         """Return the padding of each sequence in a batch; beams of a prompt share its padding."""
         if self.padding is None:

@@ -267,7 +267,10 @@ class AttentionLayer(CacheLayerMixin):
             return torch.empty(0, dtype=self.dtype, device=self.device)
         pending = None if self._pending_ref is None else self._pending_ref()
         if pending is None:
-            pending = self._make_pending(self.paged_layer.view(), 1, stored_prefill=False)
+            view = self.paged_layer.view()
+            if not self.is_initialized:  # the rows come from a file
+                self.lazy_initialization(view.keys.open, view.keys.open)
+            pending = self._make_pending(view, 1, stored_prefill=False)
         return make_handles(pending, self.dtype, self.device)[side]
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -141,7 +142,11 @@ class Recurrence(RecurrentBase):
             shapes = {name: (x.dtype, tuple(x.shape[1:])) for name, x in state.tensors.items()}
             if expected and shapes and shapes != expected:
                 raise SnapshotMismatch(f"states {shapes}, but the model has {expected}")
-        return history
+        # A layer without tensors takes these as they are: in the dtype of the model's.
+        dtypes = {name: tensor.dtype for name, tensor in snapshot.tensors.items()}
+        tensors = history.current.tensors
+        current = {name: tensor.to(dtypes[f"now.{name}"]) for name, tensor in tensors.items()}
+        return replace(history, current=RecurrentState(history.current.length, current))
 
     @property
     def has_shapes(self) -> bool:

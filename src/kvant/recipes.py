@@ -186,7 +186,7 @@ class CacheSpec:
 
     @property
     def has_window(self) -> bool:
-        """Whether a layer drops rows, so that no rewind beyond its slack is possible."""
+        """Whether a layer drops the rows before a window: a rewind reaches `slack` tokens then."""
         layers = iterate_attention(*self.layers)
         return any(layer.retention.window is not None for layer in layers)
 

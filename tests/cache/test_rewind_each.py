@@ -71,6 +71,11 @@ def test_later_rewind_leaves_no_padding_to_a_sequence_rewound_alone() -> None:
     assert cache.lengths == [0, 4]
     cache[0].append(keys[:, :, :2], keys[:, :, :2])
     assert cache.lengths == [2, 6]
+    cache.rewind_each([0, 6])
+    for to in (4, 3, 2):  # also where its old padding would end at the newest column
+        cache.rewind(to)
+    cache[0].append(keys[:, :, :1], keys[:, :, :1])
+    assert cache.lengths == [1, 3]
     padded = Cache(1)
     padded[0].append(keys, keys, start=[3, 0])
     padded.rewind(2)  # within the padding, whose last column follows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,17 @@ def test_user_error_is_one_line_and_the_chat_continues(line: str, message: str, 
     code, out, error = call(*WORDS, typed=f"import os\n{line}\ndef f\n")
     assert (code, out, error.count("\n")) == (0, plain, 1)
     assert error.startswith("error: ") and message in error
+
+
+@pytest.mark.parametrize("content", [b"import os\nhalf \xe4\nimport os\n", b"half \xe4"])
+def test_a_bad_byte_is_an_error_of_its_line(content: bytes) -> None:
+    """With a standard input that refuses bad bytes, and at its end."""
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    result = subprocess.run(
+        [KVANT, *WORDS], input=content, capture_output=True, env=environment, check=True
+    )
+    assert result.stderr.decode().count("the message is not UTF-8 text") == 1
+    assert result.stdout.count(b".path") >= content.count(b"import os")
 
 
 def test_a_message_that_the_template_refuses_is_dropped(call: Any, tmp_path: Path) -> None:

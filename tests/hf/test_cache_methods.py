@@ -440,7 +440,7 @@ def test_caches_of_different_slack_are_merged() -> None:
         merged = kvant.merge(pair)
         assert merged.lengths == [cache.length for cache in pair]
         assert merged.context.slack == speculating.context.slack == 64
-    with pytest.raises(ValueError, match=r"call ensure_slack\(64\) of each"):
+    with pytest.raises(ValueError, match=r"or call ensure_slack\(64\) of each"):
         plain.states.merge_with([speculating.states])
 
 

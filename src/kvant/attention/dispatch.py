@@ -53,7 +53,7 @@ def attend(
 
     An explicit `mask` tensor (booleans, True = visible, or floats to add to the scores) replaces
     the view's mask. Its last column is the newest token; columns before its first one, and evicted
-    rows, are masked. A `softcap` of 0 is none. No gradients are recorded.
+    rows, are masked. `softcap=0` means no cap. No gradients are recorded.
 
     >>> keys, values = torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64)
     >>> view = kvant.Cache(1, "affine8")[0].append(keys, values)

@@ -631,8 +631,9 @@ def _merge_into(
             texts = [describe_spec(each.spec) for each in (cache, target)]
             way_out = "recode it"
             if texts[0] == texts[1]:
-                slack = max(layer.slack for layer in iterate_attention(*cache.spec.layers))
-                way_out = f"call ensure_slack({slack}) of each, or make both by one spec"
+                layers = iterate_attention(*cache.spec.layers, *target.spec.layers)
+                slack = max((layer.slack for layer in layers), default=0)
+                way_out = f"make both by one spec, or call ensure_slack({slack}) of each"
             raise ValueError(f"cache {number} is {texts[0]}, cache 0 {texts[1]}: {way_out}")
         if not cache.length:
             raise ValueError(f"cache {number} has no tokens: merge caches with tokens")

@@ -90,7 +90,7 @@ class Forward:
         return plan
 
     def check_batch(self, batch: int) -> None:
-        """Refuse rows or a state of another batch than that of a layer before; 0: no state."""
+        """Refuse a batch other than that of the layers before; 0: a state without tensors."""
         batches = {plan.old_table.batch for plan in self.plans.values()}
         batches |= {history.batch for history in self.histories.values()} - {0}
         if batch and batches - {batch}:

@@ -212,8 +212,9 @@ class StateHolder:
             )
         if len(self.state.retired_slots) > len(old.retired_slots):
             self.compact()
-        # So that it keeps no old tensors.
-        forward.state, forward.storages, forward.histories = self.state, {}, {}
+        # So that no old tensors are kept. A prune needs the queries that the forward records later.
+        forward.state = self.state
+        self.forward = forward if self.state.layout.prunes else None
 
     def rollback(self) -> None:
         """Roll back the last forward if it is incomplete; else move its queries to the state."""

@@ -48,13 +48,11 @@ class Transition(NamedTuple):
 def compute_rewound_lengths(page_table: PageTable, to: int) -> Ints:
     """Return the `lengths` of a table once the longest sequence has `to` tokens, padding included.
 
-    A negative length counts padding columns that are still to be appended. A sequence that ends
-    before the newest column, which it was rewound to alone, has none of these: its next tokens
-    follow the rows that are left.
+    A negative length counts padding columns that are still to be appended.
     """
-    ends_last = page_table.lengths + page_table.padding == page_table.num_columns
-    shortest = np.where(ends_last, -page_table.padding, 0)
-    lengths: Ints = np.maximum(page_table.lengths - (page_table.num_columns - to), shortest)
+    lengths: Ints = np.maximum(
+        page_table.lengths - (page_table.num_columns - to), -page_table.padding
+    )
     return lengths
 
 
@@ -148,13 +146,26 @@ def rewind_each(
     state: CacheState, lengths: Sequence[int], stats: Mapping[str, LayerStats]
 ) -> Transition:
     """Shorten each sequence to its own length, which all layers can reach."""
-    by_group = list[Ints]()
+    by_group, page_tables = list[Ints](), list[PageTable]()
     for page_table in state.page_tables:
         rewound = page_table.repeat_for_tables(np.array(lengths))
         # A sequence of unchanged length keeps its pending padding, a negative `lengths` entry.
         is_same = rewound == page_table.seq_lens
         by_group.append(np.where(is_same, page_table.lengths, rewound))
-    return _rewind_tables(state, by_group, max(lengths), stats)
+        page_tables.append(_drop_passed_padding(page_table, by_group[-1]))
+    return _rewind_tables(
+        replace(state, page_tables=tuple(page_tables)), by_group, max(lengths), stats
+    )
+
+
+def _drop_passed_padding(page_table: PageTable, lengths: Ints) -> PageTable:
+    """Return the table without the padding of sequences that will end before the newest column.
+
+    A later rewind expects no padding of them: their next tokens follow their rows.
+    """
+    columns, numbers = lengths + page_table.padding, page_table.numbers.copy()
+    numbers[columns < columns.max(initial=0), PADDING] = 0
+    return replace(page_table, numbers=numbers, derived=Derived())
 
 
 def _rewind_tables(

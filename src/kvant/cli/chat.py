@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,9 @@ def chat(
             print_json({"turns": turns, "cache": session.stats()})
 
 
+NO_MEMORY = "not enough memory"
+
+
 @dataclass
 class ChatLoop:
     """Reads lines until the end of input; sends messages and runs commands."""
@@ -80,6 +84,8 @@ class ChatLoop:
 
     def run(self) -> None:
         interactive = sys.stdin is not None and sys.stdin.isatty()
+        if isinstance(sys.stdin, TextIOWrapper):  # a bad byte is an error of its line alone
+            sys.stdin.reconfigure(errors="surrogateescape")
         if interactive:
             print_note(COMMANDS_HELP)
         while (line := _read_line(interactive)) is not None:
@@ -98,7 +104,7 @@ class ChatLoop:
                 raise ValueError(f"{command} is unknown: {COMMANDS_HELP}")
             print_note(COMMANDS[command](self, argument.strip()))
         except (CacheError, ValueError, OSError, MemoryError) as error:
-            print_error(str(error))
+            print_error(str(error) or NO_MEMORY)
 
     def _send(self, line: str) -> None:
         session, reply = self.session, PrintedReply()
@@ -112,7 +118,9 @@ class ChatLoop:
             except KeyboardInterrupt:
                 print()
             except (CacheError, MemoryError) as error:  # such as a full context
-                print_error(str(error) + "; its images are dropped" * bool(self.images))
+                print_error(
+                    (str(error) or NO_MEMORY) + "; its images are dropped" * bool(self.images)
+                )
                 self.images = []
                 return
         self.images = []
@@ -129,9 +137,11 @@ def _read_line(interactive: bool) -> str | None:
     if interactive:
         print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return check_text(input(), "the message")
-    except (EOFError, KeyboardInterrupt, RuntimeError):  # RuntimeError: no standard input
+        line = input()
+    except (EOFError, KeyboardInterrupt, RuntimeError, ValueError):  # no or closed standard input
         return None
+    try:
+        return check_text(line, "the message")
     except ValueError as error:
         print_error(str(error))
         return ""
@@ -200,7 +210,7 @@ def _add_image(chat_loop: ChatLoop, argument: str) -> str:
 
 def _save(chat_loop: ChatLoop, argument: str) -> str:
     path = _parse_path(argument, "/save")
-    check_writable(path, "/save")
+    check_writable(path, "/save", is_replaced=True)
     chat_loop.session.save(path)
     return f"{len(chat_loop.session.tokens)} tokens in {path}, {format_size(path.stat().st_size)}"
 

@@ -58,7 +58,7 @@ class SampleOptions:
     context: Annotated[
         int | None,
         Option(
-            min=2,
+            min=4,
             help="Tokens per piece of text, limited by the model's context; default: "
             f"{FULL_SAMPLE.context}.",
         ),

@@ -91,17 +91,19 @@ class EvaluationReport:
         return text
 
     def finish(self) -> None:
-        """Write the files, and print the JSON object or the tables that rows had no room for."""
+        """Print the JSON object or the tables that rows had no room for, and write the files."""
         results = self.results
-        if self._is_json:
-            formats = [result.to_json() for result in results]
-            print_json({**self._facts, "formats": formats})
-        elif results:
-            self._print_tables()
-            if self._is_quick:
-                print_line(self._describe_precision())
-        if results:  # last: a full disk does not lose what was measured
-            self._write_files()
+        try:  # a full disk does not lose what is printed, a closed pipe not the files
+            if self._is_json:
+                formats = [result.to_json() for result in results]
+                print_json({**self._facts, "formats": formats})
+            elif results:
+                self._print_tables()
+                if self._is_quick:
+                    print_line(self._describe_precision())
+        finally:
+            if results:
+                self._write_files()
 
     def _describe_raw(self, result: EvaluationResult) -> str:
         from kvant.planner import find_default_context

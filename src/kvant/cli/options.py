@@ -330,12 +330,8 @@ def _read_model_row_shapes(model: str | None) -> list[RowShape] | None:
     try:
         config = None if file is None else json.loads(file.read_text(encoding="utf-8"))
         layers = None if config is None else layer_shapes(config)
-    except (
-        CacheError,
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # loading the model reports the error, or succeeds
+    # Loading the model reports these errors, or succeeds.
+    except (CacheError, OSError, ValueError, RecursionError):
         return None
     if layers is None:
         return None

@@ -71,16 +71,18 @@ def run(
         else:
             reply = _generate_reply(session, text, send_options, save, quiet=json)
         uses_template = session.transcript.template
-        if json:
-            spec = cache_name.find_current(session)
-            output = {"prompt": text, "chat": uses_template, "text": reply.text, "kv_cache": spec}
-            output |= reply.summarize() | {"cache": session.stats()}
-            print_json(output)
-        elif stats:
-            print_note(f"prompt: {MESSAGE if uses_template else TEXT}")
-            reply.print_stats(cache_name, session)
-        if (path := cache_prompt or save) is not None:  # last: a full disk does not lose the reply
-            session.save(path)
+        try:  # a full disk does not lose the reply, a closed pipe not the file
+            if json:
+                spec = cache_name.find_current(session)
+                output = {"prompt": text, "chat": uses_template, "text": reply.text}
+                output |= {"kv_cache": spec} | reply.summarize() | {"cache": session.stats()}
+                print_json(output)
+            elif stats:
+                print_note(f"prompt: {MESSAGE if uses_template else TEXT}")
+                reply.print_stats(cache_name, session)
+        finally:
+            if (path := cache_prompt or save) is not None:
+                session.save(path)
 
 
 def is_terminal() -> bool:
@@ -94,8 +96,8 @@ def _check_files(
     """Raise an error for files that cannot be written, read or continued with these options."""
     if save is not None and cache_prompt is not None:
         raise ValueError("--save with --cache-prompt: give one of them")
-    check_writable(save, "--save")
-    check_writable(cache_prompt, "--cache-prompt")
+    check_writable(save, "--save", is_replaced=True)
+    check_writable(cache_prompt, "--cache-prompt", is_replaced=True)
     if cache_prompt is not None and chat:
         raise ValueError(
             "--chat with --cache-prompt: a message is cached with its reply; use --save for both"

@@ -94,7 +94,7 @@ def check_file(path: Path) -> GGUFHeader:
                 f"{header.architecture}.{key} = {value!r} is not read from GGUF: load the "
                 "safetensors that it was made from"
             )
-    # transformers makes lists of as many entries.
+    # Before transformers allocates lists of `block_count` entries.
     num_blocks = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
     if (stated := header.get_setting("block_count")) != num_blocks:
         raise GGUFError(f"its values state {stated} layers, it has {num_blocks}")

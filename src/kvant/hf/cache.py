@@ -35,7 +35,7 @@ from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 
-INITIAL_DRAFT_TOKENS = 32  # expected at first; rewinds of up to twice as many are exact
+INITIAL_DRAFT_TOKENS = 32  # expected at first, also after a prompt; twice as many rewind exactly
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 
 
@@ -369,7 +369,7 @@ class TransformersCache(HFCache):
 
     def ensure_slack(self, slack: int) -> None:
         """Make rewinds of up to `slack` tokens exact from now on."""
-        if operator.index(slack) > self.context.slack:
+        if (slack := operator.index(slack)) > self.context.slack:
             self._invalidate_pending()
             self.states.ensure_slack(slack)
             self.context.slack = slack

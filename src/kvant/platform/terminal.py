@@ -9,6 +9,7 @@ one line and exit with 1. Ctrl-C exits with 130. A bug in kvant keeps its traceb
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,9 +86,15 @@ class ProgressBar:
             print(line, file=sys.stderr, flush=True)
 
 
+# Except tabs: C0 and C1 controls, line separators, bidirectional controls, lone surrogates.
+CONTROL_PATTERN = re.compile(
+    "[\\x00-\\x08\\x0a-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+
+
 def make_printable(text: str) -> str:
     """Replace control characters of text that anybody may have written, such as a file's."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return CONTROL_PATTERN.sub("?", text)
 
 
 def format_duration(seconds: float) -> str:

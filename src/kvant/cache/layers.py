@@ -12,7 +12,6 @@ The way of a token: `PagedLayer.append` -> `StateHolder.begin_append` (holder.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -339,9 +338,7 @@ class PagedLayer:
         with holder.lock:
             if (storage := holder.state.storages.get(index)) is not None:
                 storages = {**holder.state.storages, index: storage.copy_to_device(device)}
-                holder.state = replace(holder.state, storages=storages)
-                if holder.forward is not None:  # it keeps no old tensors
-                    holder.forward.state = holder.state
+                holder.replace_state(storages=storages)
 
     def _reads_new_rows_dense(self, prefill: Prefill | None) -> bool:
         """Return whether the tokens of a chunk read the rows of that chunk dense."""

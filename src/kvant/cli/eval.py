@@ -100,15 +100,13 @@ def evaluate_formats(
     loaded, tokenizer = model_options.load()
     from kvant.eval import EvaluationSettings, evaluate
     from kvant.hf import attach
-    from kvant.models import max_context
 
     attach(loaded)  # some attention modules read compressed rows only when attached
     chosen = _resolve_autos(loaded, tokenizer, requested, quiet=json)
     specs = {spec: spec for spec in (chosen.get(spec, spec) for spec in requested)}
     sample = sample_options.sample
-    limit = min(sample.context, max_context(loaded) or sample.context)
-    settings = EvaluationSettings(**sample._asdict())
-    settings = replace(settings, context=limit, continued=min(settings.continued, limit // 2))
+    settings = EvaluationSettings(**sample._asdict()).limit_context(loaded)
+    settings = replace(settings, continued=min(settings.continued, settings.context // 2))
     report = EvaluationReport(
         loaded,
         {

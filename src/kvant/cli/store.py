@@ -250,7 +250,7 @@ def _describe_namespace(
                 break
     return {
         "namespace": name,
-        **{name: _shorten(metadata.get(name)) for name in ("model", "spec", "extensions")},
+        **{key: _shorten(metadata.get(key)) for key in ("model", "spec", "extensions")},
         **_count_entries(entries),
         "last_used": _format_time(max(entry.last_used for entry in entries)),
     }

@@ -32,7 +32,6 @@ from kvant.eval.result import (
 )
 from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import compute_model_fingerprint
-from kvant.models import max_context
 from kvant.prefixes.tree import count_shared_prefix
 from kvant.probing.divergence import make_empty_cache, measure_divergence, read_prompt
 from kvant.probing.recall import RecallExam, RecallShares, make_exams, measure_recall
@@ -205,8 +204,7 @@ def evaluate(
     is called with each result before the next format is measured.
     """
     recipes = {name: _compute_recipe_id(model, spec) for name, spec in formats.items()}
-    model_context = max_context(model)
-    context = settings.context if model_context is None else min(settings.context, model_context)
+    context = settings.limit_context(model).context
     if 2 * settings.continued > context:
         raise ValueError(
             f"{settings.continued} tokens after half of a context of {context}: continue by fewer"

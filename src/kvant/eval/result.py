@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import CapacityError, name_path
+from kvant.models import max_context
 from kvant.planner import plan
 from kvant.probing.divergence import Divergence
 from kvant.probing.recall import RecallShares
@@ -44,6 +45,10 @@ class EvaluationSettings:
             value = getattr(self, name)
             if value < minimum:
                 raise ValueError(f"{name}={value}: {minimum} or more is needed")
+
+    def limit_context(self, model: Any) -> EvaluationSettings:
+        """Return the settings with at most the model's context."""
+        return replace(self, context=min(self.context, max_context(model) or self.context))
 
 
 BOOTSTRAP_BLOCK_POSITIONS = 128  # neighbours are correlated, so whole blocks are drawn

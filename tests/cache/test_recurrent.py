@@ -133,7 +133,7 @@ def test_a_second_checkpoint_at_one_length_changes_nothing() -> None:
 def test_a_state_of_other_shapes_is_refused(state: dict) -> None:
     layer = make_grown_layer(2, length=3)
     before = layer.snapshot()
-    with pytest.raises(ValueError, match=r"for a layer of|of one batch"):
+    with pytest.raises(ValueError, match=r"for a layer of|one batch size"):
         layer.append(1, state)
     assert_same(before, layer.snapshot())
 
@@ -290,8 +290,8 @@ def test_moved_states_share_memory_with_their_checkpoint(tmp_path: Path) -> None
     [
         ({"conv/x": torch.ones(2, 3)}, "names without / are needed"),
         ({"": torch.ones(2, 3)}, "names without / are needed"),
-        ({"x": torch.ones(0, 3)}, "of one batch"),
-        ({"x": torch.ones(2, 3), "y": torch.ones(3, 3)}, "of one batch"),
+        ({"x": torch.ones(0, 3)}, "one batch size"),
+        ({"x": torch.ones(2, 3), "y": torch.ones(3, 3)}, "one batch size"),
     ],
 )
 def test_a_state_that_no_file_could_hold_is_refused(

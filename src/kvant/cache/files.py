@@ -165,7 +165,7 @@ def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> SavedCache:
-    """Return the contents of a file; `restore` of a cache of the same spec takes the snapshot."""
+    """Return the contents of a file; a cache of the same spec can `restore` the snapshot."""
     source = Path(path)
     header = read_header(source)
     _check_page_nbytes(source, header)
@@ -214,7 +214,7 @@ def _get_tables_per_sequence(numbers: Mapping[str, int], name: str) -> int:
 def _read_padded_lengths(
     file: Any, tensors: Mapping[str, FileTensor], header_numbers: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the padded lengths from the first layer that stores numbers.
+    """Return the padded lengths, from the first layer with a tensor of `PageTable.numbers`.
 
     `restore` verifies that the other layers agree.
     """
@@ -244,6 +244,7 @@ def _check_page_nbytes(path: Path, header: CacheFileHeader) -> None:
             rows = header.tensors.get(f"{name}/{side}.open")
             if table_numbers and rows and rows.nbytes:
                 page_size, row_nbytes = max(page_size, recipe.page), row_nbytes + rows.nbytes
+                # Full pages are as large as their rows; each table has at most one partial page.
                 num_pages = min(rows.shape[:1] + table_numbers.shape[:1], default=0)
                 page_nbytes += (
                     num_pages * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))

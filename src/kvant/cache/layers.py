@@ -1,8 +1,8 @@
-"""The layers of a cache, as its users see them: each appends to a forward and reads its rows.
+"""The public layers of a cache: each appends its rows of a forward pass, and reads them back.
 
 A layer has no data of its own: its recipe and its rows are in the state of the holder, so it stays
-valid when a recode or a restore replaces them. Rows are stored as transformed by the frame of their
-codec, a linear map.
+valid when a recode or a restore replaces them. Before rows are stored, the frame of their codec is
+applied: an invertible linear map, such as a rotation.
 
 The way of a token: `PagedLayer.append` -> `StateHolder.begin_append` (holder.py) ->
 `Forward.plan_append` (forward.py) -> `advance` (pages/advance.py), then `store_rows`
@@ -75,7 +75,7 @@ class PagedLayer:
 
     @property
     def has_appended(self) -> bool:
-        """Whether the open forward has its rows: then its next append begins another forward."""
+        """Whether it has appended to the open forward: if so, its next append begins another."""
         forward = self.holder.read()[1]
         return forward is not None and self.leaf.index in forward.appended
 
@@ -219,7 +219,7 @@ class PagedLayer:
         leaf = holder.state.layout.attention_by_name[self.name]
         storage, heads = holder.state.storages.get(leaf.index), 1
         rows: Fields = {"keys": keys} if values is None else {"keys": keys, "values": values}
-        # Rows of this geometry, as those of most tokens, need no other check.
+        # Rows that match the stored geometry, as most do, need no other check.
         matches = order == "BHTD" and storage is not None and storage.geometry.matches(rows)
         if not matches or leaf.has_per_head_tables:
             rows, matches = prepare_rows(leaf.spec, keys, values, order), False
@@ -245,8 +245,9 @@ class PagedLayer:
                 }
             stats = holder.stats[self.name]
             store_rows(plan, rows, storage.sides, stats)
-            # A long chunk, or one with rows that are sealed at once, is not read from its pages:
-            # the view has its rows as appended. With `new_rows_dense`, all its queries read those.
+            # A long chunk, or one with rows that are sealed at once, is read from `new_rows`, not
+            # from pages. With `new_rows_dense`, all queries read all `new_rows` dense. Otherwise
+            # each query reads its due pages as sealed.
             view = leaf.make_view(
                 holder.state.pools,
                 storage,
@@ -323,7 +324,7 @@ class PagedLayer:
     def positions(self) -> Tensor:
         """Return the position of each row of `read()`, [B, n].
 
-        -1: padding, a pruned row, or a sink that `read()` repeats.
+        -1: padding, a pruned row, or a second copy of a sink (in columns of a shorter sequence).
         """
         page_table = self.page_table
         return (

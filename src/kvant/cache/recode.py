@@ -68,8 +68,9 @@ def resolve_spec(current: CacheSpec, spec: AnySpec) -> CacheSpec:
 
 
 def constrain_spec(current: CacheSpec, requested: CacheSpec) -> CacheSpec:
-    """Return `current` changed by a spec string or a LayerSpec, within the limits of the model.
+    """Return `current` changed to `requested`, within the limits of the model.
 
+    `requested` was made from a spec string or a LayerSpec, which need not state these limits.
     Without a requested window, layers keep their retention and their prune. If the windows of
     layers differ, the narrower ones are assumed to be set by the model. A recode may then narrow
     these, but not widen them.

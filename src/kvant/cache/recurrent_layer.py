@@ -88,7 +88,7 @@ class RecurrentLayer(RecurrentBase):
 
 
 def _check_append(count: int, tensors: Fields) -> int:
-    """Return the number of tokens; refuse a state that a file could not hold."""
+    """Return the number of tokens; refuse a state that could not be restored from a file."""
     count = operator.index(count)
     if count < 0:
         raise ValueError(f"append of {count} tokens: 0 or more")
@@ -96,5 +96,5 @@ def _check_append(count: int, tensors: Fields) -> int:
         raise ValueError(f"state {list(tensors)}: names without / are needed")
     batches = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors.values()}
     if len(batches) > 1 or 0 in batches:
-        raise ValueError(f"state {get_shapes(tensors)}: [batch, ...] is needed, of one batch")
+        raise ValueError(f"state {get_shapes(tensors)}: [batch, ...] with one batch size is needed")
     return count

@@ -86,7 +86,7 @@ class SequenceEntry:
     def confirm_append(self) -> None:
         """Take the reserved `nbytes` as the measured size.
 
-        If the append committed a forward, which may free pages, the next reader measures instead.
+        If the append committed a forward, which may free pages, `measure` updates `nbytes` later.
         """
         if not self.cache.is_complete:
             self.measured_changes = self.cache.holder.num_changes
@@ -190,7 +190,7 @@ class SequenceTable:
         return sequence
 
     def finish_use(self, sequence: SequenceEntry) -> None:
-        """Release a sequence after a change, once its forward is complete and it is not locked."""
+        """Release a sequence after a change, unless it is locked or its forward is incomplete."""
         if self.max_bytes is not None:
             sequence.measure()
         if sequence.lock_depth == 0 and sequence.cache.is_complete:

@@ -44,7 +44,7 @@ from kvant.pages.pool import CachePools
 from kvant.pages.storage import Geometry, Storage, retile
 from kvant.recipes import LayerSpec
 
-NUMBERS_KEY = "numbers"  # the tensor of `PageTable.numbers`
+NUMBERS_KEY = "numbers"  # the tensor of `PageTable.numbers`, not the integers of `Snapshot.numbers`
 TABLES_KEY = "heads"  # tables per sequence, of a layer with a table per head
 MAX_POSITION = 1 << 53  # no overflow in arithmetic on positions
 MAX_TABLE_ENTRIES = 1 << 24  # of a page table, which has entries for released pages as well
@@ -250,7 +250,7 @@ def _count_pages(
         num_sinks = min(layer_group.num_sink_pages, first_open, stop_open)
         if (
             num_sinks + stop_open - first_open - 1
-        ) * layer_group.page > num_open_rows:  # before the pages are listed
+        ) * layer_group.page > num_open_rows:  # refuse before building a huge list of pages
             raise SnapshotMismatch(
                 f"{num_open_rows} open rows, for {num_sinks + stop_open - first_open} pages or more"
             )

@@ -1,7 +1,7 @@
 """Operations on cache states. Those that allocate slots return them with the next state.
 
 The old state stays valid: a cache that does not adopt the next one is unchanged. Call these
-operations within `guard_counts` of the pools, since they allocate slots.
+operations within `guard_counts` of the pools: after an error, `guard_counts` frees their slots.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def rewind_each(
 def _drop_passed_padding(page_table: PageTable, lengths: Ints) -> PageTable:
     """Return the table without the padding of sequences that will end before the newest column.
 
-    A later rewind expects no padding of them: their next tokens follow their rows.
+    Their next tokens follow their rows. With padding, a later rewind could give them a negative
+    length, and the next tokens would be dropped as padding.
     """
     columns, numbers = lengths + page_table.padding, page_table.numbers.copy()
     numbers[columns < columns.max(initial=0), PADDING] = 0
@@ -309,7 +310,7 @@ def merge(
 
 
 def _merge_queries(states: Sequence[CacheState]) -> dict[int, PruningQueries]:
-    """Concatenate pruning queries; skip layers where those of a state miss its last column."""
+    """Concatenate pruning queries; skip a layer if a state has none for its last column."""
     merged: dict[int, PruningQueries] = {}
     for leaf in set.intersection(*(set(state.pruning_queries) for state in states)):
         parts = [state.pruning_queries[leaf] for state in states]

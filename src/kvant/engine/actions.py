@@ -26,7 +26,10 @@ class Evict:
 
 
 class LookUpStore(RequestAction):
-    """Look up the prompt of a request in a store; memory for it is reserved."""
+    """Look up the prompt of a request in a store.
+
+    Memory for the whole prompt stays reserved while the request waits for the store.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class EncodeImage(RequestAction):
 
 @dataclass(frozen=True)
 class Repeat(RequestAction):
-    """Run the next `count` tokens of a second pass, which scores a prompt's rows for a prune."""
+    """Run the next `count` tokens of the second pass over a prompt.
+
+    The model repeats the prompt on forks of its cache, to score the prompt's KV rows for pruning.
+    """
 
     count: int
     position: int  # tokens before these: the prompt, and those of the pass so far
@@ -68,7 +74,7 @@ class SwapIn(RequestAction):
 
 @dataclass(frozen=True)
 class FreePools:
-    """Free all pools: neither a sequence nor a prefix is left in them."""
+    """Free all pools, once no running request and no cached prefix uses them."""
 
 
 PromptAction = Prefill | EncodeImage | Repeat

@@ -14,7 +14,8 @@ TIMING_DECAY = 0.9  # weight of earlier chunks against the newest one
 CHUNK_ALIGNMENT = 64  # chunks end at positions that are multiples of this
 # The last chunk of a prompt, or several chunks in a row, may take this multiple of the time limit.
 CHUNK_TIME_TOLERANCE = 1.1
-MAX_TIMED_PROMPTS = 4  # prompts in prefill that may each delay a token by `chunk_seconds`
+# A decode may wait `chunk_seconds` for each prompt in prefill, but for at most this many prompts.
+MAX_TIMED_PROMPTS = 4
 
 
 class ChunkSizer:
@@ -141,7 +142,10 @@ class ChunkSizer:
         self._seconds_per_image_token = seconds / num_tokens
 
     def record_time(self, count: int, num_computed: int, seconds: float) -> None:
-        """Add a chunk to the fit, divided by its seconds: then errors are relative."""
+        """Add a measured chunk to the fit.
+
+        Its features are divided by its seconds, so that the fit minimizes relative errors.
+        """
         row = _make_features(count, num_computed) / max(seconds, 1e-9)
         self._normal_matrix = TIMING_DECAY * self._normal_matrix + np.outer(row, row)
         self._normal_vector = TIMING_DECAY * self._normal_vector + row

@@ -1,10 +1,11 @@
-"""The drafts of an engine: proposed tokens, verified in one forward with each newest token.
+"""Speculative decoding in an engine: one forward verifies several draft tokens per sequence.
 
-They are the tokens that followed an earlier copy of a sequence's last ones (`NGramDrafts`), or
-those of a smaller model (`ModelDrafts`). A decode verifies equally many drafts of every sequence;
-the number is the one with the highest predicted speed: while a forward mostly reads weights, more
-tokens take little more time. Sequences with fewer drafts are padded. Rejected drafts and padding
-are dropped from the caches afterwards.
+Drafts are the tokens that followed an earlier occurrence of a sequence's last n-gram
+(`NGramDrafts`), or come from a smaller model (`ModelDrafts`). The forward runs them after the
+newest token of each sequence. A decode verifies equally many drafts of every sequence; the number
+is the one with the highest predicted speed: while a forward mostly reads weights, more tokens take
+little more time. Sequences with fewer drafts are padded. Rejected drafts and padding are dropped
+from the caches afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from kvant.planner import plan
 log = logging.getLogger("kvant")
 
 Pairs = abc.Sequence[tuple[Request, Sequence]]
-# Chooses the number of drafts, from the proposals and the seconds that one draft of each takes.
+# Chooses the number of drafts. Its arguments are the proposals, and the seconds that it takes to
+# draft one token for every sequence.
 ChooseCount = abc.Callable[[list[Proposal], float], int]
 CATCH_UP_CHUNK = 256  # tokens that the draft model may prefill before a decode
 PROBE_INTERVAL = 63  # decodes without drafts, after which a draft model proposes one again
@@ -165,7 +167,7 @@ class DraftChooser:
 
 
 class Drafts(Protocol):
-    """Propose drafts for sequences, and keep what this needs of each of them."""
+    """Propose drafts for sequences, and keep state for each of them."""
 
     def propose_drafts(
         self, pairs: Pairs, limits: list[int], choose_count: ChooseCount
@@ -191,7 +193,7 @@ class NGramState:
 
 
 class NGramDrafts:
-    """Drafts that followed earlier copies; they cost next to nothing, so all are looked up."""
+    """Drafts from n-gram lookups: they are nearly free, so they precede the choice of a number."""
 
     nbytes = 0
 
@@ -255,8 +257,8 @@ class ModelDrafts:
         draft model             ... a b c d e  rewound; the next forward is of x
 
     A forward for each draft costs time. So the number is chosen first. Where drafts do not pay, one
-    is proposed now and then and compared with the token that comes. Prompts are read in parts,
-    before the decodes for which drafts would pay.
+    is proposed now and then and compared with the token that comes. The draft model prefills
+    prompts in chunks, and only before decodes for which it would draft.
     """
 
     def __init__(self, decoder: TransformersDecoder, batch: Batch) -> None:
@@ -317,7 +319,7 @@ class ModelDrafts:
             self._limit_count(pair, limit, state)
             for pair, limit, state in zip(pairs, limits, states, strict=True)
         ]
-        chosen = choose_count(*self._price(states, counts))
+        chosen = choose_count(*self._make_choice_arguments(states, counts))
         is_probe = not chosen
         self._num_skipped += is_probe
         if is_probe and self._num_skipped < PROBE_INTERVAL:
@@ -328,7 +330,7 @@ class ModelDrafts:
         )
         if len(ready) < sum(count > 0 for count in counts):  # fewer drafts may not pay
             counts = [n * (s in ready) for n, s in zip(counts, states, strict=True)]
-            chosen = chosen and choose_count(*self._price(states, counts))
+            chosen = chosen and choose_count(*self._make_choice_arguments(states, counts))
         counts = [min(1 if is_probe else chosen, count) for count in counts]
         if not any(counts):
             return no_drafts
@@ -354,8 +356,10 @@ class ModelDrafts:
             return 0
         return limit if max_context is None else max(0, min(limit, max_context - num_tokens))
 
-    def _price(self, states: list[ModelState], counts: list[int]) -> tuple[list[Proposal], float]:
-        """Return the proposals, and the seconds that one draft of each sequence takes."""
+    def _make_choice_arguments(
+        self, states: list[ModelState], counts: list[int]
+    ) -> tuple[list[Proposal], float]:
+        """Return the arguments of `ChooseCount`."""
         proposals = [Proposal(n, s.acceptance) for n, s in zip(counts, states, strict=True)]
         times = self._draft_times.get(sum(count > 0 for count in counts), ())
         return proposals, min(times, default=0.0)
@@ -417,7 +421,10 @@ class ModelDrafts:
             for error in errors.values():
                 raise error
             if logits.shape[1] <= max(map(len, newest)):
-                raise CacheError("a forward of two tokens of each sequence failed")
+                # `Batch.decode` fell back to one token of each sequence, but some needed two.
+                raise CacheError(
+                    "the draft model could not decode two tokens per sequence in one forward"
+                )
             next_active = list[int]()
             for index, extra, rows in zip(active, newest, logits, strict=True):
                 request, sequence = pairs[index]

@@ -42,9 +42,10 @@ class Usage:
 
     @cached_property
     def prefix_lost(self) -> str | None:
-        """Where the prompt diverges from the cached prefixes, as text: the message and the token.
+        """A text that names the token and chat message where the prompt leaves the cached prefixes.
 
-        The first access encodes the prompt again; it takes milliseconds per 1,000 tokens.
+        If prefixes are not cached for the model, the text says why. The first access encodes the
+        prompt again; it takes milliseconds per 1,000 tokens.
         """
         return None if self.describe_miss is None else self.describe_miss()
 

@@ -148,8 +148,8 @@ class MemoryModel:
     def count_transient_slots(self, *prompt_lengths: int) -> Ints:
         """Return the most extra pages that the prefill of one of these prompts needs.
 
-        Prompts are prefilled one at a time, so this is needed once. The last chunk frees the open
-        pages that it seals only after its forward. Pages of a window are in `pool_overhead`.
+        Prompts are prefilled one at a time, so this is needed once. The last chunk seals open
+        pages, and they are freed only after its forward. Pages of a window are in `pool_overhead`.
         """
         lengths, counts = np.array(prompt_lengths, np.int64), []
         for group in self.groups:
@@ -162,10 +162,11 @@ class MemoryModel:
         return self._append_others([*counts, 0])
 
     def count_fork_slots(self, num_prompt_tokens: int, num_fork_tokens: int) -> Ints:
-        """Return the slots of a fork that repeats a prompt, besides those of the prompt.
+        """Return the slots that a second pass needs besides those of the prompt.
 
-        It copies a page and a state, opens pages, and seals those that fall due. A fork of 0 tokens
-        needs none.
+        The pass repeats the prompt on forks of its cache, one after another, to score its KV rows.
+        A fork copies a page and a state, opens pages, and seals those that fall due. A fork of 0
+        tokens needs none.
         """
         if not num_fork_tokens:
             return np.zeros(len(self.slot_nbytes), np.int64)
@@ -226,7 +227,9 @@ class MemoryBudget:
         committed = self.count_committed([*running, request])
         if not self.may_swap:
             return self.fits(committed)
-        if request.is_swapped_out:  # its pages are read, then copied to the pools if there are any
+        if request.is_swapped_out:
+            # Its pages are read into new memory. If pools exist, they are then copied there, so
+            # both copies must fit.
             second_copy = self.count_current(request) if self.peak_slots.any() else NO_SLOTS
             return self.fits(committed, extra_slots=second_copy)
         chunk_end = request.num_computed_tokens + self.memory_model.max_chunk
@@ -278,7 +281,7 @@ class MemoryBudget:
         return self.count_at(request, length, num_sequences) - self._count_held(request)
 
     def count_current(self, request: Request) -> Ints:
-        """Return the slots of a request, with those of a fork that repeats its prompt."""
+        """Return the slots of a request; after its prefill, with those of a pending second pass."""
         num_prompt = request.num_prompt_tokens
         num_fork_tokens = request.num_fork_tokens if request.is_computed else 0
         fork = self.memory_model.count_fork_slots(num_prompt, num_fork_tokens)
@@ -295,7 +298,7 @@ class MemoryBudget:
         return self.count_at(request, length, 1)
 
     def count_peak(self, request: Request, num_sequences: int | None = None) -> Ints:
-        """Return the slots of `num_sequences` at the final length, and of a fork until then.
+        """Return the slots of `num_sequences` at the final length, plus those of a second pass.
 
         The default is all unfinished sequences.
         """

@@ -30,7 +30,9 @@ from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
-WEIGHTS_CHECK_INTERVAL_S = 1.0  # checking all weights takes as long as a decode, or longer
+# Least time between checks whether the model's weights changed. A check takes as long as a decode,
+# or longer.
+WEIGHTS_CHECK_INTERVAL_S = 1.0
 MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # longest wait of a request for a store
 EVICTION_FLUSH_S = 2.0  # longest wait of an eviction for pending store writes
 MAX_LOOKUP_THREADS = 4  # including lookups whose requests gave up waiting
@@ -75,7 +77,7 @@ class PrefixReuse:
         self.update_prefix_slots()
 
     def invalidate_weights_check(self) -> None:
-        """Check the weights again before the next use of a prefix."""
+        """Before the next use of a prefix, check again whether the model's weights changed."""
         others = *self._adapter_namespaces.values(), *self._salted_namespaces.values()
         for namespace in filter(None, (self._namespace, *others)):
             namespace.invalidate_weights_check()
@@ -256,7 +258,7 @@ class StoreLookups:
         count = request.num_prompt_tokens - request.num_computed_tokens
         try:
             prefill = request.namespace.pools.estimate_prefill_seconds(count)
-        except Exception as error:  # of the model's weights; the prompt can still be prefilled
+        except Exception as error:  # hashing the weights failed; the prompt can still be prefilled
             log.warning("a prompt was not looked up in a store: %r", error)
             self._reuse.scheduler.finish_store_lookup(request, 0)
             return
@@ -313,7 +315,7 @@ class StoreLookups:
             batch.prefill(Sequence(sequence.tokens[:1]), 1)
         base_cache = (sequence.cache or batch.caches.empty_cache).fork()
         tokens, num_cached = list(sequence.prefix_tokens), base_cache.length
-        deadline.allocate(lambda: base_cache)  # owned by the deadline: a cancel frees it
+        deadline.allocate(lambda: base_cache)  # registered, so that a cancel frees it
 
         def look_up() -> None:
             restore = None

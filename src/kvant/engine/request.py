@@ -80,7 +80,7 @@ class Request:
     num_output_tokens: int = 0  # of each unfinished sequence
     matched_version: int | None = None  # version of the prefixes at the last match; None: unmatched
     prefill_started: bool = False
-    repetition: Repetition | None = None  # second pass over the prompt, scores it for a prune
+    repetition: Repetition | None = None  # second pass: scores the prompt's KV rows for pruning
     checkpoint_positions: tuple[int, ...] = ()  # prompt lengths at which a chunk must end
     shared_slots: Ints = field(default_factory=lambda: NO_SLOTS)  # shared with cached prefixes
     num_finished: int = 0  # finished sequences
@@ -88,7 +88,7 @@ class Request:
     is_active: bool = False  # its sequences count towards max_sequences
     store_deadline_ms: int = 0  # when it stops waiting for a store; 0: it does not wait
     layout: ImageLayout = field(default=NO_IMAGES, repr=False)  # of the prompt
-    images: PromptImages | None = None  # encodes those of the layout, and keeps their features
+    images: PromptImages | None = None  # encodes the layout's images, and keeps their features
 
     # ---- for the engine's thread
     run_chunk: ChunkForward = compute_last_logits
@@ -257,7 +257,10 @@ def _sample_each(
     texts: abc.Sequence[abc.Sequence[int]],
     logits: Tensor,
 ) -> list[SampledToken | Exception]:
-    """Sample a token after the text of each sequence in one batch; if that fails, one by one."""
+    """Sample the next token of each sequence in one batch; if that fails, one by one.
+
+    `texts` are the token ids so far, with the drafts accepted in this step.
+    """
 
     def sample(rows: slice) -> list[SampledToken]:
         return sample_batch(

@@ -235,7 +235,7 @@ class EngineWorker:
             self._start_decoding(request, output)
 
     def _start_prefill(self, request: Request) -> None:
-        """Record that a request stops waiting for a prefix, before its first forward."""
+        """Cancel a pending store lookup; before the first forward, begin the prefill phase."""
         self.store_lookups.cancel(request)
         if not request.prefill_started:
             request.prefill_started = True

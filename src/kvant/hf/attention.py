@@ -1,9 +1,10 @@
 """Register kvant's attention and masks with transformers, as `kvant_sdpa` and `kvant_eager`.
 
 A handle stands for the keys or values in a cache (handles.py). PyTorch's SDPA accepts handles too,
-but only these two support learned sinks, soft caps, and causal chunks that follow cached rows and
-come without a mask. For ordinary tensors, each runs the transformers implementation that it is
-named after.
+but it has no learned sinks and no soft caps. It also needs a mask for a chunk that follows cached
+rows, since its `is_causal` aligns the first query with the first key. `kvant_sdpa` and
+`kvant_eager` have none of these limits. For ordinary tensors, each runs the transformers
+implementation that it is named after.
 
 Multi-head latent attention runs on the stored latents, without expanding them. transformers expands
 all cached latents c into keys W c and values at every step (`expand_kv`). Since that is linear, W

@@ -35,7 +35,7 @@ from kvant.hf.model import ModelLayer, make_cache_spec
 from kvant.hf.recurrence import RecurrentProgress
 from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 
-INITIAL_DRAFT_TOKENS = 32  # expected at first, also after a prompt; twice as many rewind exactly
+INITIAL_DRAFT_TOKENS = 32  # expected in the first drafts; a smaller slack is set to twice this
 MAX_DRAFT_TOKENS = 256  # a longer chunk is a prompt, not a draft
 
 
@@ -56,7 +56,7 @@ class TransformersCache(HFCache):
     backend = StatesAttribute[str | None]()
     lengths = StatesAttribute[list[int]]()
     num_rows = StatesAttribute[int]()
-    held = StatesAttribute[int]()
+    held = StatesAttribute[int]()  # the public name of num_rows
     capacity = StatesAttribute[int | None]()
     is_recurrent = StatesAttribute[bool]()
     nbytes = StatesAttribute[int]()  # opaque layers are not counted
@@ -138,7 +138,7 @@ class TransformersCache(HFCache):
                 self._use_cache_check.check(count, is_draft=is_speculating)
             if is_speculating:
                 is_draft = self.states.length > 0 and count <= MAX_DRAFT_TOKENS
-                if is_draft or self.spec.has_window:  # a prompt may end with drafts
+                if is_draft or self.spec.has_window:  # one chunk may hold prompt and drafts
                     self._ensure_draft_slack(min(count, MAX_DRAFT_TOKENS))
                 self.states.holder.external_speculation = is_draft
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
@@ -183,7 +183,7 @@ class TransformersCache(HFCache):
 
     @property
     def has_shapes(self) -> bool:
-        """Whether all layers have tensors, which files and stores are checked against."""
+        """Whether all layers have tensors; data from a prefix store must match their shapes."""
         state = self.states.state
         has_rows = all(leaf.index in state.storages for leaf in state.layout.attention)
         return has_rows and all(state.has_shapes for state in self._recurrent_progress.recurrences)
@@ -443,8 +443,8 @@ class TransformersCache(HFCache):
         rewind()
         if had_tokens and not self.states.length:  # the next tokens may be of another batch
             self.context.padding = None
-        # After a rewind to within left padding, the cache expects the rest of it. Forget that: the
-        # next mask gives the padding. Keep it for sinks, whose positions depend on it.
+        # A rewind may end inside left padding; the rest of the padding is then pending. Drop it, as
+        # the next mask gives the padding. With sinks, keep it: their positions depend on it.
         if not any(recipe.retention.sinks for recipe in iterate_attention(*self.spec.layers)):
             holder = self.states.holder
             holder.state = drop_pending_padding(holder.state)

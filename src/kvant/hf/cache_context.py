@@ -122,8 +122,9 @@ class CacheContext:
         """Refuse a model that never appends to some layer: every forward would be rolled back.
 
         `length` is the number of rows that an incomplete first forward left in this layer, which
-        now appends `count`. That forward may have failed, so it may be repeated once, with as many
-        tokens. Another count, or a second repetition that finds the same layers empty, is refused.
+        now appends `count`. That forward may have failed, so one retry with the same number of
+        tokens is allowed. A retry with another number is refused, and so is a later retry that
+        finds the same layers empty.
         """
         if self.first_forward_done or not length:
             return

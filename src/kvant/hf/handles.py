@@ -33,7 +33,8 @@ NARROW_WINDOW_REFUSAL = (
 )
 STORED_PREFILL_REFUSAL = (
     "each token of this chunk must read the rows as if decoded alone (prefill=stored, or a "
-    "speculation), so tokens see different values of a row, which no dense tensor can hold: "
+    "speculation). One token reads a row before it is quantized and another after, and one dense "
+    "tensor cannot hold both: "
     "kvant.attach the model, or use a raw format"
 )
 PRUNED_REFUSAL = (
@@ -41,8 +42,8 @@ PRUNED_REFUSAL = (
     "the prune out"
 )
 RAGGED_REFUSAL = (
-    "the sequences of this cache have different lengths, and without a mask attention would read "
-    "rows before their first tokens: kvant.attach the model, or extract each sequence"
+    "the sequences of this cache have different lengths, and dense attention without a mask would "
+    "read the padding before their first tokens: kvant.attach the model, or extract each sequence"
 )
 SideName = Literal["keys", "values"]
 

@@ -354,8 +354,9 @@ class CrossAttentionLayer(DynamicLayer):
 
     def _truncate_rows(self, length: int) -> None:
         """Keep only the rows appended with the first `length` tokens of the text."""
-        # `update` records the length of the text as `start`. After the last text layer it includes
-        # the tokens of this forward, so for later layers the test is `start <= length`.
+        # `update` records the length of the text as `start`. A layer behind the last text layer
+        # runs after the commit, so its `start` already counts the tokens of this forward. It keeps
+        # rows with `start <= length`; other layers keep rows with `start < length`.
         follows_text = self.index > max(self.context.states.layers, default=self.index)
         row_counts = [
             (start, count) for start, count in self._row_counts if start < length + follows_text

@@ -364,8 +364,8 @@ def make_missing_padding_error() -> CacheError:
     """Make the error for padding that must be known before the first rows."""
     return CacheError(
         "sinks and pruned rows of a left-padded batch need the padding before the first rows are "
-        "stored: give kvant.cache_for(..., attention_mask=...), or kvant.attach the model; a "
-        "window without sinks is window=N,sinks=0"
+        "stored: give kvant.cache_for(..., attention_mask=...), kvant.attach the "
+        "model, or use a window without sinks, by window=N,sinks=0"
     )
 
 

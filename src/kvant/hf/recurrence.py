@@ -142,7 +142,8 @@ class Recurrence(RecurrentBase):
             shapes = {name: (x.dtype, tuple(x.shape[1:])) for name, x in state.tensors.items()}
             if expected and shapes and shapes != expected:
                 raise SnapshotMismatch(f"states {shapes}, but the model has {expected}")
-        # A layer without tensors takes these as they are: in the dtype of the model's.
+        # `restore_history` converts 16-bit states to float32. Convert the current state back to
+        # the dtype of the snapshot, since a layer without tensors stores it without a conversion.
         dtypes = {name: tensor.dtype for name, tensor in snapshot.tensors.items()}
         tensors = history.current.tensors
         current = {name: tensor.to(dtypes[f"now.{name}"]) for name, tensor in tensors.items()}
@@ -269,9 +270,9 @@ class RecurrentProgress:
         """Record that the model reads a state, which starts a forward if it is the first state.
 
         Without attention, this counts one token; `record_conv_tokens` adds the others.
-        `has_rows`: attention rows were appended since the last commit. A first layer that also
-        attends reads its state, then appends rows. So if its state is read again in the first
-        forward and there are no rows, the forward failed, or a part of the model runs alone.
+        `has_rows`: attention rows were appended since the last commit. If the first recurrent layer
+        also attends, it reads its state and then appends rows. In the first forward, two reads
+        without rows in between mean a failed forward, or a part of the model run alone.
         """
         if (layer_idx, state_idx) != self._first_state:
             return

@@ -6,7 +6,8 @@ rms of keys) in each channel, s k and q / s have the same rms, and the scores ar
 Values are scaled by s = 1 / rms, which the outputs undo. The magnitudes follow from the weights,
 so random tokens are as good as a text.
 
-This module knows no format: an ObservedFrame records the rows and queries that pass through it.
+The fit does not depend on the format of the spec, since it uses a cache of raw rows. An
+ObservedFrame records the rows and queries that pass through it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class ObservedFrame:
             return Identity()  # no separate values: they are inside the keys
         heads, dim = self.row_squares.shape
         row_squares = _clamp_squares(self.row_squares)
-        # Values have no queries, and keys that the model reads dense get none: s = 1 / rms.
+        # Values have no queries. If the model reads the keys as dense rows, no query passes their
+        # frame either. Without queries, s = 1 / rms.
         query_squares = (
             1 / row_squares
             if self.query_squares is None

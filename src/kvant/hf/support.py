@@ -211,7 +211,7 @@ class _ModelCheck:
             return "its logits are NaN or all equal, so those of two sequences cannot be compared"
         try:
             with ExitStack() as stack:
-                if not get_attachments(self.model):  # an engine has attached it already
+                if not get_attachments(self.model):  # else an engine has attached it already
                     attach(self.model)
                     stack.callback(detach, self.model)
                 merged = merge(self.caches)

@@ -1,11 +1,11 @@
-"""Choose the cached prefixes to evict, one after the other, from one measurement.
+"""Choose the cached prefixes to evict, one after the other; measure their bytes only once.
 
 Entries that no request uses are evicted first; among equals, that of the least value per byte. A
 page of n entries counts as 1/n of its bytes for each. So the eviction of an entry with shared pages
 changes the values of other entries, and they are ranked again.
 
     item      a page, the states of a cache, or the features of an image
-    holding   an item of an entry
+    holding   a pair of an item and an entry that holds it
 
        page 0: entries 0, 1, 2      page 1: entries 0, 1      page 2: entry 2
        without entry 1, page 0 counts as 1/2 for 0 and 2, and page 1 as 1/1 for 0
@@ -44,7 +44,8 @@ class EvictionOrder:
     """The entries of some trees in the order of their eviction.
 
     It is valid while nothing else changes the trees. Which pages requests use, and which store
-    writes are pending, is read once. It holds the pages of evicted entries.
+    writes are pending, is read once. The order keeps references to evicted entries: their pages
+    stay allocated at least until it is deleted.
     """
 
     def __init__(self, pools: Sequence[Sequence[PrefixTree]], rules: EvictionRules) -> None:
@@ -57,7 +58,8 @@ class EvictionOrder:
             stop = begin + sum(1 for tree in trees for _ in tree)
             caches, owners = list_caches(entries[begin:stop])
             usage = measure_usage(caches)
-            shares += usage.proportional_nbytes[: stop - begin]  # pending caches follow
+            # Values of the entries come first, then those of replaced entries with pending writes.
+            shares += usage.proportional_nbytes[: stop - begin]
             used += usage.has_outside_users[: stop - begin]
             is_own = np.arange(len(caches)) < stop - begin
             parts += _list_holdings(caches, usage, begin + np.array(owners, np.int64), is_own)
@@ -119,7 +121,7 @@ class HoldingPart(NamedTuple):
     # By holding.
     items: Ints
     entries: Ints
-    is_own: Bools  # not only of a replaced entry whose store write is pending
+    is_own: Bools  # the entry itself holds it, not the cache of an entry that it replaced
 
 
 class Sharing(NamedTuple):
@@ -169,7 +171,7 @@ class Holdings:
 
 
 class Index:
-    """The positions of each number in an array of numbers from 0 on."""
+    """For each value in an array of non-negative integers, the positions where it occurs."""
 
     def __init__(self, numbers: Ints) -> None:
         self._order = np.argsort(numbers, kind="stable")
@@ -178,7 +180,10 @@ class Index:
         self._starts = self._stops - counts
 
     def find(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the positions of some numbers, preceded by the index in `numbers` of each."""
+        """Find the positions at which the values `numbers` occur.
+
+        Return two arrays: for each position, the index of its value in `numbers`, and the position.
+        """
         indices, places = expand_ranges(self._starts[numbers], self._stops[numbers])
         return indices, self._order[places]
 
@@ -239,7 +244,7 @@ class TreePositions:
                 nodes.append(numbers.setdefault(entry.node, len(numbers)))
                 bases.append(numbers.setdefault(base, len(numbers)))
         self._lengths = np.array([entry.length for entry in self.entries], np.int64)
-        self._is_left = np.ones(len(self.entries), bool)
+        self._is_remaining = np.ones(len(self.entries), bool)
         # By entry, the numbers of its node and of its base.
         self._nodes, self._bases = np.array(nodes, np.int64), np.array(bases, np.int64)
         lengths = [np.array([e.length for e in node.entries], np.int64) for node in numbers]
@@ -254,10 +259,13 @@ class TreePositions:
         return lost
 
     def remove(self, entry: int) -> None:
-        """Remove an entry. The last one of a node was a base: its own base replaces it."""
-        self._is_left[entry] = False
+        """Remove an entry.
+
+        If it was the last one at its node, its base becomes the base of the entries below it.
+        """
+        self._is_remaining[entry] = False
         node, base = self._nodes[entry], self._bases[entry]
-        lengths = self._lengths[self._is_left & (self._nodes == node)]
+        lengths = self._lengths[self._is_remaining & (self._nodes == node)]
         self._longest[node] = _find_longest(lengths)
         if not len(lengths):
             self._bases[self._bases == node] = base

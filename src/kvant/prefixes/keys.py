@@ -2,7 +2,7 @@
 
     root key = hash(version, fingerprint of the model, device and autocast, spec)
     with an adapter, its root key = hash(version, root key, hash of the adapter)
-    tree key = hash(root key, salts); it precedes the first page as its previous page's key
+    tree key = hash(root key, salts); the first page uses it as the key of its previous page
     page key = hash(key of the previous page, 64 token ids)
 
 The hash is BLAKE2b-256. Every part is preceded by its length, so different lists of parts never

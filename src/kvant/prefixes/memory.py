@@ -41,7 +41,8 @@ class PrefixPools:
 
     def __init__(self, lock: RLock) -> None:
         """`lock` is that of the memory; its holder may change the trees."""
-        self.cache: TransformersCache | None = None  # empty, over the pools; None: no prefix yet
+        # An empty cache that uses the pools; None while they have no prefix.
+        self.cache: TransformersCache | None = None
         self.trees: dict[bytes, PrefixTree] = {}
         self._lock = lock
         self._seconds_per_token = math.inf  # of a prefill

@@ -256,15 +256,15 @@ class PrefixNamespace:
     def plan_checkpoints(
         self, tokens: Sequence[int], num_cached: int, branch_points: Sequence[int]
     ) -> list[int]:
-        """Return the lengths at which to insert a prompt while it is prefilled, in order.
+        """Return the lengths of the prefixes to insert while a prompt is prefilled, in order.
 
-        If pages suffice, a prompt can be resumed at every page. Otherwise, insert it at the branch
-        point of the last match, at the end of the last whole page, at intervals of a long prompt,
-        and at `branch_points`: lengths at which other prompts may diverge.
+        If pages suffice, a prompt can be resumed at every page. Otherwise, prefixes end at the
+        branch point of the last match, at the last whole page, and at intervals of a long prompt.
+        Prefixes also end at `branch_points`: lengths at which other prompts may diverge.
 
-        With a store, also insert it at its end if its partial last page is a large part of it.
-        That page is then stored without tokens of the reply, and another process can restore it
-        for the same prompt.
+        With a store, also insert the whole prompt if its partial last page has more than
+        1 / `MIN_TAIL_DIVISOR` of its tokens. That page is then stored without tokens of the reply,
+        and another process can restore it for the same prompt.
         """
         if self._model_keys.no_prefixes_reason is not None:
             return []

@@ -73,7 +73,7 @@ class StoreHit:
     """A prefix that a store seems to have; its blobs are not read yet."""
 
     tokens: tuple[int, ...]
-    page_names: list[str]  # of the root, then of each whole token page
+    page_names: list[str]  # of the tree key, then of each whole token page
     tail_state_part: str | None  # filed under the last page name; None: pages are enough
 
     @property
@@ -180,7 +180,7 @@ class PrefixStore:
 
     def write(
         self,
-        root: bytes,
+        tree_key: bytes,
         prefix: CachedPrefix,
         metadata: Mapping[str, str],
         max_length: int | None = None,
@@ -191,7 +191,7 @@ class PrefixStore:
         is not written.
         """
         tokens, num_prefilled = prefix.tokens, prefix.num_prefilled
-        page_set, names = PageSet(prefix.cache.states), _name_token_pages(root, tokens)
+        page_set, names = PageSet(prefix.cache.states), _name_token_pages(tree_key, tokens)
         pending: list[PendingBlob] = []
         for group, numbers in enumerate(page_set.page_ranges):
             size, nbytes = page_set.layer_groups[group].page, page_set.nbytes((group, 0))
@@ -241,9 +241,9 @@ class PrefixStore:
         if stored is not None or self.tiers.put(blob):
             self._record_part(blob.page, blob.part)
 
-    def reject(self, root: bytes, tokens: Sequence[int]) -> None:
+    def reject(self, tree_key: bytes, tokens: Sequence[int]) -> None:
         """Ignore stored blobs of these tokens until this process has written them again."""
-        names = _name_token_pages(root, tokens)
+        names = _name_token_pages(tree_key, tokens)
         if len(self._rejected_pages) >= MAX_KNOWN_PAGES:
             self._rejected_pages.clear()
         self._mark_suspect(names)
@@ -253,13 +253,13 @@ class PrefixStore:
     # ---- reading
 
     def find_hits(
-        self, root: bytes, tokens: Sequence[int], cache: TransformersCache, num_cached: int
+        self, tree_key: bytes, tokens: Sequence[int], cache: TransformersCache, num_cached: int
     ) -> Iterator[StoreHit]:
         """Yield stored prefixes of `tokens` longer than `num_cached`, longest first.
 
         `cache` has the spec of the model; it may be empty.
         """
-        names, sizes = _name_token_pages(root, tokens), list_page_sizes(cache.states)
+        names, sizes = _name_token_pages(tree_key, tokens), list_page_sizes(cache.states)
         suffice = pages_suffice(cache.spec)
         parts_by_page = []
         for name, parts in zip(names, self.tiers.has(names), strict=True):
@@ -453,12 +453,12 @@ def _check_same(blob: Blob, stored: Blob) -> None:
         raise BlobError("its tokens or its length differ from those that were written")
 
 
-def _name_token_pages(root: bytes, tokens: Sequence[int]) -> list[str]:
-    """Return the store names of the root and of each whole token page of `tokens`."""
-    keys = [root]
+def _name_token_pages(tree_key: bytes, tokens: Sequence[int]) -> list[str]:
+    """Return the store names of the tree key and of each whole token page."""
+    keys = [tree_key]
     for begin in range(0, len(tokens) // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
         keys.append(make_page_key(keys[-1], tokens[begin : begin + PAGE_TOKENS]))
-    return [f"{root.hex()[:16]}/{key.hex()}" for key in keys]
+    return [f"{tree_key.hex()[:16]}/{key.hex()}" for key in keys]
 
 
 def _name_kv_page(group: int, number: int) -> str:

@@ -35,7 +35,7 @@ class TreeNode:
     length: int  # tokens from the root to its end
     parent: TreeNode | None
     children: dict[bytes, TreeNode] = field(default_factory=dict)
-    entries: list[PrefixEntry] = field(default_factory=list)  # those whose last whole page it is
+    entries: list[PrefixEntry] = field(default_factory=list)  # their last whole page is this node
 
     def iterate_entries(self) -> Iterator[PrefixEntry]:
         """Yield the entries of this node and of all nodes below it."""
@@ -82,7 +82,8 @@ class PrefixEntry:
 
     def remove(self) -> None:
         """Remove this entry, and nodes that are empty without it; cancel its store writes."""
-        for write in self.writes:  # first: the removal may drop the last reference to the pages
+        # A pending write would hold the pages even after the removal, until it is done.
+        for write in self.writes:
             write.cancel()
         node = self.node
         node.entries.remove(self)
@@ -139,9 +140,9 @@ class PrefixMatch:
 class PrefixTree:
     """The entries of one tree key: of one model, adapter, spec and salt."""
 
-    def __init__(self, root_key: bytes, alignment: int | None) -> None:
+    def __init__(self, tree_key: bytes, alignment: int | None) -> None:
         """With an `alignment`, serve only multiples of it, and only prefilled tokens."""
-        self.root = TreeNode(root_key, (), 0, None)
+        self.root = TreeNode(tree_key, (), 0, None)
         self._alignment = alignment
 
     def __iter__(self) -> Iterator[PrefixEntry]:

@@ -35,7 +35,7 @@ MAX_MARKS = 4  # of a request, as in Anthropic's API
 
 class CacheControl(RequestBody):
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None  # unused: prefixes are evicted by last use
+    ttl: Literal["5m", "1h"] | None = None  # unused: eviction has one rule
 
 
 class Block(RequestBody):

@@ -30,8 +30,8 @@ from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
-# Least time between checks whether the model's weights changed. A check takes as long as a decode,
-# or longer.
+# Age at which a check whether the model's weights changed is repeated. A check takes as long as a
+# decode, or longer.
 WEIGHTS_CHECK_INTERVAL_S = 1.0
 MAX_STORE_WAIT_S = STORE_TIMEOUT_S  # longest wait of a request for a store
 EVICTION_FLUSH_S = 2.0  # longest wait of an eviction for pending store writes

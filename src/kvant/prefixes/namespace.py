@@ -259,8 +259,8 @@ class PrefixNamespace:
         """Return the lengths of the prefixes to insert while a prompt is prefilled, in order.
 
         If pages suffice, a prompt can be resumed at every page. Otherwise, prefixes end at the
-        branch point of the last match, at the last whole page, and at intervals of a long prompt.
-        Prefixes also end at `branch_points`: lengths at which other prompts may diverge.
+        branch point of the last match, at the last whole page, at intervals of a long prompt, and
+        at `branch_points`: lengths at which other prompts may diverge.
 
         With a store, also insert the whole prompt if its partial last page has more than
         1 / `MIN_TAIL_DIVISOR` of its tokens. That page is then stored without tokens of the reply,

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+import kvant
 from cache.tagged import (
     LayerCache,
     append_rows,
@@ -601,3 +602,11 @@ def test_a_deep_copy_is_a_fork() -> None:
     assert (clone.is_complete, cache.is_complete) == (False, True)
     forward(cache, 1)
     assert [read_tags(state) for state in cache] == [list(range(3, 11))] * 2
+
+
+def test_reset_cache_is_explained() -> None:
+    """Regression: it has storages and no tokens, and a view of 0 tokens was refused."""
+    cache = Cache(1, "raw")
+    cache[0].append(*torch.randn(2, 1, 1, 5, 32))
+    cache.reset()
+    assert "empty" in str(kvant.explain(cache))

@@ -570,3 +570,31 @@ def test_only_selected_pages_are_read(text: str, queries: int) -> None:
     torch.testing.assert_close(out, attend(q, view, backend="reference"), rtol=1e-5, atol=1e-5)
     every = attend(q, view._replace(selection=None), backend=NAME)
     assert (out - every).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", [NAME, "native"])
+def test_sinks_of_a_recoded_window_are_read(backend: str) -> None:
+    """Regression: after a recode of a window, the kernels read no sinks."""
+    rows = torch.randn(2, 1, 1, 601, 32, device=DEVICE)
+    rows[:, :, :, :4] *= 30
+    cache = Cache(1, "raw,window=128")
+    cache[0].append(*rows[..., :600, :])
+    cache.recode("raw,window=128")
+    view = cache[0].append(*rows[..., 600:, :])
+    q = torch.randn(1, 2, 1, 32, device=DEVICE)
+    expected, out = attend(q, view, backend="reference"), attend(q, view, backend=backend)
+    assert (out - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("backend", [NAME, "reference"])
+def test_queries_older_than_a_sealed_sink_page_read_its_dense_rows(backend: str) -> None:
+    """Regression: rows that share a page with sinks were left out for queries before its seal."""
+    rows = torch.randn(2, 1, 1, 90, 64, device=DEVICE)
+    cache = Cache(1, "affine8,sinks=4")
+    cache[0].append(*rows)
+    q = torch.randn(1, 2, 40, 64, device=DEVICE)
+    out = attend(q, cache[0].view(40), backend=backend)
+    dense = Cache(1, "raw")
+    dense[0].append(*rows)
+    expected = attend(q, dense[0].view(40), backend="reference")
+    assert (out - expected).abs().max() < 0.05

@@ -326,3 +326,10 @@ def test_tokens_survive_when_freeing_memory_fails(
     assert cache.nbytes < large
     assert [read_tags(state) for state in cache] == [list(range(470))] * 2
     cache.state.pools.check()
+
+
+def test_padding_takes_no_capacity() -> None:
+    cache = Cache(1, "raw,capacity=8")
+    cache[0].append(*torch.randn(2, 1, 1, 10, 32), start=[2])
+    with pytest.raises(CapacityError, match="9 tokens for a capacity of 8"):
+        cache[0].append(*torch.randn(2, 1, 1, 1, 32))

@@ -690,3 +690,10 @@ def test_prune_reallocates_once() -> None:
         attend_next_token(state, 5000 + 10 * seed)
         moves.append(id(state.cache[0].storage))
     assert len(set(moves)) == 1
+
+
+def test_append_of_no_tokens_prunes_nothing() -> None:
+    state = prefill_layer("raw,prune=keydiff:64")
+    count = state.cache.num_rows
+    state.append(*torch.zeros(2, 1, HEADS, 0, DIM))
+    assert state.cache.num_rows == count > 64

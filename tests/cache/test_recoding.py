@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cache.tagged import LayerCache, append_rows, assert_same, make_layer, make_rows, read_tags
-from kvant import Cache, CapacityError, LayerSpec, SpecError, attend, load, save
+from kvant import Cache, CacheSpec, CapacityError, LayerSpec, SpecError, attend, load, save
 from kvant.attention.length_groups import has_visible_rows
 from kvant.contracts import Mask
 from kvant.retention import Window
@@ -278,3 +278,14 @@ def test_values_inside_keys_survive_a_recode() -> None:
     keys, values = state.read()
     assert (keys.shape[2:], values.shape[2:]) == ((30, 8), (30, 4))
     assert keys[0, 0, :, 0].round().tolist() == list(range(70, 100))
+
+
+def test_layers_that_dropped_different_rows_get_no_common_prune() -> None:
+    """Regression: the unpruned layer lost rows, and the next prune kept rows that were none."""
+    cache = Cache(spec=CacheSpec((make_layer("raw"), make_layer("raw,prune=keydiff:64"))))
+    for layer in cache:
+        layer.append(*torch.randn(2, 1, 1, 300, 32))
+    cache.prune()
+    with pytest.raises(SpecError, match="dropped different rows"):
+        cache.recode("raw,prune=keydiff:64")
+    assert [layer.num_rows for layer in cache] == [300, 64]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvant import Cache
+from kvant.pages import storage
 from kvant.pages.storage import MIN_MAPPING_BYTES, MMAP_FLAGS, reserve_tensor
 
 CPU = torch.device("cpu")
@@ -50,3 +52,19 @@ def test_untouched_pages_are_not_resident_and_freed_pages_are_returned() -> None
     process = subprocess.run(run, capture_output=True, text=True, check=True)
     untouched, touched, freed = map(int, process.stdout.split())
     assert untouched < 1 << 20 < 1 << 24 <= touched < 17 << 20 and freed < 1 << 20
+
+
+def test_growth_without_room_for_a_reserve_takes_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: an OutOfMemoryError of torch was not caught."""
+
+    def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if shape[0] > 1:
+            raise torch.OutOfMemoryError("no room for the reserve")
+        return reserve_tensor(shape, dtype, device)
+
+    monkeypatch.setattr(storage, "reserve_tensor", reserve)
+    cache = Cache(1, "raw")
+    cache[0].append(*torch.randn(2, 1, 1, 64, 32))
+    assert cache.length == 64

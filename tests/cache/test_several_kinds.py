@@ -110,3 +110,12 @@ def test_layers_of_one_forward_have_the_same_sequences() -> None:
     mixed[0].append(*torch.randn(2, 2, 1, 3, 16))
     with pytest.raises(ValueError, match="5 sequences, where another layer of this forward has 2"):
         mixed[1].append(3, {"s": torch.zeros(5, 1)})
+
+
+def test_exact_rewind_ends_pages_of_all_sizes() -> None:
+    """Regression: a multiple of the largest page was tried, which ends no page of the others."""
+    layers = [parse(f"affine8,page={page}", 1).layers[0] for page in (128, 192)]
+    cache = Cache(spec=CacheSpec(tuple(layers)))
+    for layer in cache:
+        layer.append(*torch.randn(2, 1, 1, 800, 32))
+    assert cache.find_exact_rewind(700) == 384

@@ -491,6 +491,9 @@ def test_saved_conversation_records_whether_it_is_a_chat(
 
 
 def test_message_is_not_prefilled_without_a_reply(call: Any, tmp_path: Path) -> None:
+    words = ("--strategy", "disabled", "--cache-prompt", str(tmp_path / "read.kv"))
+    code, _, error = call("run", "--prompt", "import os", *words)
+    assert code == 2 and "--cache-prompt with --strategy disabled" in error
     words = ("--chat", "--cache-prompt", str(tmp_path / "read.kv"))
     code, _, error = call("run", "--prompt", "import os", *words)
     assert code == 2 and error.startswith("error: --chat with --cache-prompt: ")

@@ -14,6 +14,7 @@ import torch
 
 import kvant
 from engine.test_engine import generate_alone, make_engine, make_prompts, no_leaks
+from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.engine import prefix_reuse
 from kvant.generation import TransformersDecoder
@@ -252,6 +253,57 @@ def test_changed_weights_between_requests_invalidate_prefixes() -> None:
             with torch.no_grad():
                 model.get_output_embeddings().weight[step] += 1
                 model.get_input_embeddings().weight[prompt[0]] += 1
+
+
+def test_prefix_in_other_pools_is_copied() -> None:
+    """Regression: its match counted as evicted, and the prompt was matched again without end."""
+    model, prefixes = build("llama"), Prefixes()
+    first, second = make_tokens(200, seed=0), make_tokens(200, seed=1)
+    with make_engine(model, prefixes=prefixes) as engine:
+        engine.submit(first, max_new_tokens=4).result()
+        prefixes.clear()  # the engine keeps its pools, the next prefix makes new ones
+        options = {"max_new_tokens": 4, "ignore_end": True}
+        list(kvant.generate(model, Numbers(), second, kv_cache="raw", prefixes=prefixes, **options))
+        reply = engine.submit(second, **options).result(60)
+        assert reply.usage.cached_tokens == 199
+        assert list(reply.tokens) == generate_alone(model, second, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+def test_prefixes_of_old_weights_are_evicted(salt: str) -> None:
+    """Regression: they counted no more, and with a salt the next match never ended."""
+    model, prefixes = build("llama"), Prefixes()
+    prompt, options = make_tokens(200, seed=0), {"max_new_tokens": 4, "ignore_end": True}
+    with make_engine(model, prefixes=prefixes) as engine:
+        for cached in (0, 199, 0, 199):
+            if not cached:
+                with torch.no_grad():
+                    model.get_input_embeddings().weight[prompt[0]] += 1
+                sizes = [engine.stats()["nbytes_held"]]
+            reply = engine.submit(prompt, salt=salt, **options).result(60)
+            assert reply.usage.cached_tokens == cached
+            assert list(reply.tokens) == generate_alone(model, prompt, max_new_tokens=4)
+            wait_until_idle(engine)
+            sizes.append(engine.stats()["nbytes_held"])
+        assert sizes[0] == sizes[-1]
+        assert sum(len(list(pools)) > 0 for pools in prefixes.memory) == 1
+
+
+def test_free_pages_of_adopted_pools_count() -> None:
+    """Regression: an engine that began with the pools of a larger one stayed above its limit."""
+    model, prefixes = build("llama"), Prefixes("100kB")
+    prompts = [make_tokens(400 if n else 100, seed=n) for n in range(8)]
+    with make_engine(model, prefixes=prefixes) as engine:
+        for stream in [engine.submit(p, max_new_tokens=8, ignore_end=True) for p in prompts]:
+            stream.result()
+        wait_until_idle(engine)
+        before = engine.stats()
+    limit = (before["nbytes_held"] + before["nbytes_free"]) // 2
+    with make_engine(model, prefixes=prefixes, max_bytes=limit) as engine:
+        engine.submit(prompts[0], max_new_tokens=8, ignore_end=True).result()
+        wait_until_idle(engine)
+        after = engine.stats()
+        assert after["nbytes_held"] + after["nbytes_free"] <= limit
 
 
 def test_weights_are_checked_once_while_requests_run(

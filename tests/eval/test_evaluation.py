@@ -24,6 +24,7 @@ from kvant.eval.result import (
     find_pareto_front,
     flatten_result,
     plot_results,
+    summarize_nbytes,
     summarize_quality,
 )
 from kvant.prefixes.tree import count_shared_prefix
@@ -59,6 +60,18 @@ def test_recipes_may_be_named(bundled_model: Any, results: list[EvaluationResult
     assert four.p99_kl <= four.p999_kl and four.tokens_s > 0 and four.vs_raw > 0
     planned = plan(bundled_model[0], "affine4", context=32768)
     assert (four.row_nbytes, four.nbytes["32k"]) == (planned.nbytes_per_token, planned.nbytes)
+
+
+def test_a_window_does_not_change_the_bytes_of_a_row(bundled_model: Any) -> None:
+    """Regression: rows of layers with a window counted as 0 bytes, and `--plot` divided by them."""
+    model, _ = bundled_model
+    nbytes, windowed = (
+        summarize_nbytes(model, "affine8"),
+        summarize_nbytes(model, "affine8,window=64"),
+    )
+    assert windowed["row_nbytes"] == nbytes["row_nbytes"] > 0
+    narrow = summarize_nbytes(zoo.build("mistral"), "affine8")
+    assert 0 < narrow["row_nbytes"] < narrow["raw_row_nbytes"]
 
 
 def test_a_format_whose_scales_are_fitted_can_be_measured(bundled_model: Any) -> None:
@@ -155,12 +168,13 @@ def test_results_of_other_settings_are_refused(
     assert file.read_text() == before
 
 
-def test_unrelated_file_is_not_overwritten(bundled_model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["mine", "1\n2\n", '["eval"]\n'])
+def test_unrelated_file_is_not_overwritten(bundled_model: Any, tmp_path: Path, text: str) -> None:
     file = tmp_path / "notes.txt"
-    file.write_text("mine")
+    file.write_text(text)
     with pytest.raises(ValueError, match="not a file of saved results"):
         evaluate(*bundled_model, {"raw": "raw"}, settings=FEW, save=file)
-    assert file.read_text() == "mine"
+    assert file.read_text() == text
 
 
 @pytest.mark.parametrize(

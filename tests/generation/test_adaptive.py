@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import kvant
 from cache.tagged import forward
@@ -18,7 +19,7 @@ from generation.speakers import (
     start_generation,
     tokenizer_of,
 )
-from kvant import Cache, CacheSpec
+from kvant import Cache, CacheSpec, demo
 from kvant.codecs.frames import Identity
 from kvant.contracts import Form, Frame
 from kvant.generation.strategy import (
@@ -106,6 +107,19 @@ def test_long_prompt_stays_within_budget_from_the_first_chunk(
     finally:
         hook.remove()
     assert cache.length == 904 and max(sizes) <= BUDGET
+
+
+def test_a_model_that_reads_dense_rows_gets_no_window(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a window was chosen, and the next forward failed."""
+    model = AutoModelForCausalLM.from_pretrained(demo.PATH, attn_implementation="eager").eval()
+    options = {"strategy": "adaptive", "budget": BUDGET, "max_new_tokens": 8, "ignore_end": True}
+    text = [3 + t % 4000 for t in range(1500)]
+    cache = kvant.cache_for(model)
+    assert (
+        len(list(kvant.generate(model, tokenizer_of(DEMO), text, kv_cache=cache, **options))) == 8
+    )
+    assert not any(spec.retention.window for spec in list_attention_specs(cache.spec))
+    assert "cannot be met" in caplog.text
 
 
 def test_large_budget_changes_nothing() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
 from generation.speakers import DEMO, Numbers, model_of, prompt_of, tokenizer_of
 from hf.zoo import valid_spec
 from kvant import demo
-from kvant.generation import Session
+from kvant.cache import files
+from kvant.generation import Session, TransformersDecoder
 from kvant.prefixes.tree import count_shared_prefix
 
 TURN = {"message": "", "reply": "", "shared": 0, "tokens": [5] * 9, "begin": 3}
@@ -316,6 +319,55 @@ def test_new_process_resumes_identically(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
     )
     assert json.loads(out.stdout) == send_and_collect(session, "def f", 20)
+
+
+def test_files_are_read_to_the_device_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: rows of a file stayed on the CPU, and the next turn of a GPU's model failed."""
+    session = session_of("llama")
+    send_and_collect(session, [5, 6, 7])
+    session.save(tmp_path / "a.kv")
+    read, devices = files.read, []
+
+    def read_and_record(path: Path, *, device: Any) -> files.SavedCache:
+        devices.append(device)
+        return read(path)
+
+    monkeypatch.setattr(files, "read", read_and_record)
+    monkeypatch.setattr(TransformersDecoder, "device", torch.device("cuda"))
+    Session.load(tmp_path / "a.kv", model_of("llama"), Numbers())
+    session.resume(tmp_path / "a.kv")
+    assert devices == [torch.device("cuda")] * 2
+
+
+def test_turns_are_removed_by_their_number(chat_tokenizer: Any) -> None:
+    """Regression: `/rewind` in `kvant chat` cut the newest reply, which templates had shortened."""
+    chat_tokenizer.chat_template = (
+        "{% for message in messages if message.role == 'user' %}{{ message.content }}\n{% endfor %}"
+    )
+    session = Session(model_of(DEMO), chat_tokenizer, "raw")
+    send_and_collect(session, "import os", count=40)
+    first = session.turns
+    send_and_collect(session, "import re", count=100)
+    session.rewind_turns(1)
+    assert session.turns == first
+    with pytest.raises(kvant.RewindError, match="2 turns to remove, of 1"):
+        session.rewind_turns(2)
+
+
+def test_cleared_cache_frees_its_pages_after_replayed_tokens() -> None:
+    """Regression: the replayed forward kept them until the next one."""
+    model = AutoModelForCausalLM.from_pretrained(demo.PATH).eval()  # no other test changed it
+    session = Session(model, tokenizer_of(DEMO), "raw")
+    send_and_collect(session, "import os", count=32)
+    assert session.stats()["replayed"] > 0
+    [*storages] = session.cache.state.storages.values()
+    pages = [weakref.ref(storage.sides["keys"].open) for storage in storages]
+    del storages
+    session.cache.clear()
+    gc.collect()
+    assert [page() for page in pages] == [None] * len(pages)
 
 
 def test_session_loads_a_file_in_place_of_its_own_text(tmp_path: Path) -> None:

@@ -169,9 +169,10 @@ def test_hybrid_that_fails_during_a_draft_can_be_forked() -> None:
     assert replies[0] == replies[1]
 
 
-def test_an_unknown_draft_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="'ngram', a model"):
-        start_generation("llama", draft="medusa")
+@pytest.mark.parametrize("draft", ["medusa", lambda ids, cache: ids], ids=["word", "callable"])
+def test_an_unknown_draft_is_refused_at_once(draft: Any) -> None:
+    with pytest.raises(ValueError, match=r"draft=.* 'ngram', a model"):
+        start_generation("llama", draft=draft)
 
 
 def test_n_grams_continue_the_latest_match() -> None:

@@ -330,6 +330,36 @@ def test_draft_longer_than_the_window_can_be_rewound() -> None:
     assert torch.equal(plain, drafted)
 
 
+@pytest.mark.parametrize("spec", ["raw", "raw,window=400"])
+def test_long_drafts_after_a_convolution_are_verified(spec: str) -> None:
+    """Regression: the slack grew within a forward, which ended states of its first layers."""
+    model = build("lfm2")
+    ids = torch.arange(3, 128).repeat(2)[None]
+    arguments = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    plain = model.generate(ids, **arguments)
+    with kvant.attach(model, spec, guard=False):
+        drafted = model.generate(ids, prompt_lookup_num_tokens=80, **arguments)
+    assert torch.equal(plain, drafted)
+
+
+def test_states_are_not_recorded_after_speculation() -> None:
+    """Regression: convolutions recorded every later token, without a limit."""
+    model, ids = build("lfm2"), make_tokens(1, 40)
+    arguments = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    cache = kvant.cache_for(model)
+    out = model.generate(ids, prompt_lookup_num_tokens=3, past_key_values=cache, **arguments)
+    out = torch.cat([out, ids[:, :4]], 1)
+    again = model.generate(out, past_key_values=cache, **arguments)
+    states = cache.layers[0].conv_states[0]
+    assert states.shape[-1] == model.config.conv_L_cache and torch.equal(
+        again, model.generate(out, **arguments)
+    )
+
+
+def test_generate_does_not_compile_a_model_with_our_cache() -> None:
+    assert not kvant.cache_for(build("mamba")).is_compileable
+
+
 @torch.no_grad()
 def test_speculated_chunk_does_not_read_its_newest_rows() -> None:
     """A model that needs dense rows cannot have different ones per token."""

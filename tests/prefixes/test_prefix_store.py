@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -91,6 +92,21 @@ def test_restored_prefix_has_nothing_to_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_restart_works_in_every_format(spec: str, tmp_path: Path) -> None:
     check_restart(build("llama"), spec, tmp_path)
+
+
+@pytest.mark.parametrize("page", [32, 64, 96])
+def test_pages_of_any_size_are_restored(page: int, tmp_path: Path) -> None:
+    """Regression: pages that end within 64 tokens had one name for all prompts."""
+    model, prompts = build("llama"), [make_tokens(400, seed=seed) for seed in range(2)]
+    layer = replace(kvant.parse("raw", 1).layers[0], page=page)
+    for prompt in (*prompts, prompts[1]):
+        with Prefixes(store=open_folder(tmp_path)) as prefixes:
+            session = kvant.Session(model, Numbers(), layer, prefixes=prefixes, template=False)
+            session.send(prompt, max_new_tokens=1).finish()
+            prefixes.flush()
+            counts = read_stats(prefixes)["stores"][0]
+            assert not counts["damaged"] and not counts["errors"]
+    assert session.stats()["tokens_restored"] == 384
 
 
 def test_restart_gives_the_bits_of_a_cold_run(tmp_path: Path) -> None:

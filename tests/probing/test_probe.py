@@ -17,6 +17,7 @@ import kvant
 from hf.outliers import scale_key_channels
 from hf.zoo import build
 from kvant import SpecError, demo
+from kvant.hf import get_attachments
 from kvant.probing import explain_harm, make_trial, resolve_auto
 from kvant.probing.recommendation import find_smallest_spec, list_promotions
 from kvant.probing.trials import CANDIDATE_SPECS, RANDOM_TOKENS_KL_SCALE
@@ -240,6 +241,18 @@ def test_attaching_warns_once(outlier_model: Any, plain_model: Any, tokenizer: A
         kvant.detach(outlier_model)
         kvant.attach(plain_model, "affine4")
         kvant.detach(plain_model)
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(
+    outlier_model: Any, tokenizer: Any
+) -> None:
+    before = outlier_model.config._attn_implementation
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="affine4 changes predictions"):
+            kvant.attach(outlier_model, "affine4", tokenizer=tokenizer)
+    assert not get_attachments(outlier_model)
+    assert outlier_model.config._attn_implementation == before
 
 
 def test_random_tokens_use_another_limit(plain_model: Any) -> None:

@@ -230,6 +230,8 @@ def test_other_errors_have_ollamas_shape(client: Any, bundled_model: tuple[Any, 
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="raw: not with format"):
         generate(client, PROMPT, raw=True, format="json")
+    with pytest.raises(ollama.ResponseError, match="top_logprobs: logprobs is needed"):
+        generate(client, PROMPT, top_logprobs=2)
     with pytest.raises(ollama.ResponseError) as caught:
         client.pull("llama3")
     assert caught.value.status_code == 404

@@ -214,6 +214,22 @@ def test_success_between_failures_resets_the_count(clock: Clock) -> None:
     assert "rests" not in read_counts(tiers)
 
 
+def test_failed_writes_leave_a_store_readable(clock: Clock) -> None:
+    """Regression: five refused writes of a full disk ended the reads of what it has."""
+    store = DictStore()
+    tiers = Tiers([store])
+    tiers.put(make_blob())
+    store.error = OSError(28, "full")
+    for number in range(MAX_FAILURES_IN_A_ROW):
+        tiers.put(make_blob(part=f"k0-{number + 2}"))
+    assert read_counts(tiers)["rests"] == 1 and read_counts(tiers)["resting"]
+    store.error = None
+    assert tiers.has([PAGE]) == [{"k0-1"}] and tiers.get(PAGE, "k0-1") is not None
+    calls = store.calls
+    tiers.put(make_blob(part="k0-9"))
+    assert store.calls == calls
+
+
 # ---- unresponsive stores
 
 

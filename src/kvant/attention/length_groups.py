@@ -89,6 +89,8 @@ class LengthGroup:
         for start in range(first_sealed, dense_from, step):
             yield KeyBlock("sealed", start, min(start + step, -(-dense_from // page) * page))
         first_open = page * int(page_table.first_open[self.first_sequence])
+        if first_open <= page * page_table.layer_group.num_sink_pages:
+            first_open = 0  # pages of sinks stay open, and the other open pages follow them
         low = max(first_open, self.compute_dense_from(self.length - num_queries))
         for start in range(low // page * page, self.new_from, step):
             yield KeyBlock("open", start, min(start + step, self.new_from))

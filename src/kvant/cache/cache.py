@@ -8,6 +8,7 @@ one of them writes to a page.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -321,7 +322,7 @@ class Cache(UsageHints):
         length = self.reachable(to)
         if transitions.is_exact_length(self.state, length):
             return length
-        page = max(page_table.layer_group.page for page_table in self.state.page_tables)
+        page = math.lcm(*(table.layer_group.page for table in self.state.page_tables))
         length = self.reachable(length - length % page)
         return length if transitions.is_exact_length(self.state, length) else 0
 

@@ -127,11 +127,12 @@ def check_append_fits(
                 f"rows of {batch} sequences with padding {padding}, but another layer of this "
                 f"forward got {other.batch} with padding {other_padding}"
             )
-    capacity, longest = page_table.layer_group.capacity, int(page_table.seq_lens.max(initial=0))
-    if capacity is not None and longest + count > capacity:
+    capacity = page_table.layer_group.capacity
+    longest = int((page_table.lengths + count).max(initial=0))  # padding is not stored
+    if capacity is not None and longest > capacity:
         raise CapacityError(
-            f"{longest + count} tokens for a capacity of {capacity}: rewind, reset, or give the "
-            f"spec capacity={longest + count} or none"
+            f"{longest} tokens for a capacity of {capacity}: rewind, reset, or give the spec "
+            f"capacity={longest} or none"
         )
 
 

@@ -176,7 +176,7 @@ class StateHolder:
         is_prompt = self.in_prompt or (count > 1 and not is_draft)
         if state.layout.prunes:
             self._collect_queries()
-            if not is_prompt:
+            if not is_prompt and count:
                 self.prune()
         self.num_appended_forwards += 1
         return self.begin_forward(is_prompt=is_prompt)

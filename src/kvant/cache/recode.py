@@ -321,6 +321,11 @@ def recode_state(
                     f"{old_table.num_columns} tokens, {page_tables[leaf.group].num_columns} in an "
                     "earlier layer: rewind to a length that all layers have"
                 )
+            elif (page_tables[leaf.group].pruned_at != old_table.pruned_at).any():
+                raise SpecError(
+                    "one prune for layers that dropped different rows: keep a prune of its own for "
+                    "each layer, or reset first"
+                )
             source = state.storages.get(old_leaf.index)
             if source is None:
                 continue

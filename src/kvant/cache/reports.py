@@ -48,7 +48,7 @@ def _describe(recipe: Recipe, layer: Any) -> str:
     if not isinstance(recipe, LayerSpec):
         return "no cache"
     layer_format = describe_spec(CacheSpec((recipe,)))
-    if layer.storage is None:
+    if layer.storage is None or not layer.length:
         return f"{layer_format}; empty, so its backend is not known yet"
     explanation = explain(layer.view())
     refusals = "".join(f"; {name}: {reason}" for name, reason in explanation.refusals)
@@ -68,6 +68,11 @@ class PageUsage:
         """Open and sealed pages in use, by layer group."""
         return {group: (int(o.sum()), int(s.sum())) for group, (o, s) in self.slot_masks.items()}
 
+    def may_share_pages(self, cache: Cache) -> bool:
+        """Whether `cache` uses the pools of these pages, or there are none."""
+        pairs = zip(cache.state.pools, self.pools, strict=False)
+        return all(own.open is pools.open for own, pools in pairs)
+
     def count_shared_pages(
         self, cache: Cache, sequence: int, length: int
     ) -> dict[LayerGroup, tuple[int, int]]:
@@ -76,9 +81,9 @@ class PageUsage:
         Only layers without a window count: pages of a window are released later.
         """
         shared: dict[LayerGroup, tuple[int, int]] = {}
-        state = cache.state
-        if any(a.open is not b.open for a, b in zip(state.pools, self.pools, strict=False)):
+        if not self.may_share_pages(cache):
             return shared
+        state = cache.state
         for page_table in state.page_tables:
             group = page_table.layer_group
             if group.window is None and group in self.slot_masks:

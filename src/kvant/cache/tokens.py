@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvant.attention.store_rows import count_sealed_pages, make_empty_rows, store_rows
 from kvant.cache.cache import Cache
 from kvant.cache.holder import StateHolder
+from kvant.contracts import PagedTensors
 from kvant.errors import CacheError, CapacityError, UnsupportedView
 from kvant.page_table import AppendPlan
 
@@ -53,9 +54,9 @@ def _prepare_pages(holder: StateHolder, plans: Sequence[AppendPlan], *, seals: b
                 store_rows(plan, empty_rows, storage.sides, holder.stats[leaf.name])
 
 
-def list_page_buffers(cache: Cache) -> list[object]:
+def list_page_buffers(cache: Cache) -> list[PagedTensors]:
     """Return one object per attention layer; reallocating the layer's tensors replaces it."""
-    return [storage.sides for storage in cache.holder.state.storages.values()]
+    return [storage.sides["keys"] for storage in cache.holder.state.storages.values()]
 
 
 def commit_tokens(cache: Cache, backend: str, page_buffers: Sequence[object] | None = None) -> bool:

@@ -177,9 +177,8 @@ def _rewind(chat_loop: ChatLoop, argument: str) -> str:
     if not 0 < count <= len(turns):
         verb = "is" if len(turns) == 1 else "are"
         raise ValueError(f"/rewind {count}: there {verb} {format_count(len(turns), 'turn')}")
-    remaining = turns[: len(turns) - count]
-    session.rewind(remaining[-1].end if remaining else 0)
-    return f"rewound to turn {len(remaining)}, {len(session.tokens)} tokens"
+    session.rewind_turns(count)
+    return f"rewound to turn {len(session.turns)}, {len(session.tokens)} tokens"
 
 
 def _fork(chat_loop: ChatLoop, argument: str) -> str:

@@ -102,6 +102,11 @@ def _check_files(
         raise ValueError(
             "--chat with --cache-prompt: a message is cached with its reply; use --save for both"
         )
+    if cache_prompt is not None and session_options.strategy in ("disabled", "long"):
+        raise ValueError(
+            f"--cache-prompt with --strategy {session_options.strategy}: it does not cache every "
+            "prompt; drop --strategy"
+        )
     load = session_options.load_path
     if load is None or not (chat or cache_prompt is not None):
         return

@@ -8,6 +8,7 @@ thread. All matches, inserts and evictions of the engine's prefixes are made her
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import abc, deque
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from kvant.engine.request import Request, Sequence, clear_traceback_frames
 from kvant.engine.scheduler import Scheduler
 from kvant.prefixes import LookupDeadline, PendingRestore, Prefixes, PrefixNamespace
 from kvant.prefixes.eviction import EvictionRules
+from kvant.prefixes.memory import PrefixPools
 from kvant.prefixes.restore import STORE_TIMEOUT_S, start_daemon
 from kvant.stores import Store
 
@@ -56,6 +58,7 @@ class PrefixReuse:
         self.requests = requests
         self.inbox = inbox
         self._namespace: PrefixNamespace | None = None  # without a salt; None: prefixes are off
+        self._pools: PrefixPools | None = None  # of the weights at the last match
         self._adapter_namespaces: dict[str, PrefixNamespace] = {}  # without a salt, by adapter key
         # Only the open requests of a salt reference its namespace; it is freed with the last one.
         self._salted_namespaces: WeakValueDictionary[tuple[str, str], PrefixNamespace] = (
@@ -70,10 +73,15 @@ class PrefixReuse:
         self._namespace = prefixes.open_namespace(
             self.batch.decoder.model, caches.empty_cache, WEIGHTS_CHECK_INTERVAL_S
         )
-        if (pool_cache := self._namespace.pools.cache) is not None:
+        self._pools = self._namespace.pools
+        if (pool_cache := self._pools.cache) is not None:
             pool_cache = pool_cache.fork()
             pool_cache.backend = caches.empty_cache.backend
             caches.adopt_pools(pool_cache)
+            state, memory_model = pool_cache.states.state, self.scheduler.memory_model
+            groups = zip(state.layout.layer_groups, state.pools, strict=True)
+            sizes = {group: (pools.open.size, pools.sealed.size) for group, pools in groups}
+            self.scheduler.memory_budget.record_slots(memory_model.count_page_slots(sizes))
         self.update_prefix_slots()
 
     def invalidate_weights_check(self) -> None:
@@ -105,6 +113,7 @@ class PrefixReuse:
             length = caches.count_tokens(sequence)
             tokens = sequence.prefix_tokens
             cache, num_prefilled = namespace.match_prefix(tokens, caches.empty_cache.fork(), 0)
+            self._use_pools(namespace.pools)
             found = request.layout.find_resumable(cache.length, cache.find_exact_rewind)
             if found > length:
                 cache.rewind(found)
@@ -133,7 +142,7 @@ class PrefixReuse:
         if not length or not self.scheduler.can_insert_prefix(request, length):
             return
         try:
-            if namespace is not None and cache is not None:
+            if namespace is not None and cache is not None and namespace.pools is self._pools:
                 single = cache if sequence.cache is not None else cache.extract(index)
                 tokens = sequence.prefix_tokens[: single.length]
                 features = {} if request.images is None else {**request.images.features}
@@ -159,8 +168,8 @@ class PrefixReuse:
 
     def record_prefill_time(self, count: int, seconds: float) -> None:
         """Record that `count` prompt tokens were prefilled in `seconds`."""
-        if self._namespace is not None:
-            self._namespace.pools.record_prefill_time(count, seconds)
+        if self._pools is not None:
+            self._pools.record_prefill_time(count, seconds)
 
     def evict_prefixes(self, action: Evict) -> None:
         """Evict unused prefixes, then those that waiting requests matched.
@@ -169,13 +178,14 @@ class PrefixReuse:
         only prefixes with pending store writes are left, a thread flushes them first, unless
         `include_unwritten`. The request that needs the memory waits for it; others continue.
         """
-        if (namespace := self._namespace) is None:
+        if self._namespace is None or (pools := self._pools) is None:
             return
+        memory = self._namespace.memory
         nbytes, include_unwritten = action.nbytes, action.include_unwritten or self._flush_finished
         self._flush_finished = False
         rules = EvictionRules(include_unwritten, include_used=False)
-        evicted = namespace.memory.evict(nbytes, namespace.pools, rules).num_entries > 0
-        pending = not (evicted or include_unwritten) and namespace.pools.has_unwritten
+        evicted = memory.evict(nbytes, pools, rules).num_entries > 0
+        pending = not (evicted or include_unwritten) and pools.has_unwritten
         if pending and not self._is_flushing:
             self._is_flushing = True
             try:
@@ -187,7 +197,7 @@ class PrefixReuse:
         if not evicted and not pending and not running:
             self.drop_waiting_matches()
             rules = EvictionRules(include_unwritten=True, include_used=True)
-            evicted = namespace.memory.evict(nbytes, namespace.pools, rules).num_entries > 0
+            evicted = memory.evict(nbytes, pools, rules).num_entries > 0
         self.update_prefix_slots()
         self.scheduler.may_evict = evicted or not (pending or running)
 
@@ -200,9 +210,9 @@ class PrefixReuse:
 
     def update_prefix_slots(self) -> None:
         """Tell the scheduler the slots of all prefixes, and which of them each request shares."""
-        if self._namespace is None:
+        if self._pools is None:
             return
-        memory_model, usage = self.scheduler.memory_model, self._namespace.pools.measure_pages()
+        memory_model, usage = self.scheduler.memory_model, self._pools.measure_pages()
         for request in self.requests:
             if not request.sequences:  # all have finished: the scheduler has removed the request
                 continue
@@ -211,14 +221,21 @@ class PrefixReuse:
             if cache is not None:
                 pages = usage.count_shared_pages(cache.states, index, length)
             request.shared_slots = memory_model.count_page_slots(pages)
-            if request.holds_match and request in self.scheduler.queue.waiting:
+            is_copy = cache is not None and not usage.may_share_pages(cache.states)
+            if request.holds_match and not is_copy and request in self.scheduler.queue.waiting:
                 needed = memory_model.count_shared_slots(request.num_computed_tokens)
                 if (needed > request.shared_slots).any():  # the matched prefix was evicted
                     self.batch.caches.release(request.sequences)
                     request.set_match()
         slots = memory_model.count_page_slots(usage.num_pages, usage.num_caches)
-        num_image_tokens = self._namespace.pools.count_image_tokens()
+        num_image_tokens = self._pools.count_image_tokens()
         self.scheduler.set_prefix_slots(slots + memory_model.count_image_slots(num_image_tokens))
+
+    def _use_pools(self, pools: PrefixPools) -> None:
+        """Count the prefixes of `pools` from now on; evict those of weights that have changed."""
+        if self._namespace is not None and self._pools is not None and pools is not self._pools:
+            self._namespace.memory.evict(sys.maxsize, self._pools)
+            self._pools = pools
 
     def _flush_store(self) -> None:
         """Flush pending store writes with a time limit, in a thread of its own."""

@@ -150,8 +150,8 @@ def summarize_nbytes(model: Any, spec: AnySpec) -> dict[str, Any]:
     """Return the bytes of rows and caches in the dtype of the checkpoint."""
     config, lengths = model.config, REPORTED_CONTEXT_LENGTHS.items()
     return {
-        "row_nbytes": plan(config, spec, context=1).nbytes_per_token,
-        "raw_row_nbytes": plan(config, "raw").nbytes_per_token,
+        "row_nbytes": sum(plan(config, spec, context=1).row_nbytes),
+        "raw_row_nbytes": sum(plan(config, "raw").row_nbytes),
         "nbytes": {name: _plan_nbytes(config, spec, count) for name, count in lengths},
         "raw_nbytes": {name: _plan_nbytes(config, "raw", count) for name, count in lengths},
     }
@@ -224,10 +224,10 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace")
     complete, end, incomplete = text.rpartition("\n")
     try:
-        rows: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
+        rows: list[Any] = [json.loads(line) for line in complete.splitlines()]
     except ValueError:
         rows = []
-    if not rows or "eval" not in rows[0]:
+    if not rows or not all(isinstance(row, dict) for row in rows) or "eval" not in rows[0]:
         raise ValueError(f"{path} is not a file of saved results: name another, or a new one")
     if incomplete:
         path.write_text(complete + end, encoding="utf-8")

@@ -95,6 +95,11 @@ class TransformersDecoder:
         )
 
     @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
     def fingerprint(self) -> str:
         """Hash that identifies the model's weights."""
         return compute_model_fingerprint(self.model)
@@ -243,6 +248,7 @@ class CallableDecoder:
     vocab_size: int | None = None
     end_tokens: frozenset[int] = frozenset()
     fingerprint: str | None = None
+    device = torch.device("cpu")  # of caches from files
     num_unsteady_forwards = 0
 
     def __init__(self, function: LogitsFunction) -> None:

@@ -146,7 +146,7 @@ class GenerationOptions(SamplingOptions, total=False):
     strategy: str
     threshold: int
     budget: int | str | None
-    draft: str | Drafter | nn.Module | LogitsFunction | None
+    draft: str | Drafter | nn.Module | None
     max_drafts: int
     backend: str | None
     prefixes: Prefixes | None
@@ -166,7 +166,7 @@ class GenerationLoop:
         strategy: str = "always",
         threshold: int = 512,
         budget: int | str | None = None,
-        draft: str | Drafter | nn.Module | LogitsFunction | None = None,
+        draft: str | Drafter | nn.Module | None = None,
         max_drafts: int = 8,
         backend: str | None = None,
         prefixes: Prefixes | None = None,

@@ -26,7 +26,7 @@ from torch import nn
 
 from kvant.attention import explain
 from kvant.cache import files
-from kvant.errors import CacheError, PromptError
+from kvant.errors import CacheError, PromptError, RewindError
 from kvant.generation.conversation import (
     Messages,
     describe_prefix_miss,
@@ -211,6 +211,16 @@ class Session:
         self.loop.prefiller.align_cache(transcript.tokens)
         self.transcript = transcript
 
+    def rewind_turns(self, count: int) -> None:
+        """Remove the newest `count` turns: messages with their replies."""
+        self._finish_stream()
+        turns = self.transcript.turns
+        if not 0 <= count <= len(turns):
+            raise RewindError(f"{count} turns to remove, of {len(turns)}")
+        transcript = replace(self.transcript, turns=turns[: len(turns) - count])
+        self.loop.prefiller.align_cache(transcript.tokens)
+        self.transcript = transcript
+
     def reset(self) -> None:
         """Start a new conversation; discard an unread reply without computing it."""
         self._unread.clear()
@@ -248,9 +258,10 @@ class Session:
         backend: str | None = None,
     ) -> Session:
         """Load a conversation from a file; `model` must be the one that wrote it."""
-        saved_cache = files.read(path)
+        decoder = make_decoder(model)
+        saved_cache = files.read(path, device=decoder.device)
         transcript = Transcript.from_header(path, saved_cache.about)
-        transcript.check_model(path, make_decoder(model).fingerprint)
+        transcript.check_model(path, decoder.fingerprint)
         with convert_errors(path):
             session = cls(
                 model, tokenizer, saved_cache.spec, template=transcript.template, backend=backend
@@ -261,7 +272,8 @@ class Session:
     def resume(self, path: str | os.PathLike[str]) -> None:
         """Replace this conversation by one from a file, with the file's spec."""
         self._finish_stream()
-        self.transcript = _restore(self.loop, path, files.read(path))
+        saved_cache = files.read(path, device=self.loop.prefiller.decoder.device)
+        self.transcript = _restore(self.loop, path, saved_cache)
 
     def __repr__(self) -> str:
         turns = format_count(len(self.transcript.turns), "turn")

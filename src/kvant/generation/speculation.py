@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvant.generation.decoder import Decoder, LogitsFunction, make_decoder
+from kvant.generation.decoder import Decoder, make_decoder
 from kvant.generation.prefiller import Prefiller
 from kvant.generation.sampling import NEGATIVE_INFINITY, Sampler
 from kvant.prefixes.tree import count_shared_prefix
@@ -146,14 +146,14 @@ class ModelDrafter:
         return copy
 
 
-def make_drafter(draft: str | Drafter | nn.Module | LogitsFunction) -> Drafter:
+def make_drafter(draft: str | Drafter | nn.Module) -> Drafter:
     """Make a drafter from "ngram", a `Drafter` or a draft model."""
     if draft == "ngram":
         return NGramDrafter()
     if isinstance(draft, Drafter):
         return draft
-    if isinstance(draft, str):
-        raise ValueError(f"draft={draft!r}: 'ngram', a model, or None is needed")
+    if not isinstance(draft, nn.Module):
+        raise ValueError(f"draft={draft!r}: 'ngram', a model of transformers, or None is needed")
     return ModelDrafter(make_decoder(draft))
 
 

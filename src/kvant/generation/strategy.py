@@ -79,7 +79,9 @@ class AdaptiveStrategy:
             if measure_nbytes(spec) <= self.budget:
                 return spec
         specs = [cache.spec, *formats]  # most bits first
-        limit = _find_window_limit(cache.spec, cache.num_rows + coming)
+        # Dense rows cannot have a narrower window than the model's.
+        reads_dense = cache.stats().get("materialized", 0)
+        limit = 0 if reads_dense else _find_window_limit(cache.spec, cache.num_rows + coming)
         widest = [(self._find_widest_window(spec, limit, measure_nbytes), spec) for spec in specs]
         window, spec = max(widest, key=itemgetter(0))  # a tie goes to the first
         if window:

@@ -64,6 +64,7 @@ class TransformersCache(HFCache):
     prompt_mode = StatesAttribute[Callable[[], AbstractContextManager[None]]]()
     speculation_mode = StatesAttribute[Callable[[], AbstractContextManager[None]]]()
 
+    is_compileable = False  # `generate` may not compile a model that calls this cache
     # Old public names.
     resumable = RenamedAttribute("find_exact_rewind")
     extended = RenamedAttribute("import_sequence")
@@ -202,7 +203,7 @@ class TransformersCache(HFCache):
         if opaque_layers and self.states.reachable(to) == to:
             for layer in opaque_layers:  # these may fail, the rewind below cannot
                 layer.crop(tokens_to_remove)
-        self._rewind_to(to)
+        self._run_rewind(partial(self.states.rewind, to))
 
     def trim(self, count: int) -> int:
         """Drop up to `count` of the newest tokens, and return their number."""
@@ -250,7 +251,9 @@ class TransformersCache(HFCache):
         self.context.record_past = True
         if self.states.length:
             self.states.checkpoint()
-        self._ensure_draft_slack(INITIAL_DRAFT_TOKENS)
+        # The slack of recurrent models cannot grow within a forward: it would end their state.
+        has_states = bool(self._recurrent_progress.recurrences)
+        self._ensure_draft_slack(MAX_DRAFT_TOKENS if has_states else INITIAL_DRAFT_TOKENS)
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Move an offloaded layer back to its device."""
@@ -350,7 +353,7 @@ class TransformersCache(HFCache):
         self._invalidate_pending()
         if to != self.length:
             self._check_no_opaque_layers("rewind")
-            self._rewind_to(to)
+            self._run_rewind(partial(self.states.rewind, to))
         elif self.states.layers:  # roll back an incomplete forward
             self.states.rewind(self.states.length)
 
@@ -430,12 +433,9 @@ class TransformersCache(HFCache):
         """
         self._use_cache_check = UseCacheCheck() if value else None
         self.context.end_speculation()  # speculation of this call starts later
+        self._recurrent_progress.stop_recording()
         if value and self._recurrent_progress.recurrences and self.states.length:
             self.states.checkpoint()
-
-    def _rewind_to(self, to: int) -> None:
-        """Rewind all layers but opaque ones to length `to`, or raise an error and change none."""
-        self._run_rewind(partial(self.states.rewind, to))
 
     def _run_rewind(self, rewind: Callable[[], None]) -> None:
         """Rewind `states`, and forget the padding that its sequences no longer have."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvant.cache.recurrent import (
@@ -236,6 +237,17 @@ class Recurrence(RecurrentBase):
                 if name == "conv":
                     layer.conv_kernel_size[index] = new.shape[-1]
 
+    def stop_recording(self) -> None:
+        """Drop the older columns that `record_past` of transformers keeps, and keep no new ones."""
+        if not self.layer.record_past:
+            return
+        for index, tensor in self.layer.conv_states.items():
+            if tensor is not None and self.layer.has_previous_state[index]:
+                size = self.layer.conv_kernel_size[index]
+                columns = tensor[..., -size:]
+                self.layer.conv_states[index] = pad(columns, (size - columns.shape[-1], 0))
+        self.layer.record_past = False
+
     def _count_recorded_tokens(self) -> int:
         """Return how many of the newest tokens the crop of transformers can drop."""
         layer = self.layer
@@ -297,6 +309,11 @@ class RecurrentProgress:
         """Refuse lost states, which a failed forward leaves."""
         for recurrence in self.recurrences:
             recurrence.check_valid()
+
+    def stop_recording(self) -> None:
+        """Keep only the columns that the next token needs: speculation has ended."""
+        for recurrence in self.recurrences:
+            recurrence.stop_recording()
 
     def _add_tokens(self, num_tokens: int) -> None:
         self.check_valid()

@@ -188,7 +188,7 @@ class Storage:
                         self._grow_size(needed[1], self.num_slots[1]),
                     )
                 )
-            except MemoryError:
+            except (MemoryError, torch.OutOfMemoryError):
                 self._allocate_tensors(needed)
         self.used_slots = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
 

@@ -198,7 +198,10 @@ class PrefixStore:
             for number in numbers:
                 begin, end = number * size, (number + 1) * size
                 if max_length is None or end <= max_length:
-                    name, part = names[end // PAGE_TOKENS], _name_kv_page(group, number)
+                    name, part = (
+                        names[end // PAGE_TOKENS],
+                        _name_kv_page(group, number, end, tokens),
+                    )
                     blob = PendingBlob((group, number), name, part, range(begin, end), nbytes)
                     pending.append(blob)
         is_whole = max_length is None or max_length == len(tokens)
@@ -279,7 +282,8 @@ class PrefixStore:
                 and num_cached < length < len(tokens)  # leaves a token to prefill
                 and not any(length % size for size in sizes)
                 and all(
-                    _name_kv_page(g, length // size - 1) in parts for g, size in enumerate(sizes)
+                    _name_kv_page(g, length // size - 1, length, tokens) in parts
+                    for g, size in enumerate(sizes)
                 )
             ):
                 yield StoreHit(tuple(tokens[:length]), names[: num_pages + 1], None)
@@ -367,7 +371,8 @@ class PrefixStore:
             group, number = page
             token_range = range(number * sizes[group], (number + 1) * sizes[group])
             check = partial(_check_page, layouts[group])
-            return self._get_blob(hit, token_range, _name_kv_page(group, number), check)
+            part = _name_kv_page(group, number, token_range.stop, hit.tokens)
+            return self._get_blob(hit, token_range, part, check)
 
         buffer = deadline.allocate(lambda: RestoreBuffer(template, hit.length, tail_state))
         if buffer is None:
@@ -461,16 +466,24 @@ def _name_token_pages(tree_key: bytes, tokens: Sequence[int]) -> list[str]:
     return [f"{tree_key.hex()[:16]}/{key.hex()}" for key in keys]
 
 
-def _name_kv_page(group: int, number: int) -> str:
-    """Return the part name of a KV page of a layer group."""
-    return f"k{group}-{number}"
+def _name_kv_page(group: int, number: int, end: int, tokens: Sequence[int]) -> str:
+    """Return the part name of a KV page of a layer group, which ends before token `end`.
+
+    If it does not end with a token page, tokens that are in no page name are in the part name.
+    """
+    part = f"k{group}-{number}"
+    return part if end % PAGE_TOKENS == 0 else f"{part}-{_digest_last_tokens(tokens, end)}"
 
 
 def _name_tail_state(tokens: Sequence[int]) -> str:
     """Return the part name of the tail state of a prefix of these tokens."""
-    tail = tokens[len(tokens) // PAGE_TOKENS * PAGE_TOKENS :]
-    tail_digest = digest(*(token.to_bytes(8, "little") for token in tail))
-    return f"a-{tail_digest.hex()[:16]}-{len(tokens)}"
+    return f"a-{_digest_last_tokens(tokens, len(tokens))}-{len(tokens)}"
+
+
+def _digest_last_tokens(tokens: Sequence[int], end: int) -> str:
+    """Return a digest of the tokens before `end` that follow the last whole token page."""
+    last_tokens = tokens[end // PAGE_TOKENS * PAGE_TOKENS : end]
+    return digest(*(token.to_bytes(8, "little") for token in last_tokens)).hex()[:16]
 
 
 def _parse_prefix_length(part: str) -> int:

@@ -67,9 +67,13 @@ def attach(
         )
     previous = hf.get_attachments(model)
     guarded = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
-    if guarded.warning is not None:
-        warnings.warn(guarded.warning, stacklevel=2)
-    _enable_replay(hf.get_attachments(model))
+    try:
+        if guarded.warning is not None:
+            warnings.warn(guarded.warning, stacklevel=2)
+        _enable_replay(hf.get_attachments(model))
+    except BaseException:  # warnings may be errors
+        _restore_attachments(model, previous)
+        raise
     return AttachedModel(model, previous)
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -34,7 +33,7 @@ from transformers.cache_utils import DummyLayer
 
 from kvant.attention.triton.arguments import StaticTritonPageTable
 from kvant.cache.tokens import commit_tokens, list_page_buffers, plan_tokens, record_sealed_pages
-from kvant.contracts import View
+from kvant.contracts import PagedTensors, View
 from kvant.errors import CapacityError, UnsupportedView
 from kvant.hf.attention import use_kvant_attention
 from kvant.hf.cache import TransformersCache
@@ -154,7 +153,7 @@ class ReplayedForward(NamedTuple):
     cache: ref[TransformersCache]
     change_counts: tuple[int, int]
     num_appended_forwards: int  # of the cache
-    buffers: list[object]
+    buffers: list[ref[PagedTensors]]
     modes: tuple[object, ...]
 
     def is_unchanged(self, cache: TransformersCache) -> bool:
@@ -163,7 +162,7 @@ class ReplayedForward(NamedTuple):
             return False
         # Another cache of the same pool may have reallocated its buffers.
         buffers = list_page_buffers(cache.states)
-        return all(map(is_, buffers, self.buffers))
+        return all(buffer is old() for buffer, old in zip(buffers, self.buffers, strict=True))
 
     def has_same_model(self, cache: TransformersCache) -> bool:
         """Whether the model needs no check: all forwards of the cache since were replayed."""
@@ -290,11 +289,13 @@ class Replayer:
             record_sealed_pages(states, plans, backend)
         for layer in layers:
             layer.record_replay()
+        for step in bound.steps:
+            step.release_pages()
         self._last_forward = ReplayedForward(
             ref(cache),
             cache.context.change_counts,
             states.holder.num_appended_forwards,
-            buffers,
+            [ref(buffer) for buffer in buffers],
             get_torch_modes(),
         )
         stats = cache.context.replay_stats

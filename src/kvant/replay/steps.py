@@ -72,6 +72,9 @@ class DecodeStep:
     def rebind(self, view: View) -> bool:
         """Continue from a later view of the same layer; return False if it differs."""
 
+    def release_pages(self) -> None:
+        """Drop references to pages that a step needs only until its forward is committed."""
+
     @abstractmethod
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
         """Store the framed rows [B, H, T, D] of the tokens."""
@@ -215,7 +218,9 @@ class NativeDecodeStep(DecodeStep):
     """The decode step of a layer on a CPU."""
 
     page_table: StaticNativePageTable
-    source_view: View  # keeps the memory that the records of `view` point to
+    # Keeps the memory that the records of `view` point to, during a forward. Between forwards the
+    # cache keeps it, or the next forward binds other pages.
+    source_view: View | None
 
     @classmethod
     def from_view(cls, view: View, page_table: StaticNativePageTable) -> NativeDecodeStep:
@@ -235,6 +240,9 @@ class NativeDecodeStep(DecodeStep):
             return False
         self.source_view = view
         return True
+
+    def release_pages(self) -> None:
+        self.source_view = None
 
     def write_rows(self, keys: Tensor, values: Tensor) -> None:
         sides = {"keys": self.view.keys, "values": self.view.values}

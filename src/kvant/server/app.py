@@ -191,6 +191,8 @@ async def tokenize(
     service.find_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("either prompt or messages is needed", "prompt")
+    if body.tools and body.messages is None:
+        raise BadRequest("tools need messages: a prompt has no tools", "tools")
     messages = [message.template_dict for message in body.messages or ()]
     tools = [tool.template_dict for tool in body.tools or ()]
     chat_prompt = service.make_prompt(Messages(messages, tools))

@@ -116,6 +116,12 @@ class OllamaRequest(RequestBody):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     keep_alive: float | str | None = None  # a hint
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> OllamaRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: logprobs is needed with it")
+        return self
+
     @property
     def streams(self) -> bool:
         return self.stream is not False

@@ -106,11 +106,9 @@ class _Turns:
 
 
 def count_characters(prompt: Prompt) -> int:
-    """Count the characters of a prompt to tokenize; 0 for token ids."""
-    if isinstance(prompt, str):
+    """Return the size of a prompt: its characters, or its token ids."""
+    if isinstance(prompt, str | list):
         return len(prompt)
-    if isinstance(prompt, list):
-        return 0
     return sum(map(_count_value, (prompt.messages, prompt.tools, prompt.options)))
 
 

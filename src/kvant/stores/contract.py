@@ -18,7 +18,7 @@ from kvant.errors import BlobError, StoreError
 
 Bytes = bytes | bytearray
 PAGE_NAME = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
-PART_NAME = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
+PART_NAME = re.compile(r"[a-z][0-9a-z-]{0,127}", re.ASCII)
 MAX_BLOB_BYTES = 1 << 32
 MAGIC = b"kvantpg2"  # first bytes of a blob
 # A blob: head | header (JSON: names, tokens) | layout (JSON: dtypes, shapes) | tensors | checksum

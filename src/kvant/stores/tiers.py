@@ -1,9 +1,9 @@
 """Combine stores into tiers: read the nearest first, write in the background, and never raise.
 
 Every failure is a miss: an error, a timeout, or a corrupt blob, which is dropped. Failures are
-logged and counted in `stats`. After five failures in a row, a store is skipped for half a minute,
-and for another if the next call fails. A store is also skipped while a call has no answer for ten
-seconds.
+logged and counted in `stats`. After five failed reads in a row, a store is skipped for half a
+minute, and for another if the next read fails. After five failed writes, it is only not written: a
+full disk can still be read. A store is also skipped while a call has no answer for ten seconds.
 Writes are queued up to a limit of bytes; a write that does not fit is dropped.
 """
 
@@ -44,6 +44,26 @@ WRITER_NICE = 10  # about a tenth of the time of a normal thread
 IDLE_CPU_SHARE = 0.1  # of one processor: a process below it counts as idle
 
 
+class Circuit:
+    """Opens for a while after several failures in a row: calls are skipped."""
+
+    def __init__(self) -> None:
+        self._failures_in_a_row = 0
+        self._open_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return time.monotonic() < self._open_until
+
+    def record_success(self) -> None:
+        self._failures_in_a_row = 0
+
+    def record_failure(self) -> None:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            self._open_until = time.monotonic() + CIRCUIT_OPEN_S
+
+
 class CircuitBreaker:
     """A wrapper that turns failures of a store into misses, and skips it after several."""
 
@@ -53,13 +73,7 @@ class CircuitBreaker:
         self._corrupt: set[tuple[str, str]] = set()  # blobs that could not be dropped
         # Start of each open call, by process and thread: os.fork copies the calls of the parent.
         self._calls: dict[tuple[int, int], float] = {}
-        self._failures_in_a_row = 0
-        self._open_until = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are skipped."""
-        return time.monotonic() < self._open_until or bool(self.hung_threads)
+        self._reads, self._writes = Circuit(), Circuit()
 
     @property
     def hung_threads(self) -> list[int]:
@@ -70,7 +84,9 @@ class CircuitBreaker:
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         """Return the stored parts of each page; none if the store fails."""
-        [parts_of] = self._attempt(lambda: self.store.has(pages)) or ([frozenset()] * len(pages),)
+        [parts_of] = self._attempt(self._reads, lambda: self.store.has(pages)) or (
+            [frozenset()] * len(pages),
+        )
         if not self._corrupt:
             return parts_of
         return [
@@ -91,7 +107,7 @@ class CircuitBreaker:
         parsed = None
         if (page, part) not in self._corrupt:
             try:
-                [parsed] = self._attempt(read) or (None,)
+                [parsed] = self._attempt(self._reads, read) or (None,)
             except BlobError as error:
                 log.info("%s: %s %s: %s", self.store.url, page, part, error)
                 self.counts["damaged"] += 1
@@ -103,7 +119,7 @@ class CircuitBreaker:
 
     def put(self, page: str, part: str, blob: Bytes) -> bool:
         """Store a blob; return whether that succeeded."""
-        written = self._attempt(lambda: self.store.put(page, part, blob)) is not None
+        written = self._attempt(self._writes, lambda: self.store.put(page, part, blob)) is not None
         self.counts["written" if written else "unwritten"] += 1
         if written:
             self._corrupt.discard((page, part))
@@ -111,14 +127,14 @@ class CircuitBreaker:
 
     def drop(self, page: str, part: str) -> bool:
         """Delete a blob; return whether that succeeded."""
-        return self._attempt(lambda: self.store.drop(page, part)) is not None
+        return self._attempt(self._writes, lambda: self.store.drop(page, part)) is not None
 
-    def _attempt(self, call: Callable[[], T]) -> tuple[T] | None:
+    def _attempt(self, circuit: Circuit, call: Callable[[], T]) -> tuple[T] | None:
         """Return the result of a call as a tuple; None if it failed or was skipped.
 
         A BlobError is raised.
         """
-        if self.is_open:
+        if self._reads.is_open or circuit.is_open or self.hung_threads:
             self.counts["skipped"] += 1
             return None
         caller = os.getpid(), get_ident()
@@ -126,13 +142,12 @@ class CircuitBreaker:
         try:
             result = call()
         except BlobError:  # the store answered
-            self._failures_in_a_row = 0
+            circuit.record_success()
             raise
         except Exception as error:
             self.counts["errors"] += 1
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-                self._open_until = time.monotonic() + CIRCUIT_OPEN_S
+            circuit.record_failure()
+            if circuit.is_open:
                 self.counts["rests"] += 1
                 log.warning(
                     "%s: skipped for %.0f seconds: %r", self.store.url, CIRCUIT_OPEN_S, error
@@ -142,7 +157,7 @@ class CircuitBreaker:
             return None
         finally:
             del self._calls[caller]
-        self._failures_in_a_row = 0
+        circuit.record_success()
         return (result,)
 
     def stats(self) -> dict[str, Any]:
@@ -151,7 +166,7 @@ class CircuitBreaker:
             "url": self.store.url,
             **{name: self.counts[name] for name in names},
             "hanging": len(self.hung_threads),
-            "resting": self.is_open,
+            "resting": self._reads.is_open or self._writes.is_open or bool(self.hung_threads),
         }
 
 

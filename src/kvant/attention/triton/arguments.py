@@ -210,7 +210,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-MAX_LENGTH, NUM_SEQUENCE_NUMBERS = 6, 7  # as in kernels/arguments.py
+FIRST_SINK, MAX_LENGTH, NUM_SEQUENCE_NUMBERS = 1, 6, 7  # as in kernels/arguments.py
 
 
 @dataclass(eq=False)
@@ -308,6 +308,8 @@ def _flatten_page_table(page_table: PageTable, widths: tuple[int, int]) -> Ints:
     # The last number of a sequence is the length up to which kernels may count, not PRUNED_AT.
     flat[:, :MAX_LENGTH] = page_table.numbers[:, :MAX_LENGTH]
     flat[:, MAX_LENGTH] = page_table.lengths + page_table.steady_tokens
+    # Kernels need no padding, but the first visible sink.
+    flat[:, FIRST_SINK] = page_table.first_visible * page_table.leading_rows_masked
     column = NUM_SEQUENCE_NUMBERS
     for table, width in zip((page_table.sealed_table, page_table.open_table), widths, strict=True):
         count = min(width, table.shape[1])

@@ -9,8 +9,9 @@ import triton.language as tl
 RAW, AFFINE, CODEBOOK = (tl.constexpr(kind) for kind in range(3))
 FLOAT16_MAX = tl.constexpr(65504.0)
 # A row of the page table: these numbers of a sequence, the slots of its sealed pages by page
-# number, then those of its open pages. The first six numbers are those of kvant.page_table.
-LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, FIRST_VISIBLE, MAX_LENGTH = (
+# number, then those of its open pages. The first six numbers are those of kvant.page_table, but
+# `FIRST_SINK` is in the column of the padding.
+LENGTH, FIRST_SINK, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, FIRST_VISIBLE, MAX_LENGTH = (
     tl.constexpr(n) for n in range(7)
 )
 NUM_SEQUENCE_NUMBERS = tl.constexpr(7)
@@ -173,7 +174,8 @@ class KernelSequence(NamedTuple):
     length: Any
     new_from: Any  # first position that is read from the new rows
     new_rows_start: Any  # position of the first new column; negative: it is padding
-    first_visible: Any  # first position that any query may see
+    first_visible: Any  # first position that any query may see, sinks aside
+    first_sink: Any  # first sink that any query may see
     first_query: Any  # position of the first query
     last_query: Any
     first_sealed: Any  # page

@@ -15,6 +15,7 @@ import triton.language as tl
 from kvant.attention.triton.kernels.arguments import (
     FIRST_OPEN,
     FIRST_SEALED,
+    FIRST_SINK,
     FIRST_VISIBLE,
     LENGTH,
     MAX_LENGTH,
@@ -111,6 +112,9 @@ def _load_sequence(row, open_offset, rule, num_new, first_query_distance, num_qu
     oldest = length - first_query_distance
     # No query reads dense rows below the oldest query's; open pages may begin after new_from.
     dense_from = tl.load(row + FIRST_OPEN).to(tl.int32) * rule.page
+    # Pages of sinks stay open. If the other open pages follow them, all pages are open.
+    sink_rows = tl.cdiv(rule.layer_sinks, rule.page) * rule.page
+    dense_from = tl.where(dense_from <= sink_rows, 0, dense_from)
     dense_from = tl.maximum(dense_from, compute_dense_from(rule, new_from, oldest))
     dense_from = tl.minimum(dense_from, new_from)
     return KernelSequence(
@@ -118,6 +122,7 @@ def _load_sequence(row, open_offset, rule, num_new, first_query_distance, num_qu
         new_from,
         length - num_new,
         tl.load(row + FIRST_VISIBLE).to(tl.int32),
+        tl.load(row + FIRST_SINK).to(tl.int32),
         oldest,
         oldest + num_queries - 1,
         tl.load(row + FIRST_SEALED).to(tl.int32),
@@ -296,7 +301,7 @@ def _attend_dense_rows(args, sequence, tile, row_offset, num_rows):
     num_sinks = tl.where(row_offset == 0, tl.minimum(args.rule.layer_sinks, sequence.length), 0)
     for position0 in range(0, num_sinks, args.block):
         position = position0 + tl.arange(0, args.block)
-        is_sink = (position >= sequence.first_visible) & (position < num_sinks)
+        is_sink = (position >= sequence.first_sink) & (position < num_sinks)
         visible = evaluate_mask(args.rule, query, position) & valid[:, None] & is_sink[None, :]
         any_visible = _find_visible_rows(visible, args.multi_query)
         slot = _load_open_slot(args, sequence, position0, position)

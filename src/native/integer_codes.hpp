@@ -91,9 +91,15 @@ inline float make_fours(const float *row, int dim, int width, uint32_t *fours, f
     return step;
 }
 
+// Codes are prefetched per 4 channels where these fill whole lines, else per 16: spread out, prefetches
+// delay loads less.
+template <int BITS, int TILES, class Words>
+constexpr bool FETCHES_QUADS = TILES * 8 * BITS % (Words::PARTS * LINE) == 0;
+
 template <int BITS, int SPAN, int H, int Q, int GN, int TILES, class Words, class Sums>
-inline void quad_products(const uint8_t *low, const uint8_t *high, int tile, const Words &words,
-                          const typename Words::Number *q, Sums (&x)[TILES][GN]) {
+inline void quad_products(Ahead &ahead, const uint8_t *low, const uint8_t *high, int tile,
+                          const Words &words, const typename Words::Number *q,
+                          Sums (&x)[TILES][GN]) {
     const auto levels = [&](int t) {
         return levels_of(words, [&](auto i) {
             return key_codes<BITS, SPAN, H, Q + i.value, 0>(low + t * tile, high + t * tile);
@@ -101,6 +107,8 @@ inline void quad_products(const uint8_t *low, const uint8_t *high, int tile, con
     };
     decltype(levels(0)) codes[TILES];
     for (int t = 0; t < TILES; t++) codes[t] = levels(t);
+    if constexpr (FETCHES_QUADS<BITS, TILES, Words>)
+        ahead.fetch_next<TILES * 8 * BITS * Words::STEP / Words::PARTS>();
     for (int g = 0; g < GN; g++) {
         const typename Sums::Four four(q + g * (MAX_DIM / 2) + 2 * Q);
         for (int t = 0; t < TILES; t++) x[t][g].add(codes[t], four);
@@ -109,12 +117,14 @@ inline void quad_products(const uint8_t *low, const uint8_t *high, int tile, con
 
 // Add the products of 16 channels of the rows of TILES tiles.
 template <int BITS, int SPAN, int H, int GN, int TILES, class Words, class Sums>
-inline void quad_span(const uint8_t *low, const uint8_t *high, int tile, const Words &words,
-                      const typename Words::Number *q, Sums (&x)[TILES][GN]) {
-    quad_products<BITS, SPAN, H, 0>(low, high, tile, words, q, x);
-    if constexpr (Words::STEP == 1) quad_products<BITS, SPAN, H, 1>(low, high, tile, words, q, x);
-    quad_products<BITS, SPAN, H, 2>(low, high, tile, words, q, x);
-    if constexpr (Words::STEP == 1) quad_products<BITS, SPAN, H, 3>(low, high, tile, words, q, x);
+inline void quad_span(Ahead &ahead, const uint8_t *low, const uint8_t *high, int tile,
+                      const Words &words, const typename Words::Number *q, Sums (&x)[TILES][GN]) {
+    quad_products<BITS, SPAN, H, 0>(ahead, low, high, tile, words, q, x);
+    if constexpr (Words::STEP == 1)
+        quad_products<BITS, SPAN, H, 1>(ahead, low, high, tile, words, q, x);
+    quad_products<BITS, SPAN, H, 2>(ahead, low, high, tile, words, q, x);
+    if constexpr (Words::STEP == 1)
+        quad_products<BITS, SPAN, H, 3>(ahead, low, high, tile, words, q, x);
 }
 
 // Store the products of the channels of group u of TILES tiles.
@@ -132,11 +142,12 @@ inline void quad_group(const SealedBlock &block, const uint8_t *low, const Words
     const int tile = 16 * block.width, stop = std::min(block.dim, (u + 1) * block.group);
     for (int d = u * block.group; d < stop; d += 16) {
         const uint8_t *a = low + d / SPAN * low_step, *b = high + d / SPAN * high_step;
-        block.ahead.fetch_next<TILES * 32 * BITS / Words::PARTS>();
+        if constexpr (!FETCHES_QUADS<BITS, TILES, Words>)
+            block.ahead.fetch_next<TILES * 32 * BITS / Words::PARTS>();
         if (SPAN == 16 || d % SPAN == 0)
-            quad_span<BITS, SPAN, 0>(a, b, tile, words, q + d / 2, x);
+            quad_span<BITS, SPAN, 0>(block.ahead, a, b, tile, words, q + d / 2, x);
         else
-            quad_span<BITS, SPAN, SPAN == 32>(a, b, tile, words, q + d / 2, x);
+            quad_span<BITS, SPAN, SPAN == 32>(block.ahead, a, b, tile, words, q + d / 2, x);
     }
 #pragma GCC unroll 2
     for (int i = 0; i < TILES; i++)

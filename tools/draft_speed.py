@@ -1,10 +1,10 @@
 """Measure what n-gram drafts gain in the engine: `python tools/draft_speed.py --model smollm2`.
 
-Clients decode at the same time, in an engine with drafts and in one without, by turns. `edited` is
+Clients decode at the same time, in an engine without drafts and then in one with them. `edited` is
 code that a client repeats with one word changed. `new` is text sampled at temperature 1, which
 repeats little. The seeds are equal, so both engines generate the same tokens, up to rounding.
-Prompts are cached before, so the speeds are those of decoding. A ratio is the median over the
-rounds.
+Prompts are cached before, so the speeds are those of decoding. A client sends its next prompt at
+once, so all clients decode all the time. A ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import inspect
 import statistics
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -24,8 +25,10 @@ import kvant
 from kvant.bench import harness
 from kvant.checkpoints import load
 from kvant.engine import Engine
+from kvant.generation.settings import NGRAM
 
 OLD_WORD, NEW_WORD = "return", "yield"
+WARMUPS, REPLIES = 4, 4
 EDITED, NEW = "edited", "new"
 
 
@@ -62,51 +65,75 @@ def list_sources(count: int) -> list[str]:
     return long[:count]
 
 
-def time_round(engine: Engine, workload: Workload, num_tokens: int) -> tuple[float, list[Any]]:
-    """Return the seconds that all clients of a workload take, and their tokens."""
-    begin = time.perf_counter()
-    streams = [
-        engine.submit(
-            prompt,
-            max_new_tokens=num_tokens,
-            ignore_end=True,
-            temperature=workload.temperature,
-            seed=index,
-        )
-        for index, prompt in enumerate(workload.prompts)
-    ]
-    results = [stream.result() for stream in streams]
-    return time.perf_counter() - begin, [result.tokens for result in results]
+@dataclass(frozen=True)
+class Run:
+    """The seconds that all clients took, what they generated, and the drafts verified for it."""
+
+    seconds: float
+    texts: list[Any]
+    drafts: int
+    accepted: int
+
+
+def run_clients(engine: Engine, workload: Workload, num_tokens: int) -> Run:
+    """Let each client generate REPLIES replies, one after the other, and each from another prompt.
+
+    So all clients have the same work, and decode at the same time to the end.
+    """
+    prompts = workload.prompts
+
+    def run_client(client: int) -> list[Any]:
+        indices = [(client + reply) % len(prompts) for reply in range(REPLIES)]
+        return [
+            engine.submit(
+                prompts[index],
+                max_new_tokens=num_tokens,
+                ignore_end=True,
+                temperature=workload.temperature,
+                seed=index,
+            )
+            .result()
+            .tokens
+            for index in indices
+        ]
+
+    before, begin = engine.stats(), time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        texts = list(pool.map(run_client, range(len(prompts))))
+    seconds, after = time.perf_counter() - begin, engine.stats()
+    drafts, accepted = (after[key] - before[key] for key in ("drafts", "drafts_accepted"))
+    return Run(seconds, texts, drafts, accepted)
 
 
 def measure_workload(
-    engines: Sequence[Engine], workload: Workload, num_tokens: int, num_rounds: int
+    make_engine: Callable[[str | None], Engine], workload: Workload, num_tokens: int, rounds: int
 ) -> dict[str, Any]:
-    """Return the speeds without and with drafts, and their ratio."""
-    for engine in engines:  # caches the prompts, and captures forwards
-        for _ in range(2):
-            time_round(engine, workload, num_tokens)
-    before, ratios, seconds = engines[1].stats(), list[float](), list[tuple[float, ...]]()
-    num_equal = 0
-    for _ in range(num_rounds):
-        times, texts = zip(
-            *(time_round(engine, workload, num_tokens) for engine in engines), strict=True
-        )
-        ratios.append(times[0] / times[1])
-        seconds.append(times)
-        num_equal += texts[0] == texts[1]
-    total = len(workload.prompts) * num_tokens
-    plain, drafted = (statistics.median(column) for column in zip(*seconds, strict=True))
-    drafts = {key: engines[1].stats()[key] - before[key] for key in ("drafts", "drafts_accepted")}
+    """Return the speeds without and with drafts, and their ratio.
+
+    Only one engine is open at a time: the threads of two would wait for each other.
+    """
+    pairs = list[tuple[Run, Run]]()
+    for _ in range(rounds):
+        runs = list[Run]()
+        for draft in (None, NGRAM):
+            with make_engine(draft) as engine:
+                for _ in range(WARMUPS):  # caches the prompts, and captures forwards
+                    run_clients(engine, workload, num_tokens)
+                runs.append(run_clients(engine, workload, num_tokens))
+        pairs.append((runs[0], runs[1]))
+    total = len(workload.prompts) * num_tokens * REPLIES
+    plain, drafted = (
+        statistics.median(run.seconds for run in column) for column in zip(*pairs, strict=True)
+    )
     return {
         "text": workload.name,
         "clients": len(workload.prompts),
         "tokens_s": total / plain,
         "with_drafts": total / drafted,
-        "ratio": statistics.median(ratios),
-        "drafts_a_token": drafts["drafts"] / (num_rounds * total),
-        "accepted_a_token": drafts["drafts_accepted"] / (num_rounds * total),
-        "equal_rounds": num_equal,
+        "ratio": statistics.median(a.seconds / b.seconds for a, b in pairs),
+        "drafts_a_token": sum(b.drafts for _, b in pairs) / (rounds * total),
+        "accepted_a_token": sum(b.accepted for _, b in pairs) / (rounds * total),
+        "equal_rounds": sum(a.texts == b.texts for a, b in pairs),
     }
 
 
@@ -124,17 +151,15 @@ def main(
     harness.set_threads(threads)
     loaded, tokenizer = load(model, weights=weights or "raw")
     kvant.attach(loaded, kv_cache)
+
+    def make_engine(draft: str | None) -> Engine:
+        return Engine(loaded, tokenizer, kv_cache, prefixes=kvant.Prefixes(), draft=draft)
+
     rows = list[dict[str, Any]]()
     for count in map(int, clients.split(",")):
         for workload in make_workloads(count):
             harness.show_progress(f"{workload.name}, {count} clients")
-            with (
-                Engine(loaded, tokenizer, kv_cache, prefixes=kvant.Prefixes()) as plain,
-                Engine(
-                    loaded, tokenizer, kv_cache, prefixes=kvant.Prefixes(), draft="ngram"
-                ) as drafting,
-            ):
-                rows.append(measure_workload((plain, drafting), workload, tokens, rounds))
+            rows.append(measure_workload(make_engine, workload, tokens, rounds))
     facts = {"model": model or "the model inside", "cache": kv_cache, "weights": weights}
     harness.print_report("drafts", rows, facts | {"tokens": tokens}, quiet=json)
 

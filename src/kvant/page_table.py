@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-NO_PAIRS, NO_SEALS, NO_WRITES = (np.zeros((0, width), np.int64) for width in (2, 4, 5))
+NUM_WRITE_COLUMNS = 5
+NO_PAIRS, NO_SEALS, NO_WRITES = (
+    np.zeros((0, width), np.int64) for width in (2, 4, NUM_WRITE_COLUMNS)
+)
 NO_SLOTS = np.zeros(0, np.int64), np.zeros(0, np.int64)  # of open and of sealed pages
 
 # Columns of `AppendPlan.copies` and `reopens`, of `writes`, and of `seals`.
@@ -196,9 +199,9 @@ class PageTable(SequenceNumbers):
     sealed_table: Ints  # [tables, n]: the slots of sealed pages, by page number
     open_table: Ints  # [tables, n]: the slots of open pages, by page number
     tables_per_sequence: int = 1
-    steady_tokens: int = 0  # the next tokens, one at a time, that change only lengths
+    steady_tokens: int = 0  # the next tokens that change only lengths
     leading_rows_masked: bool = False  # rows before `first_visible` exist, but are masked
-    last_writes: Ints | None = None  # `writes` of the newest token, if it was a steady one
+    last_writes: Ints | None = None  # `writes` of the newest forward, if it was a steady one
     derived: Derived = field(default_factory=Derived)  # values that readers cache
     # Values that depend on the tables and not on lengths: steady tokens share them.
     derived_from_tables: Derived = field(default_factory=Derived)
@@ -351,5 +354,5 @@ class AppendPlan:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the plan writes one row per sequence and changes only lengths."""
-        return self.num_new == 1 and self.old_table.steady_tokens > 0
+        """Whether the plan writes rows to one page per sequence and changes only lengths."""
+        return 0 < self.num_new <= self.old_table.steady_tokens

@@ -15,6 +15,7 @@ from kvant import Cache, CapacityError, UnsupportedView, attend
 from kvant.cache import merge
 from kvant.cache.tokens import commit_tokens, plan_tokens, record_sealed_pages
 from kvant.native import capture_requests, get_library
+from kvant.page_table import PageTable
 from kvant.replay.steps import NativeDecodeStep, StaticNativePageTable
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +60,7 @@ class SteppingPair:
     def __init__(self, cache: Cache, other: Cache) -> None:
         self.cache, self.other = cache, other
         self.step: NativeDecodeStep | None = None
+        self.newest_table: PageTable | None = None  # after the step
         self.new_rows: list[tuple[Tensor, Tensor]] = []
 
     def token(self, count: int = 1) -> None:
@@ -73,10 +75,11 @@ class SteppingPair:
             self.step = NativeDecodeStep.from_view(
                 pages, StaticNativePageTable(change, torch.device("cpu"))
             )
-        elif change.is_steady:
+        elif change.is_steady and change.old_table is self.newest_table:
             self.step.page_table.advance()
         else:
             assert self.step.rebind(pages) and self.step.page_table.update(change)
+        self.newest_table = change.new_table
         assert torch.equal(self.step(q, *new), expected)
         record_sealed_pages(self.cache, [change], self.step.backend)
         commit_tokens(self.cache, self.step.backend)

@@ -384,11 +384,11 @@ def test_proposals_do_not_slow_down_with_the_length() -> None:
 
 
 def test_long_texts_are_indexed_in_several_calls() -> None:
-    tokens = [*range(3000), 7, 8]
+    tokens = [*range(12000), 7, 8]
     drafter = NGramDrafter()
     assert drafter.propose_drafts(tokens, 2) == [9, 10]
-    assert drafter.propose_drafts([*tokens, 2500, 2501], 2) == []  # these were not indexed yet
-    assert drafter.propose_drafts([*tokens, 2500, 2501], 2) == [2502, 2503]
+    assert drafter.propose_drafts([*tokens, 9000, 9001], 2) == []  # these were not indexed yet
+    assert drafter.propose_drafts([*tokens, 9000, 9001], 2) == [9002, 9003]
     assert drafter.propose_drafts(tokens, 2) == [9, 10]  # rewound: indexed again
 
 

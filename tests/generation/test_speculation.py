@@ -28,6 +28,7 @@ from hf.zoo import build, valid_spec
 from kvant.generation import Sampling, generate
 from kvant.generation.speculation import (
     Acceptance,
+    AcceptanceRate,
     DraftSizer,
     DraftTarget,
     NGramDrafter,
@@ -338,7 +339,7 @@ def test_acceptance_counts_proposals_that_were_not_verified() -> None:
 
 def make_proposals(count: int, *, accepted: bool) -> list[Proposal]:
     share = (100.0, 0.1) if accepted else (0.1, 100.0)
-    return [Proposal(8, Acceptance(*share)) for _ in range(count)]
+    return [Proposal(8, Acceptance(AcceptanceRate(*share))) for _ in range(count)]
 
 
 def make_sizer(seconds_by_rows: dict[int, float], num_sequences: int = 1) -> DraftSizer:
@@ -387,7 +388,7 @@ def test_decodes_without_drafts_are_measured_again() -> None:
 def test_rejections_on_recurrent_layers_cost_a_forward() -> None:
     sizer, unsure = (
         make_sizer({1: 1.0, 2: 1.2, 3: 1.3, 5: 1.4, 9: 1.5}),
-        [Proposal(8, Acceptance(1.0, 1.0))],
+        [Proposal(8, Acceptance(AcceptanceRate(1.0, 1.0)))],
     )
     assert sizer.choose_num_drafts(unsure, 8) > 0
     assert sizer.choose_num_drafts(unsure, 8, recomputes=True) == 0
@@ -410,7 +411,7 @@ def test_drafts_that_take_long_to_make_are_fewer() -> None:
         sizer.choose_num_drafts(sure, 8, draft_seconds=seconds) for seconds in (0.0, 0.3, 1.0)
     ]
     assert counts == [8, 8, 0]
-    unsure = [Proposal(8, Acceptance(2.0, 1.0))]
+    unsure = [Proposal(8, Acceptance(AcceptanceRate(2.0, 1.0)))]
     counts = [
         sizer.choose_num_drafts(unsure, 8, draft_seconds=seconds) for seconds in (0.0, 0.2, 0.9)
     ]
@@ -421,14 +422,27 @@ def test_a_draft_that_could_not_be_made_counts_as_rejected() -> None:
     acceptance, rates = Acceptance(), list[float]()
     for _ in range(10):
         acceptance.record_rejection()
-        rates.append(acceptance.acceptance_rate)
+        rates.append(acceptance.rate.value)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.1
 
 
+def test_a_new_sequence_starts_at_the_rate_of_all_others() -> None:
+    usual_rate = AcceptanceRate(decay=0.95)
+    assert Acceptance.start_from(usual_rate).estimate_tokens(8) > 2
+    for _ in range(20):  # sequences that do not repeat
+        Acceptance.start_from(usual_rate).record_rejection()
+    first = Acceptance.start_from(usual_rate)
+    assert 1 < first.estimate_tokens(8) < 1.25
+    first.record_proposal([1], [2, 3, 4])
+    first.record_proposal([1, 2, 3, 4], [])
+    assert first.estimate_tokens(8) > 2, "its own proposals soon count more"
+    assert first.estimate_tokens(8) > Acceptance.start_from(usual_rate).estimate_tokens(8)
+
+
 def test_a_new_size_waits_until_it_would_have_saved_its_capture() -> None:
     sizer, sure = make_sizer({1: 1.0}), make_proposals(1, accepted=True)
-    sizer.record_capture(2, 9, 100.0)
+    sizer.record_capture(2, 9, 25.0)
     counts = [sizer.choose_num_drafts(sure, 8) for _ in range(10)]
     assert counts == [0] * 3 + [8] * 7, "9 tokens take 8.6 s, or 1.8 s with drafts"
     sizer.record_capture(1, 9, 200.0)

@@ -62,17 +62,18 @@ class Forward:
         With `new_rows_dense`, attention reads them from the appended tensors, not from pages.
         """
         plan, state = self.plans.get(group), self.state
-        if plan is None and count == 1 and start is None and state.page_tables:
+        is_short = 0 < count <= MAX_DRAFT_COLUMNS
+        if plan is None and is_short and start is None and state.page_tables:
             page_table = state.page_tables[group]
             capacity = page_table.layer_group.capacity
-            fits = capacity is None or page_table.num_columns < capacity
+            fits = capacity is None or page_table.num_columns + count <= capacity
             if (
-                page_table.steady_tokens
+                count <= page_table.steady_tokens
                 and fits
                 and (page_table.batch, page_table.tables_per_sequence)
                 == (batch, tables_per_sequence)
             ):
-                plan = self.plans[group] = advance_steadily(page_table)
+                plan = self.plans[group] = advance_steadily(page_table, count)
         if plan is None:
             if self.histories:
                 self.check_batch(batch)

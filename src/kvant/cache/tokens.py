@@ -36,7 +36,7 @@ def plan_tokens(cache: Cache, count: int = 1, *, seals: bool = False) -> list[Ap
         except CapacityError:
             cache.rollback()
             raise
-        # A steady plan writes one row per sequence: it has no page to allocate, copy or seal.
+        # A steady plan has no page to allocate, copy or seal.
         if not all(plan.is_steady for plan in plans):
             _prepare_pages(holder, plans, seals=seals)
     return plans

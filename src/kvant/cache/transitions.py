@@ -164,6 +164,8 @@ def _drop_passed_padding(page_table: PageTable, lengths: Ints) -> PageTable:
     Their next tokens follow their rows. With padding, a later rewind could give them a negative
     length, and the next tokens would be dropped as padding.
     """
+    if not page_table.has_padding:
+        return page_table
     columns, numbers = lengths + page_table.padding, page_table.numbers.copy()
     numbers[columns < columns.max(initial=0), PADDING] = 0
     return replace(page_table, numbers=numbers, derived=Derived())
@@ -217,6 +219,8 @@ def drop_tokens(state: CacheState) -> Transition:
 
 def drop_pending_padding(state: CacheState) -> CacheState:
     """Drop left padding that is still to be appended; the slots are unchanged."""
+    if not any((page_table.lengths < 0).any() for page_table in state.page_tables):
+        return state
     page_tables = []
     for page_table in state.page_tables:
         numbers = page_table.numbers.copy()

@@ -26,7 +26,9 @@ from kvant.generation.decoder import TransformersDecoder, make_decoder
 from kvant.generation.settings import NGRAM
 from kvant.generation.speculation import (
     DRAFT_SPEC,
+    USUAL_DECAY,
     Acceptance,
+    AcceptanceRate,
     DraftSizer,
     DraftTarget,
     NGramDrafter,
@@ -111,17 +113,15 @@ class DraftChooser:
 
     def choose_drafts(self, pairs: Pairs) -> list[list[int]]:
         """Return the drafts of each sequence that the next decode verifies."""
-        no_drafts = [list[int]()] * len(pairs)
-        limit = 0
-        if self._max_drafts:
-            limit = self._batch.count_max_drafts([sequence for _, sequence in pairs])
-        if not limit:
-            return no_drafts
-        recomputes = self._batch.caches.empty_cache.is_recurrent
+        if not (self._max_drafts and self._batch.can_verify_drafts(len(pairs))):
+            return [list[int]()] * len(pairs)
 
         def choose_count(proposals: list[Proposal], draft_seconds: float) -> int:
             return self._sizer.choose_num_drafts(
-                proposals, limit, recomputes=recomputes, draft_seconds=draft_seconds
+                proposals,
+                self._batch.count_max_drafts([sequence for _, sequence in pairs]),
+                recomputes=self._batch.caches.empty_cache.is_recurrent,
+                draft_seconds=draft_seconds,
             )
 
         # Leave room for the token that follows the accepted drafts.
@@ -189,16 +189,20 @@ class NGramState:
     """The n-grams of a sequence, and how often its drafts are accepted."""
 
     drafter: NGramDrafter
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
 
 
 class NGramDrafts:
-    """Drafts from n-gram lookups: they are nearly free, so they precede the choice of a number."""
+    """Drafts from n-gram lookups: they are nearly free, so they precede the choice of a number.
+
+    A new sequence is expected to repeat itself as much as those before it.
+    """
 
     nbytes = 0
 
     def __init__(self) -> None:
         self._states: dict[Sequence, NGramState] = {}
+        self._usual_rate = AcceptanceRate(decay=USUAL_DECAY)
 
     def propose_drafts(
         self, pairs: Pairs, limits: list[int], choose_count: ChooseCount
@@ -207,12 +211,13 @@ class NGramDrafts:
         for (_, sequence), limit in zip(pairs, limits, strict=True):
             state = self._states.get(sequence)
             if state is None:
-                state = self._states[sequence] = NGramState(NGramDrafter())
+                state = NGramState(NGramDrafter(), Acceptance.start_from(self._usual_rate))
+                self._states[sequence] = state
             drafts = state.drafter.propose_drafts(sequence.tokens, limit) if limit else []
             state.acceptance.record_proposal(sequence.tokens, drafts)
             all_drafts.append(drafts)
             proposals.append(Proposal(len(drafts), state.acceptance))
-        count = choose_count(proposals, 0.0)
+        count = choose_count(proposals, 0.0) if any(all_drafts) else 0
         return [drafts[:count] for drafts in all_drafts]
 
     def forget(self, sequences: abc.Iterable[Sequence]) -> None:

@@ -328,14 +328,14 @@ class EngineWorker:
         decoded = [index for index in range(len(pairs)) if index not in errors]
         pairs, drafts = [pairs[i] for i in decoded], [drafts[i] for i in decoded]
         drafts = [row[: logits.shape[1] - 1] for row in drafts]  # [] each if none were verified
-        tokens = sample_tokens(pairs, logits, drafts)
-        if logits.shape[1] < num_new:
-            self.drafts.record_failure(len(sequences), num_new)
-        else:
+        is_verified = logits.shape[1] == num_new
+        self._emit_tokens(pairs, sample_tokens(pairs, logits, drafts), drafts)
+        if is_verified:
             is_steady = self.batch.decoder.num_unsteady_forwards == num_unsteady
             seconds = time.perf_counter() - begin
             self.drafts.record_decode(len(pairs), num_new, seconds, is_steady=is_steady)
-        self._emit_tokens(pairs, tokens, drafts)
+        else:
+            self.drafts.record_failure(len(sequences), num_new)
 
     def _emit_tokens(
         self,

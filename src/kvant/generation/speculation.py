@@ -33,9 +33,10 @@ from kvant.generation.prefiller import Prefiller
 from kvant.generation.sampling import NEGATIVE_INFINITY, Sampler
 from kvant.prefixes.tree import count_shared_prefix
 
-NGRAM_SIZES = (4, 3, 2)  # the longest n-gram of drafts with an earlier copy is used
-MAX_INDEXED_TOKENS = 1 << 15  # of a text, at first: 12 MB
-MAX_TOKENS_PER_CALL = 1 << 10  # to index: about 3 ms
+MIN_NGRAM, MAX_NGRAM = 2, 4  # tokens of a text whose earlier copy is looked for
+MAX_COPIES = 16  # of the last two tokens that are compared, the newest first
+MAX_INDEXED_TOKENS = 1 << 15  # of a text, at first
+MAX_TOKENS_PER_CALL = 1 << 12  # to index: about a millisecond
 NUM_RECENT_TOKENS = 16  # compared to notice that a text is another one
 DRAFT_SPEC = "raw"  # of a draft model's cache
 
@@ -75,41 +76,55 @@ class Drafter(Protocol):
 
 
 class NGramDrafter:
-    """Propose the tokens that followed the newest earlier copy of the last n-gram."""
+    """Propose the tokens that followed an earlier copy of the last n-gram.
+
+    The longest n-gram counts, then the newest copy. Copies of the last two tokens are linked, the
+    newest first, and the tokens before them are compared.
+    """
 
     def __init__(self) -> None:
         self._num_indexed = 0  # tokens in the index
         self._recent_tokens: list[int] = []  # the newest ones of these
-        self._ngram_ends: dict[tuple[int, ...], int] = {}  # n-gram: end of its newest copy
+        self._newest_ends: dict[tuple[int, int], int] = {}  # pair of tokens: end of its newest copy
+        self._older_ends: dict[int, int] = {}  # end of a pair: end of the copy before it
 
     def propose_drafts(
         self, tokens: Sequence[int], max_drafts: int, target: DraftTarget | None = None
     ) -> list[int]:
-        self._index_ngrams(tokens)
-        for size in NGRAM_SIZES:
-            at = self._ngram_ends.get(tuple(tokens[-size:]))
-            if at is not None and len(tokens) >= size:
-                return list(tokens[at : at + max_drafts])
-        return []
+        self._index_pairs(tokens)
+        best, longest, last = 0, 0, len(tokens)
+        end = self._newest_ends.get((tokens[-2], tokens[-1]), 0) if last >= MIN_NGRAM else 0
+        for _ in range(MAX_COPIES):
+            if not end or longest == MAX_NGRAM:
+                break
+            size = MIN_NGRAM
+            while size < min(MAX_NGRAM, end) and tokens[end - size - 1] == tokens[last - size - 1]:
+                size += 1
+            if size > longest:
+                best, longest = end, size
+            end = self._older_ends.get(end, 0)
+        return list(tokens[best : best + max_drafts]) if best else []
 
     def fork(self) -> NGramDrafter:
         return NGramDrafter()
 
-    def _index_ngrams(self, tokens: Sequence[int]) -> None:
-        """Index n-grams that end before the newest token: each has a successor.
+    def _index_pairs(self, tokens: Sequence[int]) -> None:
+        """Index pairs that end before the newest token: each has a successor.
 
         A long text is indexed in several calls, without its beginning.
         """
         begin, recent = self._num_indexed, self._recent_tokens
         if list(tokens[begin - len(recent) : begin]) != recent:  # another text, or a rewound one
-            self._ngram_ends, begin = {}, 0
-        begin = max(begin, 1, len(tokens) - MAX_INDEXED_TOKENS)
-        stop = min(begin + MAX_TOKENS_PER_CALL, len(tokens))
-        for end in range(begin, stop):
-            for size in NGRAM_SIZES:
-                if size <= end:
-                    self._ngram_ends[tuple(tokens[end - size : end])] = end
-        self._num_indexed = stop
+            self._newest_ends, self._older_ends, begin = {}, {}, 0
+        begin = max(begin, MIN_NGRAM, len(tokens) - MAX_INDEXED_TOKENS)
+        stop = max(begin, min(begin + MAX_TOKENS_PER_CALL, len(tokens)))
+        newest, older = self._newest_ends, self._older_ends
+        pairs = zip(tokens[begin - 2 : stop - 2], tokens[begin - 1 : stop - 1], strict=True)
+        for end, pair in enumerate(pairs, begin):
+            if pair in newest:
+                older[end] = newest[pair]
+            newest[pair] = end
+        self._num_indexed = min(stop, len(tokens))
         self._recent_tokens = list(tokens[max(0, stop - NUM_RECENT_TOKENS) : stop])
 
 
@@ -160,17 +175,42 @@ def make_drafter(draft: str | Drafter | nn.Module) -> Drafter:
 # ---- the number of drafts
 
 ACCEPTANCE_DECAY = 0.8  # weight of older proposals against the newest one
+USUAL_DECAY = 0.95  # the same for the proposals of all sequences
 INITIAL_ACCEPTED = 1.0  # drafts that count as accepted before the first proposal,
 INITIAL_REJECTED = 0.5  # and as rejected
 
 
 @dataclass
-class Acceptance:
-    """How likely a draft of one sequence is accepted, by its newest proposals."""
+class AcceptanceRate:
+    """The probability that a draft is accepted if those before it are, by the newest proposals."""
 
     accepted: float = INITIAL_ACCEPTED
     rejected: float = INITIAL_REJECTED
+    decay: float = ACCEPTANCE_DECAY
+
+    @property
+    def value(self) -> float:
+        return self.accepted / (self.accepted + self.rejected)
+
+    def record(self, num_accepted: int, *, is_rejected: bool) -> None:
+        """Add a proposal: its accepted drafts, and whether another one was rejected."""
+        self.accepted = self.decay * self.accepted + num_accepted
+        self.rejected = self.decay * self.rejected + is_rejected
+
+
+@dataclass
+class Acceptance:
+    """How likely the drafts of one sequence are accepted."""
+
+    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
+    usual_rate: AcceptanceRate | None = None  # of all sequences, which this one adds to
     pending: tuple[int, list[int]] | None = None  # a proposal, and the tokens before it
+
+    @classmethod
+    def start_from(cls, usual_rate: AcceptanceRate) -> Acceptance:
+        """Return the acceptance of a new sequence: at first, the rate of all sequences."""
+        total, rate = INITIAL_ACCEPTED + INITIAL_REJECTED, usual_rate.value
+        return cls(AcceptanceRate(rate * total, (1 - rate) * total), usual_rate)
 
     def record_proposal(self, tokens: Sequence[int], drafts: list[int]) -> None:
         """Compare the pending proposal with the tokens that came; then wait for this one."""
@@ -179,26 +219,22 @@ class Acceptance:
             num_matched = count_shared_prefix(proposal, tokens[num_before:])
             if num_matched == len(tokens) - num_before < len(proposal):
                 return  # all match so far: the rest is still to come
-            self.accepted = ACCEPTANCE_DECAY * self.accepted + num_matched
-            self.rejected = ACCEPTANCE_DECAY * self.rejected + (num_matched < len(proposal))
+            self._record(num_matched, is_rejected=num_matched < len(proposal))
         self.pending = (len(tokens), drafts) if drafts else None
-
-    def estimate_tokens(self, num_drafts: int) -> float:
-        """Return the tokens that a forward with this many drafts will give, on average."""
-        rate, expected = self.acceptance_rate, 1.0
-        for _ in range(num_drafts):
-            expected = 1.0 + rate * expected
-        return expected
 
     def record_rejection(self) -> None:
         """Count a draft that could not even be made."""
-        self.accepted *= ACCEPTANCE_DECAY
-        self.rejected = ACCEPTANCE_DECAY * self.rejected + 1
+        self._record(0, is_rejected=True)
 
-    @property
-    def acceptance_rate(self) -> float:
-        """The probability that a draft is accepted if those before it are."""
-        return self.accepted / (self.accepted + self.rejected)
+    def _record(self, num_accepted: int, *, is_rejected: bool) -> None:
+        for rate in (self.rate, self.usual_rate):
+            if rate is not None:
+                rate.record(num_accepted, is_rejected=is_rejected)
+
+    def estimate_tokens(self, num_drafts: int) -> float:
+        """Return the tokens that a forward with this many drafts will give, on average."""
+        rate = self.rate.value
+        return (1 - rate ** (1 + num_drafts)) / (1 - rate) if rate < 1 else 1.0 + num_drafts
 
 
 class Proposal(NamedTuple):
@@ -215,7 +251,7 @@ MAX_CAPTURES = 4  # forwards before and during the capture of a size, at most
 SAMPLE_LIFETIME = 500  # forwards after which a time is measured again
 DEFAULT_ROW_COST = 0.1  # of a forward of one token, for each more, before any was measured
 MIN_GAIN = 1.05  # predicted tokens a second against those without drafts
-CAPTURE_SHARE = 0.25  # of the seconds of a capture, which a new size would have saved
+CAPTURE_SHARE = 1.0  # of the seconds of a capture, which a new size would have saved
 
 
 @dataclass
@@ -276,11 +312,15 @@ class DraftSizer:
         With `recomputes`, a rejection costs another forward, as it does on recurrent layers. One
         draft of each sequence takes `draft_seconds`.
         """
-        longest = min(limit, max((num_drafts for num_drafts, _ in proposals), default=0))
-        most = sum(a.estimate_tokens(min(longest, num_drafts)) for num_drafts, a in proposals)
-        if most <= MIN_GAIN * len(proposals):  # even if drafts took no time
+        drafted = [proposal for proposal in proposals if proposal.num_drafts]
+        num_sequences, num_plain = len(proposals), len(proposals) - len(drafted)
+
+        def estimate_tokens(count: int) -> float:
+            return num_plain + sum(a.estimate_tokens(min(count, most)) for most, a in drafted)
+
+        longest = min(limit, max((num_drafts for num_drafts, _ in drafted), default=0))
+        if estimate_tokens(longest) <= MIN_GAIN * num_sequences:  # even if drafts took no time
             return 0
-        num_sequences = len(proposals)
         plain = self._predict_seconds(num_sequences, 1)
         if plain is None or self._is_old(num_sequences, 1):
             return 0
@@ -288,14 +328,12 @@ class DraftSizer:
         expected, seconds = {0: 1.0 * num_sequences}, {0: plain}
         rates = {0: MIN_GAIN * num_sequences / plain}
         for count in (count for count in self._counts if count <= longest):
-            expected[count] = sum(
-                a.estimate_tokens(min(count, num_drafts)) for num_drafts, a in proposals
-            )
+            expected[count] = estimate_tokens(count)
             forward_seconds = self._predict_seconds(num_sequences, 1 + count)
             assert forward_seconds is not None
             seconds[count] = forward_seconds + count * draft_seconds
             if recomputes:
-                rejection = 1 - min(a.acceptance_rate**count for _, a in proposals)
+                rejection = 1 - min(a.rate.value**count for _, a in drafted)
                 seconds[count] += plain * rejection
             rates[count] = expected[count] / seconds[count]
         best = max(rates, key=rates.__getitem__)

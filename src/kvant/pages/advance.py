@@ -16,6 +16,7 @@ from kvant.page_table import (
     FIRST_SEALED,
     LENGTH,
     NO_SLOTS,
+    NUM_WRITE_COLUMNS,
     PADDING,
     PAIR_SOURCE,
     PAIR_TARGET,
@@ -34,7 +35,6 @@ from kvant.page_table import (
 from kvant.pages.pool import Pool, Pools
 
 MAX_DRAFT_COLUMNS = 16  # up to this length, a chunk is read from its pages, as single tokens are
-NEXT_ROW_STEP = np.array([0, 0, 1, 0, 0])  # from a token's writes to the next: one row later
 
 
 def advance(
@@ -197,42 +197,42 @@ def _plan_seals(
     return np.stack([table_indices, slots, source, first - page_table.lengths[table_indices]], 1)
 
 
-def advance_steadily(page_table: PageTable) -> AppendPlan:
-    """Append one column to a table with `steady_tokens`: only lengths change."""
+def advance_steadily(page_table: PageTable, count: int) -> AppendPlan:
+    """Append `count` columns, at most the `steady_tokens` of a table: only lengths change."""
     numbers = page_table.numbers.copy()
-    numbers[:, LENGTH] += 1
-    writes = (
-        _plan_next_writes(page_table)
-        if page_table.last_writes is None
-        else page_table.last_writes + NEXT_ROW_STEP
-    )
+    numbers[:, LENGTH] += count
+    writes = _plan_next_writes(page_table, count)
     new_table = PageTable(
         page_table.layer_group,
         numbers,
         page_table.sealed_table,
         page_table.open_table,
         page_table.tables_per_sequence,
-        page_table.steady_tokens - 1,
+        page_table.steady_tokens - count,
         last_writes=writes,
         derived_from_tables=page_table.derived_from_tables,
     )
-    return AppendPlan(page_table, new_table, new_table, 1, writes=writes)
+    return AppendPlan(page_table, new_table, new_table, count, writes=writes)
 
 
-def _plan_next_writes(page_table: PageTable) -> Ints:
-    """Return the writes of the next token, for sequences past their padding."""
-    lengths, page = page_table.lengths, page_table.layer_group.page
-    tables = np.flatnonzero(lengths >= 0)
-    writes = np.zeros((len(tables), len(NEXT_ROW_STEP)), np.int64)
-    writes[:, WRITE_TABLE] = tables
-    writes[:, WRITE_SLOT] = page_table.open_table[tables, lengths[tables] // page]
-    writes[:, WRITE_ROW] = lengths[tables] % page
-    writes[:, WRITE_COUNT] = 1
+def _plan_next_writes(page_table: PageTable, count: int) -> Ints:
+    """Return the writes of the next `count` tokens, for sequences past their padding."""
+    if (last_writes := page_table.last_writes) is not None:  # the same pages, some rows later
+        writes = last_writes.copy()
+        writes[:, WRITE_ROW] += last_writes[:, WRITE_COUNT]
+    else:
+        lengths, page = page_table.lengths, page_table.layer_group.page
+        tables = np.flatnonzero(lengths >= 0)
+        writes = np.zeros((len(tables), NUM_WRITE_COLUMNS), np.int64)
+        writes[:, WRITE_TABLE] = tables
+        writes[:, WRITE_SLOT] = page_table.open_table[tables, lengths[tables] // page]
+        writes[:, WRITE_ROW] = lengths[tables] % page
+    writes[:, WRITE_COUNT] = count
     return writes
 
 
 def _count_steady_tokens(layer_group: LayerGroup, lengths: Ints) -> int:
-    """Return how many of the next tokens, one at a time, change only lengths."""
+    """Return how many of the next tokens change only lengths, unless a page is shared."""
     steady_tokens = min(
         int(((offset - lengths - 1) % layer_group.page).min(initial=layer_group.page))
         for offset in layer_group.event_offsets
@@ -265,8 +265,17 @@ def rewind_table(page_table: PageTable, lengths: Ints, pools: Pools) -> AppendPl
         open_table[tables, page_numbers] = slots
     opens = np.stack([page_table.sealed_table[tables, page_numbers], slots], 1)
     numbers[rows == 0, FIRST_SEALED:] = 0  # empty sequences: all columns after PADDING
+    partial = np.flatnonzero(rows % group.page)
+    is_exclusive = not pools.open.mask_shared(
+        open_table[partial, rows[partial] // group.page]
+    ).any()
     new_table = PageTable(
-        group, numbers, page_table.sealed_table, open_table, page_table.tables_per_sequence
+        group,
+        numbers,
+        page_table.sealed_table,
+        open_table,
+        page_table.tables_per_sequence,
+        steady_tokens=_count_steady_tokens(group, lengths) if is_exclusive else 0,
     )
     return AppendPlan(
         page_table, new_table, new_table, 0, reopens=opens, allocated_slots=(slots, slots[:0])

@@ -113,14 +113,14 @@ def measure_workload(
     Only one engine is open at a time: the threads of two would wait for each other.
     """
     pairs = list[tuple[Run, Run]]()
-    for _ in range(rounds):
-        runs = list[Run]()
-        for draft in (None, NGRAM):
+    for index in range(rounds):
+        runs = dict[str | None, Run]()
+        for draft in (None, NGRAM) if index % 2 else (NGRAM, None):
             with make_engine(draft) as engine:
                 for _ in range(WARMUPS):  # caches the prompts, and captures forwards
                     run_clients(engine, workload, num_tokens)
-                runs.append(run_clients(engine, workload, num_tokens))
-        pairs.append((runs[0], runs[1]))
+                runs[draft] = run_clients(engine, workload, num_tokens)
+        pairs.append((runs[None], runs[NGRAM]))
     total = len(workload.prompts) * num_tokens * REPLIES
     plain, drafted = (
         statistics.median(run.seconds for run in column) for column in zip(*pairs, strict=True)

@@ -201,7 +201,7 @@ class PageTable(SequenceNumbers):
     tables_per_sequence: int = 1
     steady_tokens: int = 0  # the next tokens that change only lengths
     leading_rows_masked: bool = False  # rows before `first_visible` exist, but are masked
-    last_writes: Ints | None = None  # `writes` of the newest forward, if it was a steady one
+    last_writes: Ints | None = None  # `writes` of the newest forward, if its plan was steady
     derived: Derived = field(default_factory=Derived)  # values that readers cache
     # Values that depend on the tables and not on lengths: steady tokens share them.
     derived_from_tables: Derived = field(default_factory=Derived)
@@ -354,5 +354,5 @@ class AppendPlan:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the plan writes rows to one page per sequence and changes only lengths."""
-        return 0 < self.num_new <= self.old_table.steady_tokens
+        """Whether lengths alone made the plan: no page is allocated, copied, sealed or freed."""
+        return self.new_table.last_writes is not None

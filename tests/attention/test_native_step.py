@@ -75,7 +75,7 @@ class SteppingPair:
             self.step = NativeDecodeStep.from_view(
                 pages, StaticNativePageTable(change, torch.device("cpu"))
             )
-        elif change.is_steady and change.old_table is self.newest_table:
+        elif count == 1 and change.is_steady and change.old_table is self.newest_table:
             self.step.page_table.advance()
         else:
             assert self.step.rebind(pages) and self.step.page_table.update(change)

@@ -440,6 +440,12 @@ def test_a_new_sequence_starts_at_the_rate_of_all_others() -> None:
     assert first.estimate_tokens(8) > Acceptance.start_from(usual_rate).estimate_tokens(8)
 
 
+def test_a_copy_of_a_sequence_has_an_acceptance_of_its_own() -> None:
+    acceptance = Acceptance()
+    acceptance.fork().record_rejection()
+    assert acceptance.rate == AcceptanceRate()
+
+
 def test_a_new_size_waits_until_it_would_have_saved_its_capture() -> None:
     sizer, sure = make_sizer({1: 1.0}), make_proposals(1, accepted=True)
     sizer.record_capture(2, 9, 25.0)

@@ -267,12 +267,11 @@ class Batch:
             repetition.fork.states.holder.free_retired_pages()
         sequence.cache.states.holder.free_retired_pages()
 
-    def can_verify_drafts(self, num_sequences: int) -> bool:
-        """Whether decodes of so many sequences may have drafts."""
-        return self.verifies_drafts_in_batch if num_sequences > 1 else self.verifies_drafts
-
     def count_max_drafts(self, sequences: list[Sequence]) -> int:
         """Return how many drafts of each of these sequences one decode can verify."""
+        in_batch = len(sequences) > 1
+        if not (self.verifies_drafts_in_batch if in_batch else self.verifies_drafts):
+            return 0
         caches = {self.caches.locate(sequence)[0] for sequence in sequences}
         states = [cache.state for cache in caches if cache is not None]
         longest = max(len(sequence.tokens) for sequence in sequences)

@@ -113,15 +113,16 @@ class DraftChooser:
 
     def choose_drafts(self, pairs: Pairs) -> list[list[int]]:
         """Return the drafts of each sequence that the next decode verifies."""
-        if not (self._max_drafts and self._batch.can_verify_drafts(len(pairs))):
+        limit = 0
+        if self._max_drafts:
+            limit = self._batch.count_max_drafts([sequence for _, sequence in pairs])
+        if not limit:
             return [list[int]()] * len(pairs)
 
         def choose_count(proposals: list[Proposal], draft_seconds: float) -> int:
+            recomputes = self._batch.caches.empty_cache.is_recurrent
             return self._sizer.choose_num_drafts(
-                proposals,
-                self._batch.count_max_drafts([sequence for _, sequence in pairs]),
-                recomputes=self._batch.caches.empty_cache.is_recurrent,
-                draft_seconds=draft_seconds,
+                proposals, limit, recomputes=recomputes, draft_seconds=draft_seconds
             )
 
         # Leave room for the token that follows the accepted drafts.

@@ -306,7 +306,8 @@ class EngineWorker:
             self.prefix_reuse.reject_restored_prefix(request)
         pairs = [(request, sequence) for sequence in request.sequences]
         rows, no_drafts = logits.expand(len(pairs), 1, -1), [list[int]()] * len(pairs)
-        self._emit_tokens(pairs, sample_tokens(pairs, rows, no_drafts), no_drafts)
+        steps = self._append_all(pairs, sample_tokens(pairs, rows, no_drafts), no_drafts)
+        self._put_all(pairs, steps)
 
     def _decode(self, action: Decode) -> None:
         """Decode a token for every sequence of the action's requests, and verify its drafts."""
@@ -328,43 +329,51 @@ class EngineWorker:
         decoded = [index for index in range(len(pairs)) if index not in errors]
         pairs, drafts = [pairs[i] for i in decoded], [drafts[i] for i in decoded]
         drafts = [row[: logits.shape[1] - 1] for row in drafts]  # [] each if none were verified
-        is_verified = logits.shape[1] == num_new
-        self._emit_tokens(pairs, sample_tokens(pairs, logits, drafts), drafts)
-        if is_verified:
+        steps = self._append_all(pairs, sample_tokens(pairs, logits, drafts), drafts)
+        if logits.shape[1] < num_new:
+            self.drafts.record_failure(len(sequences), num_new)
+        else:
             is_steady = self.batch.decoder.num_unsteady_forwards == num_unsteady
             seconds = time.perf_counter() - begin
             self.drafts.record_decode(len(pairs), num_new, seconds, is_steady=is_steady)
-        else:
-            self.drafts.record_failure(len(sequences), num_new)
+        self._put_all(pairs, steps)
 
-    def _emit_tokens(
+    def _append_all(
         self,
         pairs: list[tuple[Request, Sequence]],
         tokens: list[list[SampledToken | Exception]],
         drafts: list[list[int]],
-    ) -> None:
-        """Put the tokens of each sequence on its stream, after its rejected drafts are dropped."""
+    ) -> list[list[Step | Exception]]:
+        """Append the tokens of each sequence to its output, and drop its rejected drafts.
+
+        If drafts cannot be dropped, the requests end with the error.
+        """
         steps = [
             self._append_tokens(request, sequence, sampled, verified)
             for (request, sequence), sampled, verified in zip(pairs, tokens, drafts, strict=True)
         ]
         self._metrics.drafts += sum(map(len, drafts))
-        now, requests = time.monotonic(), dict.fromkeys(request for request, _ in pairs)
         try:
             if any(drafts):
                 self.batch.caches.rewind([sequence for _, sequence in pairs])
         except Exception as error:
-            for request in requests:
+            for request in dict.fromkeys(request for request, _ in pairs):
                 if request in self.requests:  # none of its sequences failed before
                     self._finish(request, error)
-            return
+        return steps
+
+    def _put_all(
+        self, pairs: list[tuple[Request, Sequence]], steps: list[list[Step | Exception]]
+    ) -> None:
+        """Put the newest steps of each sequence on its stream."""
+        now = time.monotonic()
         for (request, sequence), new_steps in zip(pairs, steps, strict=True):
             if request in self.requests:  # no other sequence of it failed
                 self._put_steps(request, sequence, new_steps, now)
-        for request in requests:
-            request.last_token_time = now
-            lengths = [request.outputs[s.choice].num_generated for s in request.sequences]
-            if lengths:
+        for request in dict.fromkeys(request for request, _ in pairs):
+            if request in self.requests:
+                request.last_token_time = now
+                lengths = [request.outputs[s.choice].num_generated for s in request.sequences]
                 self.scheduler.set_output_length(request, max(lengths))
 
     def _append_tokens(

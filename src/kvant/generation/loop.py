@@ -366,7 +366,7 @@ class GenerationLoop:
         fork = copy.copy(self)
         fork.prefiller = self.prefiller.fork()
         fork.drafter = None if self.drafter is None else self.drafter.fork()
-        fork._acceptance = replace(self._acceptance, pending=None)
+        fork._acceptance = self._acceptance.fork()
         fork._draft_sizer = copy.deepcopy(self._draft_sizer)
         return fork
 

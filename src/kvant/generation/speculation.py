@@ -13,7 +13,7 @@ seed.
 A forward of more tokens takes longer. `DraftSizer` chooses the number of drafts with the highest
 predicted tokens per second, from the times of forwards and the share of accepted proposals. A
 proposal that was not verified counts as accepted if its tokens were sampled. The first forwards of
-a size are slow, as they are captured. So a new size waits until it would have saved a part of that.
+a size are slow, as they are captured. So a new size waits until it would have saved as much.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -34,7 +34,7 @@ from kvant.generation.sampling import NEGATIVE_INFINITY, Sampler
 from kvant.prefixes.tree import count_shared_prefix
 
 MIN_NGRAM, MAX_NGRAM = 2, 4  # tokens of a text whose earlier copy is looked for
-MAX_COPIES = 16  # of the last two tokens that are compared, the newest first
+MAX_COPIES = 64  # copies of the last two tokens that are looked at, from the newest
 MAX_INDEXED_TOKENS = 1 << 15  # of a text, at first
 MAX_TOKENS_PER_CALL = 1 << 12  # to index: about a millisecond
 NUM_RECENT_TOKENS = 16  # compared to notice that a text is another one
@@ -78,8 +78,8 @@ class Drafter(Protocol):
 class NGramDrafter:
     """Propose the tokens that followed an earlier copy of the last n-gram.
 
-    The longest n-gram counts, then the newest copy. Copies of the last two tokens are linked, the
-    newest first, and the tokens before them are compared.
+    Copies of the last two tokens are linked, the newest first. Of the newest ones, the copy counts
+    that the most equal tokens precede.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ INITIAL_REJECTED = 0.5  # and as rejected
 
 @dataclass
 class AcceptanceRate:
-    """The probability that a draft is accepted if those before it are, by the newest proposals."""
+    """How often a draft is accepted once those before it were; newer proposals weigh more."""
 
     accepted: float = INITIAL_ACCEPTED
     rejected: float = INITIAL_REJECTED
@@ -211,6 +211,10 @@ class Acceptance:
         """Return the acceptance of a new sequence: at first, the rate of all sequences."""
         total, rate = INITIAL_ACCEPTED + INITIAL_REJECTED, usual_rate.value
         return cls(AcceptanceRate(rate * total, (1 - rate) * total), usual_rate)
+
+    def fork(self) -> Acceptance:
+        """Return an independent acceptance for a copy of the sequence."""
+        return Acceptance(replace(self.rate), self.usual_rate)
 
     def record_proposal(self, tokens: Sequence[int], drafts: list[int]) -> None:
         """Compare the pending proposal with the tokens that came; then wait for this one."""
@@ -251,7 +255,6 @@ MAX_CAPTURES = 4  # forwards before and during the capture of a size, at most
 SAMPLE_LIFETIME = 500  # forwards after which a time is measured again
 DEFAULT_ROW_COST = 0.1  # of a forward of one token, for each more, before any was measured
 MIN_GAIN = 1.05  # predicted tokens a second against those without drafts
-CAPTURE_SHARE = 1.0  # of the seconds of a capture, which a new size would have saved
 
 
 @dataclass
@@ -343,7 +346,7 @@ class DraftSizer:
             return best
         size = num_sequences, 1 + best
         self._saved_seconds[size] += expected[best] / rates[known] - seconds[best]
-        is_worth_capture = self._saved_seconds[size] >= CAPTURE_SHARE * self._capture_cost
+        is_worth_capture = self._saved_seconds[size] >= self._capture_cost
         return best if is_worth_capture else known
 
     def _is_known(self, num_sequences: int, num_drafts: int) -> bool:

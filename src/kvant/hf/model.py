@@ -23,7 +23,12 @@ from kvant.spec import parse
 from kvant.weights.packing import named_weights
 
 PLAIN_TYPES = (bool, int, float, str)
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
+# transformers leaves this hook and this attribute on a module once hidden states were requested;
+# they change nothing.
+CAPTURING_HOOKS_MODULE = "transformers.utils.output_capturing"
+CAPTURING_ATTRIBUTE = "_output_capturing_hooks_installed"
+# Attributes of every module, and those that change nothing.
+IGNORED_ATTRIBUTES = frozenset({*vars(nn.Module()), CAPTURING_ATTRIBUTE})
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -44,11 +49,7 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def named_attributes(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and values of the attributes of all modules."""
     attributes = (item for _, module in named_modules(model) for item in vars(module).items())
-    return [(name, value) for name, value in attributes if name not in MODULE_ATTRIBUTES]
-
-
-# transformers leaves these on a model once its hidden states were requested; they change nothing.
-CAPTURING_HOOKS_MODULE = "transformers.utils.output_capturing"
+    return [(name, value) for name, value in attributes if name not in IGNORED_ATTRIBUTES]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -273,7 +273,8 @@ class Replayer:
         if not same_model or self._num_forwards % MODEL_CHECK_INTERVAL == 0:
             self._check_model()
         bound = self._bound
-        if unchanged and bound is not None and all(plan.is_steady for plan in plans):
+        is_steady = self.num_new == 1 and all(plan.is_steady for plan in plans)
+        if unchanged and bound is not None and is_steady:
             for page_table in bound.page_tables:
                 page_table.advance()
         else:

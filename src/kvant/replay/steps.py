@@ -46,7 +46,10 @@ class StaticPageTable(Protocol):
         """Tokens of the longest sequence."""
 
     def advance(self) -> None:
-        """Advance every sequence by `num_new` tokens that need no new page and seal none."""
+        """Advance every sequence by one token that needs no new page and seals none.
+
+        Only for forwards of one token.
+        """
 
     def update(self, plan: AppendPlan) -> bool:
         """Copy the plan's page table; return False for other sequences, or if it does not fit."""
@@ -186,9 +189,9 @@ class StaticNativePageTable:
         return self.lengths.amax()
 
     def advance(self) -> None:
-        """Advance every sequence by `num_new` tokens that need no new page and seal none."""
-        self.page_table.numbers[:, LENGTH] += self.num_new
-        self._writes[:, WRITE_ROW] += self.num_new
+        """Advance every sequence by one token that needs no new page and seals none."""
+        self.page_table.numbers[:, LENGTH] += 1
+        self._writes[:, WRITE_ROW] += 1
         self._plan_record[structs.COPY_AND_SEAL_COUNTS] = 0
 
     def update(self, plan: AppendPlan) -> bool:

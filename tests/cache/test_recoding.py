@@ -289,3 +289,15 @@ def test_layers_that_dropped_different_rows_get_no_common_prune() -> None:
     with pytest.raises(SpecError, match="dropped different rows"):
         cache.recode("raw,prune=keydiff:64")
     assert [layer.num_rows for layer in cache] == [300, 64]
+
+
+def test_layers_pruned_to_other_budgets_get_no_common_prune() -> None:
+    """Regression: the second layer lost 64 of its rows."""
+    texts = "raw,prune=keydiff:64", "raw,prune=keydiff:128"
+    cache = Cache(spec=CacheSpec(tuple(map(make_layer, texts))))
+    for layer in cache:
+        layer.append(*torch.randn(2, 1, 1, 300, 32))
+    cache.prune()
+    with pytest.raises(SpecError, match="dropped different rows"):
+        cache.recode(texts[1])
+    assert [layer.num_rows for layer in cache] == [64, 128]

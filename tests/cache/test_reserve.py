@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -59,12 +60,21 @@ def test_growth_without_room_for_a_reserve_takes_what_is_needed(
 ) -> None:
     """Regression: an OutOfMemoryError of torch was not caught."""
 
+    grown = list[ReferenceType[torch.Tensor]]()
+    num_live = list[int]()  # of these, at each allocation of what is needed
+
     def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if shape[0] > 1:
+        tensor = reserve_tensor(shape, dtype, device)
+        if shape[0] == 1:
+            num_live.append(sum(other() is not None for other in grown))
+        elif shape[0] > 1 and grown:  # there is room for the keys, but not for the values
             raise torch.OutOfMemoryError("no room for the reserve")
-        return reserve_tensor(shape, dtype, device)
+        elif shape[0] > 1:
+            grown.append(ref(tensor))
+        return tensor
 
     monkeypatch.setattr(storage, "reserve_tensor", reserve)
     cache = Cache(1, "raw")
     cache[0].append(*torch.randn(2, 1, 1, 64, 32))
     assert cache.length == 64
+    assert num_live == [0, 0], "the keys of the failed attempt are freed first"

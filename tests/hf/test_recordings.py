@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -235,7 +236,11 @@ def test_reallocation_by_another_cache_loses_no_row(
 
     def running(replayer: Replayer) -> torch.Tensor:
         if cache.length == moment:
+            storages = cache.states.state.storages.values()
+            pages = [ref(side.open) for storage in storages for side in storage.sides.values()]
+            del storages
             TransformersDecoder(decoder.model).compute_logits(list(range(3, 90)), other)
+            assert all(page() is not None for page in pages), "the kernels still read them"
             taken_back.append(moment)
         return run(replayer)
 

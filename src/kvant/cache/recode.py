@@ -298,6 +298,7 @@ def recode_state(
     memory is both, plus scratch for a few pages of one layer.
     """
     first_rows: dict[int, Ints] = {}  # by group: the first row that all its layers have
+    first_tables: dict[int, PageTable] = {}  # of the first layer of each group, before
     page_tables: dict[int, PageTable] = {}
     storages: dict[int, Storage] = {}
     pools = CachePools(layout.layer_groups)
@@ -313,6 +314,7 @@ def recode_state(
         with _name_layer_in_errors(leaf.name):
             old_table, group = state.page_tables[old_leaf.group], layout.layer_groups[leaf.group]
             if leaf.group not in page_tables:
+                first_tables[leaf.group] = old_table
                 page_tables[leaf.group] = allocate_recoded(
                     old_table, first_rows[leaf.group], group, pools[leaf.group]
                 )
@@ -321,7 +323,7 @@ def recode_state(
                     f"{old_table.num_columns} tokens, {page_tables[leaf.group].num_columns} in an "
                     "earlier layer: rewind to a length that all layers have"
                 )
-            elif (page_tables[leaf.group].pruned_at != old_table.pruned_at).any():
+            elif not _dropped_same_rows(first_tables[leaf.group], old_table):
                 raise SpecError(
                     "one prune for layers that dropped different rows: keep a prune of its own for "
                     "each layer, or reset first"
@@ -360,6 +362,12 @@ def _find_first_in_window(layer_group: LayerGroup, lengths: Ints) -> Ints:
         if layer_group.window is None
         else np.maximum(lengths - layer_group.window, 0)
     )
+
+
+def _dropped_same_rows(first: PageTable, second: PageTable) -> bool:
+    """Whether prunes of two layers dropped the same leading rows."""
+    pairs = (first.pruned_at, second.pruned_at), (first.pruned_before, second.pruned_before)
+    return all(np.array_equal(*pair) for pair in pairs)
 
 
 def _extend_to_sinks(page_table: PageTable, first: Ints) -> Ints:

@@ -7,7 +7,7 @@ allocates the slots of the rows                                             or `
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvant.attention.store_rows import count_sealed_pages, make_empty_rows, store_rows
 from kvant.cache.cache import Cache
@@ -54,9 +54,9 @@ def _prepare_pages(holder: StateHolder, plans: Sequence[AppendPlan], *, seals: b
                 store_rows(plan, empty_rows, storage.sides, holder.stats[leaf.name])
 
 
-def list_page_buffers(cache: Cache) -> list[PagedTensors]:
-    """Return one object per attention layer; reallocating the layer's tensors replaces it."""
-    return [storage.sides["keys"] for storage in cache.holder.state.storages.values()]
+def list_page_buffers(cache: Cache) -> list[Mapping[str, PagedTensors]]:
+    """Return the tensors of each attention layer; reallocating them replaces the mapping."""
+    return [storage.sides for storage in cache.holder.state.storages.values()]
 
 
 def commit_tokens(cache: Cache, backend: str, page_buffers: Sequence[object] | None = None) -> bool:

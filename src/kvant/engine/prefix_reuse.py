@@ -113,7 +113,8 @@ class PrefixReuse:
             length = caches.count_tokens(sequence)
             tokens = sequence.prefix_tokens
             cache, num_prefilled = namespace.match_prefix(tokens, caches.empty_cache.fork(), 0)
-            self._use_pools(namespace.pools)
+            if namespace.has_keys:
+                self._use_pools(namespace.pools)
             found = request.layout.find_resumable(cache.length, cache.find_exact_rewind)
             if found > length:
                 cache.rewind(found)

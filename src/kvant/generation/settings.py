@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_FLOAT = 3e38  # of float32, in which logits are computed
 MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
-MAX_NEW_TOKENS = 1 << 30  # of a model without a context; bytes of more would not fit 64 bits
+MAX_NEW_TOKENS = 1 << 30  # of a reply; with more, counts of bytes could exceed 64 bits
 NGRAM = "ngram"  # drafts that followed earlier copies of the newest tokens
 STRATEGIES = ("always", "disabled", "long", "adaptive")
 
@@ -153,9 +153,8 @@ class StopConditions:
 
     def count_new_tokens(self, num_tokens: int) -> int:
         """Return how many tokens may be generated after a prompt of `num_tokens`."""
-        if self.max_context is None:
-            return min(self.max_new_tokens, MAX_NEW_TOKENS)
-        return min(self.max_new_tokens, self.max_context - num_tokens)
+        most = min(self.max_new_tokens, MAX_NEW_TOKENS)
+        return most if self.max_context is None else min(most, self.max_context - num_tokens)
 
 
 def find_smallest_limit(*limits: int | None) -> int | None:

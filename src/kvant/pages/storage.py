@@ -181,14 +181,14 @@ class Storage:
         """Allocate at least this many slots; pages in present slots are preserved."""
         if num_open > self.num_slots[0] or num_sealed > self.num_slots[1]:
             needed = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
-            try:
-                self._allocate_tensors(
-                    (
-                        self._grow_size(needed[0], self.num_slots[0]),
-                        self._grow_size(needed[1], self.num_slots[1]),
-                    )
-                )
-            except (MemoryError, torch.OutOfMemoryError):
+            grown = (
+                self._grow_size(needed[0], self.num_slots[0]),
+                self._grow_size(needed[1], self.num_slots[1]),
+            )
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                self._allocate_tensors(grown)
+            # Outside of a handler, whose traceback would keep the tensors of the failed attempt.
+            if self.num_slots[0] < needed[0] or self.num_slots[1] < needed[1]:
                 self._allocate_tensors(needed)
         self.used_slots = max(num_open, self.used_slots[0]), max(num_sealed, self.used_slots[1])
 

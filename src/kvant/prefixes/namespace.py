@@ -134,6 +134,11 @@ class PrefixNamespace:
         """The pools of this model and spec, which all salts and adapters share."""
         return self.memory.get_pools(self._keys.pools_key)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether prefixes of the model could be cached at the last match."""
+        return bool(self._keys.tree_key)
+
     def fork(self, salt: str | None = None, adapter_key: str | None = None) -> PrefixNamespace:
         """Return a copy for another reader, with another salt or adapter unless it is None."""
         fork = copy.copy(self)

@@ -153,7 +153,7 @@ class ReplayedForward(NamedTuple):
     cache: ref[TransformersCache]
     change_counts: tuple[int, int]
     num_appended_forwards: int  # of the cache
-    buffers: list[ref[PagedTensors]]
+    buffers: list[ref[PagedTensors]]  # keys of each layer
     modes: tuple[object, ...]
 
     def is_unchanged(self, cache: TransformersCache) -> bool:
@@ -162,7 +162,8 @@ class ReplayedForward(NamedTuple):
             return False
         # Another cache of the same pool may have reallocated its buffers.
         buffers = list_page_buffers(cache.states)
-        return all(buffer is old() for buffer, old in zip(buffers, self.buffers, strict=True))
+        pairs = zip(buffers, self.buffers, strict=True)
+        return all(sides["keys"] is old() for sides, old in pairs)
 
     def has_same_model(self, cache: TransformersCache) -> bool:
         """Whether the model needs no check: all forwards of the cache since were replayed."""
@@ -264,7 +265,7 @@ class Replayer:
     def _replay(self, cache: TransformersCache, inputs: Tensor) -> Tensor:
         layers, states, last = _list_attention_layers(cache), cache.states, self._last_forward
         self._check_backend(states.backend)
-        buffers = list_page_buffers(states)
+        buffers = list_page_buffers(states)  # kept until the commit: another cache may replace them
         same_model = last is not None and last.has_same_model(cache)
         unchanged = same_model and last is not None and last.is_unchanged(cache)
         self._last_forward = None  # until these tokens are committed
@@ -296,7 +297,7 @@ class Replayer:
             ref(cache),
             cache.context.change_counts,
             states.holder.num_appended_forwards,
-            [ref(buffer) for buffer in buffers],
+            [ref(sides["keys"]) for sides in buffers],
             get_torch_modes(),
         )
         stats = cache.context.replay_stats

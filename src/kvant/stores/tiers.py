@@ -2,9 +2,9 @@
 
 Every failure is a miss: an error, a timeout, or a corrupt blob, which is dropped. Failures are
 logged and counted in `stats`. After five failed reads in a row, a store is skipped for half a
-minute, and for another if the next read fails. After five failed writes, it is only not written: a
-full disk can still be read. A store is also skipped while a call has no answer for ten seconds.
-Writes are queued up to a limit of bytes; a write that does not fit is dropped.
+minute, and for another if the next read fails. After five failed writes in a row, only writes to it
+are skipped: a full disk can still be read. A store is also skipped while a call has no answer for
+ten seconds. Writes are queued up to a limit of bytes; a write that does not fit is dropped.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ SMALL_BYTES = 1 << 16  # requests are compared with those of the same test up to
 MAX_REQUEST_BYTES = 32 << 20  # of all memory
 MAX_NEW_BYTES = 1 << 18  # of memory that no request before had
 MAX_NEW_ATTEND_BYTES = 1 << 19
+MIN_OUTPUTS = 16  # of a product: the norm of fewer may be tiny, and one rounding exceeds the bound
 MAX_FILE_BYTES = 150 << 20
 OUTPUTS = {  # other functions than attend
     "store": [
@@ -131,6 +132,8 @@ class Recorder:
         numbers = test, memory.entry, *memory.list_numbers()
         if numbers in self._seen:
             self.left_out["of the same numbers as others"] += 1
+        elif memory.entry == "multiply" and memory.fields["weight.outs"].value < MIN_OUTPUTS:
+            self.left_out["of few outputs"] += 1
         elif nbytes > MAX_REQUEST_BYTES:
             self.left_out["large"] += 1
         elif self.recording.nbytes > MAX_FILE_BYTES:

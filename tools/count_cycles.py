@@ -53,7 +53,7 @@ class Format(NamedTuple):
 FORMATS = {
     "raw": Format(
         """
-template void row_scores<Bfloat, 4>(const RowBlock &, const float *, int, float *);
+template void row_scores<Bfloat, 4>(const RowBlock &, const float *, int64_t, int, float *);
 template void row_values_part<Bfloat, 4, 1>(
     const RowBlock &, const float *, int, float *, int64_t);
 """,

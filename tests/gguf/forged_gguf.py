@@ -56,7 +56,7 @@ def make_forgery(files: list[bytes], rng: random.Random) -> bytes:
         elif way == 3:
             content[at] = rng.randrange(256)
         else:
-            del content[rng.randrange(len(content)) :]
+            del content[rng.randint(1, len(content)) :]
     return bytes(content)
 
 

@@ -1,6 +1,6 @@
 """Measure what n-gram drafts gain in the engine: `python tools/draft_speed.py --model smollm2`.
 
-Clients decode at the same time, in an engine without drafts and then in one with them. `edited` is
+Clients decode at the same time, in an engine with drafts and in one without, by turns. `edited` is
 code that a client repeats with one word changed. `new` is text sampled at temperature 1, which
 repeats little. The seeds are equal, so both engines generate the same tokens, up to rounding.
 Prompts are cached before, so the speeds are those of decoding. A client sends its next prompt at
@@ -28,7 +28,7 @@ from kvant.engine import Engine
 from kvant.generation.settings import NGRAM
 
 OLD_WORD, NEW_WORD = "return", "yield"
-WARMUPS, REPLIES = 4, 4
+WARMUPS, REPLIES = 4, 4  # runs of all clients before the timed one; replies of a client in a run
 EDITED, NEW = "edited", "new"
 
 

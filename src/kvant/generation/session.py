@@ -207,9 +207,7 @@ class Session:
     def rewind(self, to: int) -> None:
         """Rewind to length `to`: a reply may be cut, a message is removed as a whole."""
         self._finish_stream()
-        transcript = self.transcript.truncate(self.tokenizer, to)
-        self.loop.prefiller.align_cache(transcript.tokens)
-        self.transcript = transcript
+        self._return_to(self.transcript.truncate(self.tokenizer, to))
 
     def rewind_turns(self, count: int) -> None:
         """Remove the newest `count` turns: messages with their replies."""
@@ -217,7 +215,10 @@ class Session:
         turns = self.transcript.turns
         if not 0 <= count <= len(turns):
             raise RewindError(f"{count} turns to remove, of {len(turns)}")
-        transcript = replace(self.transcript, turns=turns[: len(turns) - count])
+        self._return_to(replace(self.transcript, turns=turns[: len(turns) - count]))
+
+    def _return_to(self, transcript: Transcript) -> None:
+        """Return to an earlier transcript, and rewind the cache to its tokens."""
         self.loop.prefiller.align_cache(transcript.tokens)
         self.transcript = transcript
 

@@ -34,7 +34,6 @@ from kvant.spec import split_specs
 from kvant.weights.packing import unpack
 from llama_cpp_model import LlamaModel, decode
 
-LLAMA_CACHES = ("f16", "q8_0")
 PROMPT_BATCH = 512
 BASE = "llama.cpp f16"
 
@@ -155,6 +154,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Tokens of each of several streams")] = "128,2048",
     streams: Annotated[int, typer.Option(min=2)] = 16,
     formats: Annotated[str, typer.Option(help="kvant's caches")] = "raw,affine8,affine4",
+    llama_caches: Annotated[str, typer.Option(help="llama.cpp's caches besides f16")] = "q8_0",
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     tokens: Annotated[int, typer.Option(min=4, help="Decoded tokens of a measurement")] = 24,
     threads: harness.Threads = None,
@@ -165,7 +165,8 @@ def main(
     if path is None:
         raise ValueError(f"{file}: a GGUF file is needed")
     candidates: dict[str, Callable[[Task], Figures]] = {
-        f"llama.cpp {name}": partial(measure_llama_cpp, name) for name in LLAMA_CACHES
+        f"llama.cpp {name}": partial(measure_llama_cpp, name)
+        for name in ("f16", *filter(None, llama_caches.split(",")))
     }
     candidates |= {f"kvant {name}": partial(measure_kvant, name) for name in split_specs(formats)}
     candidates["transformers"] = measure_transformers

@@ -30,6 +30,7 @@ inline void fetch(const void *p) { __builtin_prefetch(p); }
 struct Ahead {
     const char *at = nullptr, *stop = nullptr;
     const char *next_at = nullptr, *next_stop = nullptr;  // prefetched after `stop`
+    int64_t passes = 1;  // over the rows that are read meanwhile
 
     // Prefetch the next BYTES (as many as the caller has just read), in whole lines.
     template <int64_t BYTES> void fetch_next() {
@@ -39,6 +40,15 @@ struct Ahead {
         }
         for (int64_t i = 0; i < BYTES; i += LINE) fetch(at + i);
         at += (BYTES + LINE - 1) / LINE * LINE;
+    }
+
+    // Prefetch a share of BYTES, which one of several passes over the same rows has just read: all
+    // passes together prefetch as much as one of them reads.
+    template <int64_t BYTES> void fetch_share() {
+        if (at >= stop) return;
+        const int64_t share = BYTES / passes;
+        for (int64_t i = 0; i < share; i += LINE) fetch(at + i);
+        at += share;
     }
 };
 

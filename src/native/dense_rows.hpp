@@ -70,8 +70,8 @@ void row_values(const RowBlock &rows, const float *p, int dim, float *acc, int64
 
 #if KVANT_BFLOAT_DOT
 
-// Queries [GN][stride] as Bfloat.
-template <int GN>
+// Queries [GN][stride] as Bfloat. REPEATED: this is one of several passes over the rows.
+template <int GN, bool REPEATED = false>
 void bfloat_scores(const RowBlock &rows, const Bfloat *q, int64_t stride, int dim, float *s) {
     constexpr int R = 16 / GN;
     for (int first = 0; first < rows.count; first += R) {
@@ -83,7 +83,8 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int64_t stride, int di
         for (; d + 32 <= dim; d += 32) {
             Pairs x[GN];
             for (int g = 0; g < GN; g++) x[g] = load_pairs(q + g * stride + d);
-            rows.ahead.fetch_next<R * LINE>();
+            if (REPEATED) rows.ahead.fetch_share<R * LINE>();
+            else rows.ahead.fetch_next<R * LINE>();
             for (int r = 0; r < R; r++) {
                 const Pairs k = load_pairs(row[r] + d);
                 for (int g = 0; g < GN; g++) acc[g * R + r] = dot2(acc[g * R + r], k, x[g]);

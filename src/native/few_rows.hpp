@@ -127,7 +127,7 @@ private:
         const int64_t first = task % panels * PANEL, count = std::min(PANEL, r.count - first);
         const OutputRange next = after < tasks() ? range(after) : OutputRange{};
         Ahead dense_ahead;  // continues from part to part
-        if (!blocks.coded) dense_ahead = blocks.ahead(outs, next);
+        if (!blocks.coded) dense_ahead = dense_prefetch(outs, next, count);
         for (int64_t p = 0; p < blocks.parts; p++) {
             float *to = p ? scores : sums;
             if (blocks.coded) {
@@ -147,6 +147,15 @@ private:
         const BiasRange bias(r, outs);
         for (int64_t m = 0; m < count; m++)
             write_row(r, first + m, outs, bias.values, sums + m * PITCH);
+    }
+
+    // Several passes over a range with products of bfloat16 take about as long as the next range
+    // takes to arrive from memory, so each of them prefetches a share of it.
+    Ahead dense_prefetch(const OutputRange &outs, const OutputRange &next, int64_t count) const {
+        if (!rows.are_bfloats() || count < 8 || !next.count()) return blocks.ahead(outs, next);
+        Ahead ahead = blocks.whole(next);
+        ahead.passes = (count + 3) / 4;
+        return ahead;
     }
 
     // A part of the codes, with the next one to prefetch.
@@ -181,8 +190,11 @@ private:
             constexpr int GN = decltype(n)::value, R = std::min(DOTS / GN, WEIGHT_ROWS);
             float *to = scores + m * PITCH;
 #if KVANT_BFLOAT_DOT
-            if (rows.are_bfloats())
-                return bfloat_scores<GN>(block, rows.bfloat_row(first + m, column), width, dim, to);
+            if (rows.are_bfloats()) {
+                const Bfloat *q = rows.bfloat_row(first + m, column);
+                if (block.ahead.passes == 1) return bfloat_scores<GN>(block, q, width, dim, to);
+                return bfloat_scores<GN, true>(block, q, width, dim, to);
+            }
 #endif
             const float *q = rows.float_row(first + m, column);
             if (r.weight->dtype == KVANT_BF16) row_scores<Bfloat, GN, R>(block, q, width, dim, to);

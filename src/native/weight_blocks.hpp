@@ -75,6 +75,12 @@ public:
                 then.data + std::min(distance, next_bytes)};
     }
 
+    // All dense outputs of a range, to prefetch.
+    Ahead whole(const OutputRange &outs) const {
+        const RowBlock block = dense(outs, 0);
+        return {block.data, block.data + block.count * block.stride};
+    }
+
 private:
     static constexpr int64_t AHEAD_BYTES = 1 << 13;
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import gguf
 from kvant.gguf.families import FAMILIES, LAYER_NAMES, MODEL_NAMES
@@ -16,21 +17,31 @@ NUM_LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB = 2, 4, 2, 32, 64, 9
 MODEL_TYPES = {"gemma3": "gemma3_text"}
 
 
-def make_model(architecture: str) -> Any:
+def make_vocabulary(*special: str, **values: Any) -> dict[str, Any]:
+    """Return the values of a byte-level vocabulary, whose last tokens are special."""
+    texts = [*bytes_to_unicode().values(), "ab"]
+    unused = [f"<|unused{i}|>" for i in range(VOCAB - len(texts) - len(special))]
+    kinds = [1] * len(texts) + [3] * (VOCAB - len(texts))
+    stated = {"model": "gpt2", "pre": "llama-bpe", "merges": ["a b"], "token_type": kinds}
+    stated |= {"tokens": [*texts, *unused, *special]} | values
+    return {f"tokenizer.ggml.{name}": value for name, value in stated.items()}
+
+
+def make_model(architecture: str, num_layers: int = NUM_LAYERS, **settings: Any) -> Any:
     """Return a random model with the settings that a GGUF file can state."""
-    config = AutoConfig.for_model(
-        MODEL_TYPES.get(architecture, architecture),
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        hidden_size=HEADS * HEAD_DIM if architecture == "phi3" else HIDDEN,
-        intermediate_size=WIDTH,
-        vocab_size=VOCAB,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        sliding_window=16 if architecture.startswith("gemma") else None,
-    )
+    sizes = {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_size": HEADS * HEAD_DIM if architecture == "phi3" else HIDDEN,
+        "intermediate_size": WIDTH,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "sliding_window": 16 if architecture.startswith("gemma") else None,
+    }
+    config = AutoConfig.for_model(MODEL_TYPES.get(architecture, architecture), **sizes | settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
@@ -40,7 +51,7 @@ def make_model(architecture: str) -> Any:
 
 
 def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: Any) -> None:
-    """Write a model as llama.cpp's converter does, its matrices in blocks of one type.
+    """Write a model as llama.cpp's converter does, its matrices in blocks of one type if they fit.
 
     The model is changed to what its file holds.
     """
@@ -53,7 +64,8 @@ def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: An
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10_000.0))
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope).get("rope_theta", 10_000.0))
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_key_length(HEAD_DIM)
     writer.add_vocab_size(config.vocab_size)
@@ -61,9 +73,10 @@ def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: An
     if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     kinds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-    kinds[bool] = writer.add_bool
+    kinds |= {bool: writer.add_bool, list: writer.add_array}
     for key, value in extra.items():
         kinds[type(value)](key, value)
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
     names = {hf: name for name, hf in MODEL_NAMES.items()}
     parts = {hf: name for name, hf in (LAYER_NAMES | dict(family.layer_names)).items()}
     for hf_name, parameter in model.named_parameters():
@@ -73,7 +86,8 @@ def write_file(path: Path, architecture: str, model: Any, kind: str, **extra: An
         else:
             number, _, part = stem.removeprefix("model.layers.").partition(".")
             name = f"blk.{number}.{parts[part]}"
-        number_type = gguf.GGMLQuantizationType[kind if parameter.ndim == 2 else "F32"]
+        has_blocks = parameter.ndim == 2 and parameter.shape[1] % block == 0
+        number_type = gguf.GGMLQuantizationType[kind if has_blocks else "F32"]
         rounded = gguf.dequantize(
             gguf.quantize(parameter.detach().numpy(), number_type), number_type
         )

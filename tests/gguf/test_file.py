@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvant.gguf.file import GGUFError, read_header
+from kvant.gguf.file import GGUFError, read_header, read_list
 
 NUM_MUTATIONS = 3000
 
@@ -141,3 +141,17 @@ def test_changed_bytes_give_a_header_or_one_line(tmp_path: Path) -> None:
         else:
             size = len(content)
             assert all(t.begin + t.nbytes <= size for t in header.tensors.values())
+
+
+def test_long_lists_are_refused(tmp_path: Path) -> None:
+    """Readers take hundreds of bytes for an item."""
+    items = struct.pack("<IQ", 0, 1 << 24) + bytes(1 << 24)
+    with pytest.raises(GGUFError, match="states 16777216 values of 'x': at most 2097152 are read"):
+        read(build([VALUES[0], value(b"x", 9, items)]), tmp_path)
+
+
+def test_lists_are_read(tmp_path: Path) -> None:
+    header = read(build(), tmp_path)
+    assert read_list(header, "tokens") == ["a", "bc"]
+    assert read_list(header, "scores") == [0.5, 1.5]
+    assert read_list(header, "absent") == []

@@ -11,21 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvant
-from kvant import checkpoints, demo
+from kvant import checkpoints
 from kvant.checkpoints import files, loader
+from kvant.generation import TransformersDecoder
 from kvant.gguf.blocks import CODED_TYPES
 from kvant.gguf.families import FAMILIES, check_file
 from kvant.gguf.file import GGUFError
-from kvant.gguf.load import load_config, load_model, load_tokenizer
+from kvant.gguf.load import load_config, load_model
 from kvant.native import get_library
 from kvant.weights.packed_weight import PackedWeight
 
 pytest.importorskip("gguf", reason="pip install 'kvant[gguf]'")
-from gguf_files import make_model, write_file
+from gguf_files import make_model, make_vocabulary, write_file
 
 pytestmark = pytest.mark.skipif(
     get_library().functions is None, reason="the native library is not here"
@@ -69,6 +68,14 @@ def test_planned_weights_are_those_that_are_loaded(kind: str, tmp_path: Path) ->
     assert kvant.plan(model, weights="raw").weight_nbytes == planned + buffers
     with pytest.raises(ValueError, match="have formats of their own"):
         kvant.plan(str(path), weights="affine4")
+
+
+def test_other_types_are_decoded(tmp_path: Path) -> None:
+    path, model = tmp_path / "one.gguf", make_model("llama", hidden_size=256)
+    write_file(path, "llama", model, "TQ2_0")
+    loaded = load_model(path, torch.float32)
+    assert check_file(path).tensors["blk.0.ffn_up.weight"].type.name == "TQ2_0"
+    assert compute_error(loaded, model) < 1e-5
 
 
 def test_rows_may_be_of_16_bits(tmp_path: Path) -> None:
@@ -190,6 +197,7 @@ def test_forged_files_are_refused_or_load_a_model(count: int) -> None:
         ({"llama.attention.causal": False}, "causal = False is not read"),
         ({"split.count": 3}, "it is one of 3 parts: join them"),
         ({"llama.attention.sliding_window_pattern": 3}, "pattern = 3 is not read"),
+        ({"qwen3.block_count": 50_000}, "it is a llama model, and has 'qwen3.block_count'"),
     ],
     ids=str,
 )
@@ -200,39 +208,6 @@ def test_settings_that_would_change_results_are_refused(
     write_file(path, "llama", make_model("llama"), "Q8_0", **change)
     with pytest.raises(GGUFError, match=message):
         check_file(path)
-
-
-@pytest.mark.parametrize(
-    ("values", "appends"),
-    [
-        ({"tokenizer.ggml.add_eos_token": True, "llama.pooling_type": 3}, True),
-        ({"tokenizer.ggml.add_eos_token": False, "llama.pooling_type": 3}, False),
-        ({"tokenizer.ggml.add_eos_token": True}, False),  # generates text
-    ],
-)
-def test_texts_of_embedding_models_end_with_the_end_token_if_the_file_says_so(
-    values: dict[str, Any], appends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, tokenizer = tmp_path / "one.gguf", AutoTokenizer.from_pretrained(demo.PATH)
-    tokens, end = tokenizer.encode("import os"), tokenizer.eos_token_id
-    write_file(path, "llama", make_model("llama"), "Q8_0", **values)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-    loaded = load_tokenizer(path)
-    assert loaded.encode("import os") == ([*tokens, end] if appends else tokens)
-    assert loaded.encode("import os", add_special_tokens=False) == tokens
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("llama-bpe", [3]), ("gpt-2", [2, 1])])
-def test_known_words_are_one_token_if_the_pre_tokenizer_says_so(
-    name: str, tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: words of Llama 3's vocabulary that no merge leads to were split."""
-    path, vocabulary = tmp_path / "one.gguf", {"a": 0, "b": 1, "ab": 2, "abb": 3}
-    backend = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    write_file(path, "llama", make_model("llama"), "Q8_0", **{"tokenizer.ggml.pre": name})
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-    assert load_tokenizer(path).encode("abb") == tokens
 
 
 def test_settings_that_transformers_does_not_read_are_kept(tmp_path: Path) -> None:
@@ -247,6 +222,49 @@ def test_settings_that_transformers_does_not_read_are_kept(tmp_path: Path) -> No
     assert load_config(path).sliding_window is None  # Phi-4
     write_file(path, "mistral", make_model("mistral"), "Q8_0")
     assert load_config(path).sliding_window is None
+    model = make_model("gemma2")
+    model.config.sliding_window = None  # not stated in early files
+    write_file(path, "gemma2", model, "Q8_0")
+    assert load_config(path).sliding_window == 4096
+
+
+def test_layers_of_gemma3_with_full_attention_may_scale_positions(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    layers = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    layers["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
+    model = make_model("gemma3", num_layers=6, rope_parameters=layers)
+    scaling = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    write_file(path, "gemma3", model, "Q8_0", **scaling)
+    assert compute_error(load_model(path, torch.float32), model) < 2e-3
+    unscaled = tmp_path / "two.gguf"
+    write_file(unscaled, "gemma3", model, "Q8_0")
+    assert compute_error(load_model(unscaled, torch.float32), model) > 1e-2
+    write_file(path, "gemma3", model, "Q8_0", **scaling | {"gemma3.rope.scaling.type": "yarn"})
+    with pytest.raises(GGUFError, match=r"scaling\.type = 'yarn' is not read"):
+        check_file(path)
+
+
+def test_frequencies_by_length_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.gguf"
+    write_file(path, "phi3", make_model("phi3"), "F32")
+    content = path.read_bytes().replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight")
+    path.write_bytes(content)
+    with pytest.raises(GGUFError, match=r"longrope.*: load the safetensors"):
+        check_file(path)
+
+
+def test_turns_end_with_each_token_that_may_end_them(tmp_path: Path) -> None:
+    """Regression: chats of Gemma and Phi-3 went on after the end of a turn."""
+    path = tmp_path / "one.gguf"
+    ids = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eot_token_id": 106}
+    write_file(path, "gemma3", make_model("gemma3"), "Q8_0", **ids)
+    model = load_model(path, torch.float32)
+    assert TransformersDecoder(model).end_tokens == {1, 106}
+    values = make_vocabulary("<|end|>", "<|endoftext|>", eos_token_id=299)
+    write_file(path, "phi3", make_model("phi3"), "Q8_0", **values)
+    assert load_config(path).eos_token_id == [299, 298]
+    write_file(path, "phi3", make_model("phi3"), "Q8_0", **{"tokenizer.ggml.eos_token_id": 7})
+    assert load_config(path).eos_token_id == 7
 
 
 def test_tensors_on_the_same_bytes_are_refused(tmp_path: Path) -> None:

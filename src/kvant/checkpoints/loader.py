@@ -152,11 +152,13 @@ def _load_gguf(
         )
     import torch
 
-    from kvant.gguf.load import load_model, load_tokenizer
+    from kvant.gguf.load import load_model
+    from kvant.gguf.tokenizer import load_tokenizer
 
     with report_gguf_errors(file, flag):
         rows = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        return load_model(file, rows), load_tokenizer(file) if tokenizer else None
+        loaded_tokenizer = load_tokenizer(file) if tokenizer else None  # sooner refused
+        return load_model(file, rows), loaded_tokenizer
 
 
 def load_config(name: str | None) -> Any:

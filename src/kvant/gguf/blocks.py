@@ -10,7 +10,7 @@
     Q5_K    32              the same                               the same
     Q6_K    16              (c - 32) (d s), of 8-bit s             d s rounded to float16
 
-d, m and e are float16. Rounding to float16 moves a scale by at most 1 / 2048 of it.
+d, m and e are float16. Rounding to float16 moves a scale by at most 1 / 2048 of it, or 3e-8.
 """
 
 from __future__ import annotations

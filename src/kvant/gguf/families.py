@@ -33,6 +33,9 @@ GEMMA_NAMES = {
 PHI_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's divisors of the rotary frequencies
+LONG_ROPE = "rope_factors_long.weight"  # frequencies that depend on the length of a text
+SCALED_LAYERS = "full_attention"
+MAX_ROPE_FACTOR = 1e6
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Family:
     layer_names: Mapping[str, str] = field(default_factory=dict)  # that differ from LAYER_NAMES
     permutes_heads: bool = False  # query and key rows alternate between the halves of a head
     norm_offset: float = 0.0
+    scales_positions: bool = False  # those of SCALED_LAYERS may be divided by a factor
 
     def find_parameter(self, name: str) -> str | None:
         """Return the parameter of transformers for a tensor; None if the family has none."""
@@ -58,9 +62,10 @@ class Family:
         return f"model.layers.{number}.{target}.{kind}"
 
 
+SCALING_TYPE, SCALING_FACTOR = "rope.scaling.type", "rope.scaling.factor"
 REQUIRED_SETTINGS: Mapping[str, tuple[object, ...]] = {  # with other values results would differ
-    "rope.scaling.type": (None, "none"),
-    "rope.scaling.factor": (None, 0.0, 1.0),
+    SCALING_TYPE: (None, "none"),
+    SCALING_FACTOR: (None, 0.0, 1.0),
     "rope.scale_linear": (None, 0.0, 1.0),
     "expert_count": (None, 0),
     "attention.causal": (None, True),
@@ -73,7 +78,7 @@ FAMILIES = {  # by general.architecture; Mistral's files have that of Llama
     "qwen2": Family(),
     "qwen3": Family(),
     "gemma2": Family(GEMMA_NAMES, norm_offset=1.0),
-    "gemma3": Family(GEMMA_NAMES, norm_offset=1.0),
+    "gemma3": Family(GEMMA_NAMES, norm_offset=1.0, scales_positions=True),
     "phi3": Family(PHI_NAMES),
 }
 
@@ -88,14 +93,34 @@ def check_file(path: Path) -> GGUFHeader:
         )
     if (parts := header.values.get("split.count", 1)) not in (0, 1):
         raise GGUFError(f"it is one of {parts} parts: join them (llama-gguf-split --merge)")
+    is_scaled = find_rope_factor(header) is not None
     for key, allowed in REQUIRED_SETTINGS.items():
+        if is_scaled and key in (SCALING_TYPE, SCALING_FACTOR):
+            continue
         if (value := header.get_setting(key)) not in allowed:
             raise GGUFError(
                 f"{header.architecture}.{key} = {value!r} is not read from GGUF: load the "
                 "safetensors that it was made from"
             )
-    # Before transformers allocates lists of `block_count` entries.
+    if LONG_ROPE in header.tensors:
+        raise GGUFError(
+            "its rotary frequencies depend on the length of a text (longrope), which is not read "
+            "from GGUF: load the safetensors that it was made from"
+        )
+    # Before transformers allocates lists of `block_count` entries, also those of another family.
+    for key in header.values:
+        if key.endswith(".block_count") and key != f"{header.architecture}.block_count":
+            raise GGUFError(f"it is a {header.architecture} model, and has {key!r}")
     num_blocks = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
     if (stated := header.get_setting("block_count")) != num_blocks:
         raise GGUFError(f"its values state {stated} layers, it has {num_blocks}")
     return header
+
+
+def find_rope_factor(header: GGUFHeader) -> float | None:
+    """Return the divisor of the positions of SCALED_LAYERS; None if they are not scaled."""
+    kind, factor = header.get_setting(SCALING_TYPE), header.get_setting(SCALING_FACTOR)
+    if not FAMILIES[header.architecture].scales_positions or kind not in (None, "linear"):
+        return None
+    is_factor = isinstance(factor, float) and 1.0 < factor < MAX_ROPE_FACTOR
+    return factor if is_factor else None

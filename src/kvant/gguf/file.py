@@ -3,7 +3,7 @@
     | magic, version | counts of tensors and of values | values | tensor entries | data, aligned |
 
 Strings and arrays are preceded by their length, and a tensor's entry states where its data lie. All
-of them must be inside the file. Arrays are skipped, not read.
+of them must be inside the file. Lists are skipped, and read if they are asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
+MAX_ITEMS = 1 << 16  # values, or tensors
+MAX_LIST_ITEMS = 1 << 21  # large vocabularies have 500,000 merges; readers take 400 bytes for each
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY, UINT32 = 8, 9, 4
 SCALARS = {
@@ -60,9 +62,18 @@ TENSOR_TYPES = {  # by ggml's number
     12: BlockLayout("Q4_K", 256, 144),
     13: BlockLayout("Q5_K", 256, 176),
     14: BlockLayout("Q6_K", 256, 210),
+    16: BlockLayout("IQ2_XXS", 256, 66),
+    17: BlockLayout("IQ2_XS", 256, 74),
+    18: BlockLayout("IQ3_XXS", 256, 98),
+    19: BlockLayout("IQ1_S", 256, 50),
     20: BlockLayout("IQ4_NL", 32, 18),
+    21: BlockLayout("IQ3_S", 256, 110),
+    22: BlockLayout("IQ2_S", 256, 82),
     23: BlockLayout("IQ4_XS", 256, 136),
+    29: BlockLayout("IQ1_M", 256, 56),
     30: BlockLayout("BF16", 1, 2),
+    34: BlockLayout("TQ1_0", 256, 54),
+    35: BlockLayout("TQ2_0", 256, 66),
 }
 
 
@@ -81,12 +92,21 @@ class TensorEntry:
     nbytes: int
 
 
+class ListEntry(NamedTuple):
+    """Where the items of a list lie in the file."""
+
+    kind: int
+    num_items: int
+    begin: int
+
+
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The scalar values of a file, and its tensors by name."""
+    """The scalar values of a file, where its lists lie, and its tensors by name."""
 
     path: Path
     values: Mapping[str, object]
+    lists: Mapping[str, ListEntry]
     tensors: Mapping[str, TensorEntry]
 
     @property
@@ -110,11 +130,32 @@ def read_header(path: Path) -> GGUFHeader:
         raise GGUFError(f"it cannot be read: {error.strerror}") from error
 
 
+def read_list(header: GGUFHeader, key: str) -> list[Any]:
+    """Return the items of a list: texts or numbers; none if the file has no such list."""
+    if (entry := header.lists.get(key)) is None:
+        return []
+    with (
+        header.path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        if entry.kind in SCALARS:
+            return list(
+                struct.unpack_from(f"<{entry.num_items}{SCALARS[entry.kind]}", data, entry.begin)
+            )
+        items, at = list[str](), entry.begin
+        for _ in range(entry.num_items):
+            (length,) = struct.unpack_from("<Q", data, at)
+            items.append(data[at + 8 : at + 8 + length].decode(errors="replace"))
+            at += 8 + length
+        return items
+
+
 class _HeaderReader:
     """Reads forward through a file, and never beyond its end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
+        self.lists = dict[str, ListEntry]()
 
     def read(self) -> GGUFHeader:
         if (magic := self._take(4)) != MAGIC:
@@ -124,8 +165,8 @@ class _HeaderReader:
             raise GGUFError(
                 f"version {version} is unknown: {VERSIONS[0]} and {VERSIONS[1]} are read"
             )
-        num_tensors = self._count("tensors", MIN_ENTRY_BYTES)
-        num_values = self._count("values", MIN_VALUE_BYTES)
+        num_tensors = self._count("tensors", MIN_ENTRY_BYTES, MAX_ITEMS)
+        num_values = self._count("values", MIN_VALUE_BYTES, MAX_ITEMS)
         values = dict[str, object]()
         for _ in range(num_values):
             key = self._name()
@@ -145,7 +186,7 @@ class _HeaderReader:
             tensors[placed.name] = placed
         if (total := sum(entry.nbytes for entry in tensors.values())) > len(self.data):
             raise GGUFError(f"its tensors have {total} bytes, the file {len(self.data)}")
-        return GGUFHeader(self.path, values, tensors)
+        return GGUFHeader(self.path, values, self.lists, tensors)
 
     def _take(self, count: int) -> bytes:
         end = self.at + count
@@ -158,11 +199,13 @@ class _HeaderReader:
     def _number(self, code: str) -> int:
         return int(struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0])
 
-    def _count(self, name: str, least_nbytes: int) -> int:
+    def _count(self, name: str, least_nbytes: int, most: int | None = None) -> int:
         """Read a number of items; that many must fit into the rest of the file."""
         count = self._number("Q")
         if count * least_nbytes > len(self.data) - self.at:
             raise GGUFError(f"it states {count} {name}, more than its {len(self.data)} bytes hold")
+        if most is not None and count > most:
+            raise GGUFError(f"it states {count} {name}: at most {most} are read")
         return count
 
     def _name(self) -> str:
@@ -187,14 +230,17 @@ class _HeaderReader:
         if kind != ARRAY:
             raise GGUFError(f"{key!r} has the unknown type {kind}")
         element = self._number("I")
-        if element == STRING:
-            for _ in range(self._count(f"texts of {key!r}", 8)):
-                self._take(self._count("bytes of text", 1))
-        elif element in SCALARS:
-            size = struct.calcsize(f"<{SCALARS[element]}")
-            self._take(size * self._count(f"values of {key!r}", size))
-        else:
+        if element != STRING and element not in SCALARS:
             raise GGUFError(f"{key!r} is a list of the unknown type {element}")
+        size = 8 if element == STRING else struct.calcsize(f"<{SCALARS[element]}")
+        items = "texts" if element == STRING else "values"
+        count = self._count(f"{items} of {key!r}", size, MAX_LIST_ITEMS)
+        self.lists[key] = ListEntry(element, count, self.at)
+        if element != STRING:
+            self._take(size * count)
+            return None
+        for _ in range(count):
+            self._take(self._count("bytes of text", 1))
         return None
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:

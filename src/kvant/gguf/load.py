@@ -1,8 +1,7 @@
 """Load a model from a GGUF file: an empty model, filled tensor by tensor.
 
 Weights stay as they are in the file: blocks of 4 to 8 bits become codes for the kernels
-(blocks.py), without a dense copy. transformers reads the configuration, the tokenizer and the chat
-template.
+(blocks.py), without a dense copy. transformers reads the configuration.
 """
 
 from __future__ import annotations
@@ -23,8 +22,16 @@ from torch import Tensor, nn
 from kvant.codecs.affine import Affine
 from kvant.contracts import Fields
 from kvant.gguf.blocks import CODED_TYPES, DENSE_TYPES, CodedType, view_dense
-from kvant.gguf.families import FAMILIES, ROPE_FACTORS, Family, check_file
+from kvant.gguf.families import (
+    FAMILIES,
+    ROPE_FACTORS,
+    SCALED_LAYERS,
+    Family,
+    check_file,
+    find_rope_factor,
+)
 from kvant.gguf.file import GGUFError, GGUFHeader, TensorEntry
+from kvant.gguf.tokenizer import find_end_tokens
 from kvant.platform.sizes import format_count
 from kvant.weights.packed_matrix import (
     DENSE_DTYPES,
@@ -43,10 +50,9 @@ CONFIG_NAMES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-# A word in the vocabulary is one token, whether merges lead to it or not, as in Llama 3.
-WHOLE_WORD_PRE_TOKENIZERS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-WINDOW_KEY = "attention.sliding_window"  # absent or 0: no window, whatever the default
-GEMMA2_27B_LAYERS = 46  # its scores have another scale, which no file states
+WINDOW_KEY = "attention.sliding_window"  # 0: no window
+DEFAULT_WINDOW = ("gemma2",)  # if the key is absent; the others have none then
+LARGE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}  # their scores have a scale that no file states
 log = logging.getLogger("kvant")
 
 
@@ -64,6 +70,8 @@ def _make_config(header: GGUFHeader) -> Any:
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     for key, name in CONFIG_NAMES.items():  # that transformers reads for some families only
         value = header.get_setting(key)
+        if key == WINDOW_KEY and value is None and header.architecture in DEFAULT_WINDOW:
+            continue
         if key == WINDOW_KEY and hasattr(config, name):
             setattr(config, name, value or None)
         elif value is not None:
@@ -71,8 +79,13 @@ def _make_config(header: GGUFHeader) -> Any:
     head_dim = _get_head_dim(config)
     if (rotated := header.get_setting("rope.dimension_count")) not in (None, head_dim):
         raise GGUFError(f"it rotates {rotated} of {head_dim} channels, which is not read from GGUF")
-    if header.architecture == "gemma2" and config.num_hidden_layers == GEMMA2_27B_LAYERS:
+    if config.num_hidden_layers == LARGE_GEMMA_LAYERS.get(header.architecture):
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    if (factor := find_rope_factor(header)) is not None:
+        scaling = {"rope_type": "linear", "factor": factor}
+        config.rope_parameters[SCALED_LAYERS] = config.rope_parameters[SCALED_LAYERS] | scaling
+    if end_tokens := find_end_tokens(header, config.vocab_size):
+        config.eos_token_id = end_tokens if len(end_tokens) > 1 else end_tokens[0]
     return config
 
 
@@ -91,46 +104,6 @@ def _count_nbytes(entry: TensorEntry) -> int:
         codec, shape = Affine(coded.bits, coded.group), torch.Size(entry.shape)
         return CodedMatrix.count_nbytes(shape, codec, with_bias=coded.has_bias)
     return 2 * prod(entry.shape)  # 16 bits, unless other rows are asked for
-
-
-def load_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of transformers, with the pre-tokenizer that the file names."""
-    from transformers import AutoTokenizer
-
-    header = check_file(path)
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    pre_tokenizer = header.values.get("tokenizer.ggml.pre")
-    if pre_tokenizer in WHOLE_WORD_PRE_TOKENIZERS:  # transformers ignores this
-        tokenizer.backend_tokenizer.model.ignore_merges = True
-    if pre_tokenizer == "smollm":  # transformers splits as GPT-2 does
-        from tokenizers import pre_tokenizers
-
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    is_embedding = header.get_setting("pooling_type") is not None
-    if is_embedding and header.values.get("tokenizer.ggml.add_eos_token") is True:
-        _append_end_token(tokenizer)
-    return tokenizer
-
-
-def _append_end_token(tokenizer: Any) -> None:
-    """Append the end token to each encoded text: models with last-token pooling need it."""
-    from tokenizers import processors
-
-    backend, token = tokenizer.backend_tokenizer, tokenizer.eos_token
-    if token is None:
-        raise GGUFError("it has add_eos_token, and no end token (tokenizer.ggml.eos_token_id)")
-    end = processors.TemplateProcessing(
-        single="$A END",
-        pair="$A $B END",
-        special_tokens=[{"id": "END", "ids": [tokenizer.eos_token_id], "tokens": [token]}],
-    )
-    first = backend.post_processor  # such as one that prepends a token
-    backend.post_processor = end if first is None else processors.Sequence([first, end])
 
 
 def load_model(path: Path, dtype: torch.dtype) -> Any:
@@ -339,4 +312,5 @@ def _decode(data: NDArrayBytes, entry: TensorEntry) -> Tensor:
             f"tensors of {entry.type.name} need the package gguf: pip install 'kvant[gguf]'"
         ) from error
     kind = GGMLQuantizationType[entry.type.name]
-    return torch.from_numpy(dequantize(data, kind))
+    rows = data.reshape(prod(entry.shape[:-1]), -1)  # decoded a few at a time
+    return torch.from_numpy(dequantize(rows, kind))

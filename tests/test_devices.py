@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvant
+from kvant.native import get_library
 from kvant.platform import devices
 from kvant.platform.devices import (
     describe_slow_weights,
@@ -80,6 +81,15 @@ def test_slow_weights_are_reported_with_their_bytes(monkeypatch: pytest.MonkeyPa
     assert line is not None and "bfloat16" in line and "\n" not in line
     assert "with which weights take 32 KiB instead of 24 KiB" in line
     assert describe_slow_weights(torch.nn.Linear(64, 64)) is None
+
+
+@pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
+def test_rounded_weights_count_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    rounded = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(rounded, BF16)
+    kvant.pack(model, {"0": "affine8"})
+    assert "take 34 KiB instead of 26 KiB" in str(describe_slow_weights(model))
 
 
 def test_packed_weights_are_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ def test_unsupported_operands_are_left_to_torch() -> None:
         (x, torch.zeros(1).expand(100)),
     ]
     assert not any(can_multiply(rows, matrix, bias) for rows, bias in others)
+    assert not can_multiply(x[:, :90], make_matrix("bfloat16", 100, 90), None)
     assert explain_unreadable(torch.Size((10, 100))) == "of a width that is no multiple of 32"
 
 

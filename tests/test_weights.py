@@ -167,6 +167,28 @@ def test_errors_of_outputs_are_measured_on_a_probe() -> None:
     assert {layer.error for layer in kvant.pack(Model(), probe=x).layers.values()} == {None}
 
 
+def test_probe_measures_layers_by_the_rows_that_they_get() -> None:
+    class Caller(Model):
+        """Calls a layer by keyword, and the other with no rows."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.down(x.new_zeros(0, OUT))
+            out: Tensor = self.up(input=x)
+            return out
+
+    layers = kvant.pack(Caller(), "affine8", probe=make_rows(5)).layers
+    assert layers["down"].error is None
+    assert layers["up"].error is not None and 0.002 < layers["up"].error < 0.01
+
+
+def test_layer_without_outputs_hides_no_error() -> None:
+    model = Model()
+    nn.init.zeros_(model.up.weight)
+    packing = kvant.pack(model, "affine4", probe=make_rows(50))
+    assert packing.layers["up"].error == 0.0
+    assert str(packing).endswith(" (down)")
+
+
 def test_packed_model_can_be_rounded_once() -> None:
     model = Model()
     kvant.pack(model)
@@ -180,6 +202,20 @@ def test_packed_model_can_be_rounded_once() -> None:
     ):
         kvant.pack(model, "up=affine8")
     assert 0 < (model.up.weight - weight).norm() < 0.2 * weight.norm()
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_counted_bytes_of_a_packed_model_are_those_after_packing_again(format_name: str) -> None:
+    model = make_tied_pair()[1]
+    counted = weights.count_weight_nbytes(model, format_name)
+    assert counted == kvant.pack(model, format_name).nbytes
+    assert counted == weights.count_weight_nbytes(model)
+
+
+def test_counting_refuses_what_packing_refuses() -> None:
+    _, packed = make_model_pair("affine8")
+    with pytest.raises(ValueError, match="up is rounded to affine8, not to affine4"):
+        weights.count_weight_nbytes(packed, "affine4")
 
 
 def test_tied_argument_is_deprecated() -> None:
@@ -288,6 +324,14 @@ def test_converted_16_bit_weights_are_those_of_the_dense_model(
         assert x.is_meta or torch.allclose(packed(x), plain(x), rtol=2**-8, atol=2**-8)
 
 
+def test_converted_model_is_packed_again_if_kernels_read_its_dtype() -> None:
+    _, packed = make_model_pair()
+    packing = kvant.pack(packed.float())
+    assert not packing.layers and packing.left == {"up": "of float32", "down": "of float32"}
+    assert type(packed.up.weight) is nn.Parameter
+    assert list(kvant.pack(packed.half()).layers) == ["up", "down"]
+
+
 def test_conversion_of_rounded_weights_is_refused() -> None:
     plain, packed = make_model_pair("affine8")
     with pytest.raises(CacheError, match=r"a conversion of a rounded weight"):
@@ -334,7 +378,6 @@ def test_writes_to_rounded_weights_are_refused(name: str) -> None:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def test_rows_of_rounded_weights_are_taken_by_number() -> None:
     layer = nn.Linear(96, 128)
     kvant.pack(layer, "affine8")
@@ -354,6 +397,29 @@ def test_memory_of_a_16_bit_weight_may_be_freed() -> None:
     kvant.pack(layer)
     layer.weight.data = torch.empty(0)
     assert layer.weight.numel() == 0
+
+
+@torch.no_grad()
+def test_memory_of_a_16_bit_weight_may_move_within_its_storage() -> None:
+    plain, packed = make_model_pair()
+    weight: Any = packed.up.weight
+    packed(make_rows(2))
+    weight.share_memory_()
+    assert_close(packed(make_rows(2)), plain(make_rows(2)))
+    assert weight.matrix.struct.raw == packed_matrix.DenseMatrix(weight.original).struct.raw
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="weight: fewer than outputs"):
+        packed(make_rows(2))
+
+
+@torch.no_grad()
+def test_width_that_kernels_cannot_read_is_left_to_torch() -> None:
+    plain, packed = make_model_pair()
+    for width in (90, 0):
+        x = make_rows(2)[:, :width].contiguous()
+        for model in (plain, packed):
+            model.up.weight.data = model.up.weight.data[:, :width].contiguous()
+        assert torch.equal(packed.up(x), plain.up(x))
 
 
 def test_weight_may_be_replaced_by_one_of_another_shape() -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 import kvant
 from kvant.native import NativeLibrary
 from kvant.weights import packed_matrix
+from kvant.weights.packing import count_weight_nbytes
 
 IN, OUT = 96, 128
 
@@ -21,7 +22,7 @@ class Linear(nn.Linear):
     """A subclass, since other computations have their own class."""
 
 
-def wrap_layer(layer: nn.Linear, **changes: Any) -> nn.Module:
+def wrap_layer(layer: nn.Module, **changes: Any) -> nn.Module:
     model = nn.Module()
     model.layer = layer
     for name, value in changes.items():
@@ -76,6 +77,11 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "affine4",
         "1 of a width that is no multiple of 32",
     ),
+    "embedding": (
+        lambda: wrap_layer(nn.Embedding(OUT, 100)),
+        "affine4",
+        "1 of a width that is no multiple of 32",
+    ),
     "turned": (make_turned, "raw", "1 not contiguous"),
     "read": (make_mamba, "raw", "1 read by other code"),
 }
@@ -103,6 +109,17 @@ def test_other_layers_stay_dense_with_a_reason(name: str) -> None:
     assert all(
         parameter is other for parameter, other in zip(before, model.parameters(), strict=True)
     )
+
+
+def test_weight_of_another_module_outlives_rounding_of_a_packed_model() -> None:
+    layer = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    model = wrap_layer(layer, other=nn.ParameterList([layer.weight]))
+    values = layer.weight.detach().clone()
+    kvant.pack(model)
+    assert count_weight_nbytes(model, "affine8") == values.nbytes
+    left = kvant.pack(model, "affine8").left
+    assert left == {"layer": "sharing its memory", "other.0": "of class ParameterList"}
+    assert torch.equal(model.other[0], values)
 
 
 def test_packing_needs_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hf.zoo import FAMILIES, build
 from kvant import Engine
 from kvant.engine import Stream
 from kvant.engine.actions import Action, SwapOut
+from kvant.engine.engine import _round_weights
 from kvant.engine.scheduler import Scheduler
 from kvant.generation import TransformersDecoder
 from kvant.hf import TransformersCache, get_attachments
@@ -115,9 +117,22 @@ def test_engine_rounds_weights_which_stay_rounded(monkeypatch: pytest.MonkeyPatc
     with make_engine(model, weights="affine8") as engine:
         tokens = engine.submit(list(range(3, 40)), max_new_tokens=5, ignore_end=True).result()
     assert len(tokens.tokens) == 5 and model.lm_head.weight.is_rounded
+    with pytest.raises(ValueError, match="weights='affine8' with pack=False: drop one of them"):
+        make_engine(model, weights="affine8", pack=False)
     monkeypatch.setattr(type(model), "device", torch.device("meta"))
     with pytest.raises(ValueError, match="rounded for a CPU, not for meta"):
         make_engine(model, weights="affine8")
+
+
+def test_raw_weights_are_not_rounded_and_packed_until_the_engine_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvant.weights.packing.MIN_PACKED_VALUES", 1)
+    _round_weights(SimpleNamespace(device=torch.device("cuda")), "raw")
+    model = build("llama").bfloat16()
+    with make_engine(model, weights="raw"):
+        pass
+    assert not is_packed(model)
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=30,sinks=4", "turbo4v4"])

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvant import checkpoints
+from kvant.native import get_library
 from kvant.server import ApiKeys
 from kvant.server.ollama_api import OllamaChatRequest
+from kvant.weights.packing import count_weight_nbytes
 from server.conftest import generate_alone, serve_model
 from server.speaking import TEMPLATE, make_speaker
 from server.test_tools import CALL, SPEECH, TOOLS, WEATHER
@@ -192,6 +195,15 @@ def test_the_model_is_described(client: Any, bundled_model: tuple[Any, Any]) -> 
     assert listed.details.family == model.config.model_type == "qwen3"
     assert running.context_length == 2048 and shown.modelinfo["qwen3.context_length"] == 2048
     assert shown.capabilities == ["completion"]  # no template renders tools
+
+
+@pytest.mark.skipif(get_library().functions is None, reason="the native library is not here")
+def test_rounded_weights_are_described_as_codes() -> None:
+    model, tokenizer = checkpoints.load(None, weights="affine4")
+    with serve_client(model, tokenizer) as client:
+        (listed,) = client.list().models
+    assert listed.details.quantization_level == "affine4"
+    assert int(listed.size) == count_weight_nbytes(model) - sum(x.nbytes for x in model.buffers())
 
 
 def test_empty_requests_load_the_model(client: Any) -> None:

@@ -49,7 +49,7 @@ from kvant.platform import c_libraries
 from kvant.platform.devices import warn_of_slow_weights
 from kvant.platform.sizes import as_bytes, format_size
 from kvant.prefixes import Prefixes
-from kvant.recipes import AnySpec, WeightFormats
+from kvant.recipes import RAW_WEIGHTS, AnySpec, WeightFormats
 from kvant.spec import describe_spec
 from kvant.stores import Store
 from kvant.vision import VisionModel
@@ -115,6 +115,7 @@ class Engine:
         "ngram": propose what followed an earlier copy of the last tokens. A decode verifies up to
         `max_drafts` proposed tokens where that is faster. Replies stay equal, up to rounding.
         """
+        _check_packing(weights, pack=pack)
         own_prefixes = make_own_prefixes(store, max_bytes, prefixes)
         self.prefixes = prefixes = prefixes if own_prefixes is None else own_prefixes
         decoder = make_decoder(model)
@@ -420,9 +421,15 @@ def _check_plan(memory_plan: Plan, model: Any, max_bytes: int | str | None) -> N
         )
 
 
+def _check_packing(weights: WeightFormats | None, *, pack: bool) -> None:
+    """Raise ValueError if weights have formats but are not packed."""
+    if weights is not None and not pack:
+        raise ValueError(f"weights={weights!r} with pack=False: drop one of them")
+
+
 def _round_weights(model: Any, weights: WeightFormats | None) -> None:
     """Round a model's weights to formats, if any are requested."""
-    if weights is None:
+    if weights in (None, RAW_WEIGHTS):
         return
     if model.device.type != "cpu":
         raise ValueError(f"weights={weights!r}: they are rounded for a CPU, not for {model.device}")

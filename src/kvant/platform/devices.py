@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable
+from functools import singledispatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -103,6 +104,12 @@ def list_slow_dtypes() -> list[str]:
     return [name for name, dtype in DTYPES.items() if is_slow(dtype, torch.device("cpu"))]
 
 
+@singledispatch
+def count_stored_nbytes(weight: torch.Tensor) -> int:
+    """Return the bytes that the values of a weight take; classes with other values register."""
+    return weight.numel() * weight.itemsize
+
+
 def describe_slow_weights(model: nn.Module) -> str | None:
     """Describe the slow dtype of a model's weights in one line; None if no dtype is slow.
 
@@ -115,7 +122,7 @@ def describe_slow_weights(model: nn.Module) -> str | None:
     slow = [weight for weight in plain if is_slow(weight.dtype, weight.device)]
     if not slow:
         return None
-    now = sum(weight.numel() * weight.itemsize for weight in weights)
+    now = sum(map(count_stored_nbytes, weights))
     wide = now + sum(weight.numel() * (4 - weight.itemsize) for weight in slow)
     return (
         f"torch multiplies {str(slow[0].dtype).removeprefix('torch.')} slowly on this processor: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kvant.generation import Step
+from kvant.platform.devices import count_stored_nbytes
 from kvant.server.content import RequestBody, make_image_part, make_parts
 from kvant.server.errors import OLLAMA_PATH
 from kvant.server.output_parsing import CallPart, ContentPart, OutputPart, ReasoningPart
@@ -42,6 +44,7 @@ from kvant.server.response_writers import (
 )
 from kvant.server.service import Service
 from kvant.vision.image_file import MAX_IMAGES
+from kvant.weights.packed_weight import PackedWeight
 from kvant.weights.packing import named_weights
 
 API_VERSION = "0.12.0"  # of Ollama, whose API this is: clients require versions
@@ -413,13 +416,22 @@ def describe_details(service: Service, name: str) -> dict[str, Any]:
         "family": family,
         "families": [family],
         "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
-        "quantization_level": str(model.dtype).removeprefix("torch."),
+        "quantization_level": _find_main_format(model),
     }
+
+
+def _find_main_format(model: Any) -> str:
+    """Return the format of most values: that of codes, or a dtype."""
+    counts = Counter[str]()
+    for _, weight in named_weights(model):
+        name = weight.matrix.format if isinstance(weight, PackedWeight) else str(weight.dtype)
+        counts[name.removeprefix("torch.")] += weight.numel()
+    return counts.most_common(1)[0][0]
 
 
 def describe_models(service: Service) -> list[dict[str, Any]]:
     """Return what lists say of the model, alone and with each adapter."""
-    nbytes = sum(weight.nbytes for _, weight in named_weights(service.engine.model))
+    nbytes = sum(count_stored_nbytes(weight) for _, weight in named_weights(service.engine.model))
     models = [_describe_model(service, service.model, nbytes, service.model_digest)]
     for name, adapter in service.engine.adapters.items():
         digest = sha256(f"{service.model_digest} {adapter.key}".encode()).hexdigest()

@@ -83,7 +83,8 @@ def can_multiply(x: Tensor, matrix: WeightMatrix, bias: Tensor | None) -> bool:
         x.is_cpu
         and x.dtype in DTYPE_CODES
         and x.ndim > 0
-        and x.shape[-1] == matrix.shape[1]
+        and x.shape[-1] == matrix.shape[1] > 0
+        and matrix.shape[1] % WEIGHT_COLUMNS == 0  # a dense weight may be assigned another width
         and (bias is None or _is_readable_bias(bias, matrix.shape[0]))
         and not is_tracing()
     )
@@ -143,6 +144,11 @@ class DenseMatrix:
 
     tensor: Tensor
 
+    @cached_property
+    def address(self) -> int:
+        """The address when it is first read; later, `share_memory_` may move the storage."""
+        return self.tensor.data_ptr()
+
     @property
     def shape(self) -> torch.Size:
         return self.tensor.shape
@@ -162,7 +168,7 @@ class DenseMatrix:
     @cached_property
     def struct(self) -> WeightStruct:
         num_outputs, width = self.shape
-        codes = self.tensor.data_ptr(), self.tensor.nbytes
+        codes = self.address, self.tensor.nbytes
         dtype = DTYPE_CODES[self.tensor.dtype]
         return _make_struct(
             (FORMAT_CODES["raw"], 0, 0, dtype, num_outputs, width, 0, *codes, 0, 0, 0, 0)

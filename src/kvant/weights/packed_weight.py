@@ -2,7 +2,7 @@
 
 A linear layer multiplies with the matrix, an embedding reads rows of it; every other operation gets
 the dense weight. In 16 bits that is the original parameter, which can be written. Codes are decoded
-into a copy, and writes raise an error.
+into a copy, and writes to the weight itself raise an error.
 
     parameter                        matrix               multiplied by
     [out, in]                        [out, in]            functional.linear
@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_map_only
 
 from kvant.errors import CacheError
+from kvant.platform.devices import count_stored_nbytes
 from kvant.platform.torch_runtime import is_dual_level_open, is_transforming, run_uncompiled
 from kvant.weights.packed_matrix import (
     DENSE_DTYPES,
@@ -89,8 +90,9 @@ class PackedWeight(torch.Tensor):
     def matrix(self) -> WeightMatrix:
         """The matrix; a dense one follows the original to another memory."""
         matrix = self._matrix
-        is_followed = isinstance(matrix, DenseMatrix) and not self.is_transposed
-        if is_followed and not _is_same_memory(self.original, matrix.tensors[0]):
+        if not isinstance(matrix, DenseMatrix) or self.is_transposed:
+            return matrix
+        if not _is_at_memory(matrix, self.original):
             matrix = self._matrix = make_dense_matrix(self.original)
         return matrix
 
@@ -171,6 +173,11 @@ class PackedWeight(torch.Tensor):
         return f"{type(self).__name__}({list(self.dense_shape)}, {self._matrix.format})"
 
 
+@count_stored_nbytes.register(PackedWeight)
+def _count_stored_nbytes(weight: PackedWeight) -> int:
+    return weight.matrix.nbytes
+
+
 def _return_same(original: Any) -> Any:
     return original
 
@@ -186,9 +193,10 @@ def _is_stack(values: Tensor) -> bool:
     return values.ndim == 3 and values.is_contiguous()
 
 
-def _is_same_memory(first: Tensor, second: Tensor) -> bool:
-    layouts = ((x.dtype, x.numel(), x.stride()[-2:], x.data_ptr()) for x in (first, second))
-    return next(layouts) == next(layouts)
+def _is_at_memory(matrix: DenseMatrix, original: Tensor) -> bool:
+    """Tell whether a matrix is where the original is: both may move with their storage."""
+    layouts = ((x.dtype, x.numel(), x.stride()[-2:]) for x in (matrix.tensor, original))
+    return matrix.address == original.data_ptr() and next(layouts) == next(layouts)
 
 
 def _get_operand(weight: PackedWeight) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kvant.codecs.affine import Affine
+from kvant.platform.devices import count_stored_nbytes
 from kvant.platform.sizes import format_count, format_size
 from kvant.platform.torch_runtime import no_inference_mode
 from kvant.recipes import RAW_WEIGHTS, WeightFormats
@@ -145,14 +146,22 @@ def pack(
         for group in holders:
             name, weight = group[0].name, group[0].weight
             expected = linear(x, weight) if (x := inputs.get(name)) is not None else None
-            packed = _pack_group(group, _find_format(formats, group), memory_counts)
+            format_name = _find_format(formats, group)
+            packed = _pack_group(group, format_name, memory_counts)
             if isinstance(packed, PackedWeight):
                 matrix, error = packed.matrix, None
                 if x is not None and expected is not None and packed.is_rounded:
                     error = _compute_error(multiply(x, matrix, None), expected)
                 layers[name] = PackedLayer(matrix.format, packed.nbytes, matrix.nbytes, error)
             else:
-                left |= {h.name: packed for h in group if not isinstance(h.module, nn.Embedding)}
+                # Embeddings are listed if they are to be rounded, and no layer stands for them.
+                is_alone = isinstance(group[0].module, nn.Embedding)
+                left |= {
+                    holder.name: packed
+                    for holder in group
+                    if not isinstance(holder.module, nn.Embedding)
+                    or (is_alone and format_name != RAW_WEIGHTS)
+                }
         left |= _list_other_weights(model, holders)
         norm_trials: norms.TrialResults = {}
         fused = sum(norms.fuse_norm(module, norm_trials) for module in model.modules())
@@ -162,23 +171,21 @@ def pack(
 def count_weight_nbytes(model: nn.Module, weights: WeightFormats = RAW_WEIGHTS) -> int:
     """Return the bytes of a model's parameters and buffers once it is packed.
 
-    The model may be on the meta device, without memory.
+    The model may be on the meta device, without memory. What `pack` refuses is refused here.
     """
     _check_model(model)
     formats, holders = _parse_formats(weights), _find_weight_holders(model)
     _check_patterns(formats, [holder.name for group in holders for holder in group])
+    _check_rounded(formats, holders)
     memory_counts = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
-    nbytes = {id(tensor): tensor.nbytes for tensor in _iterate_tensors(model)}
+    nbytes = {id(tensor): count_stored_nbytes(tensor) for tensor in _iterate_tensors(model)}
     for group in holders:
-        weight, format_name = group[0].weight, _find_format(formats, group)
-        if isinstance(weight, PackedWeight):
-            nbytes[id(weight)] = weight.matrix.nbytes
-        elif (
-            format_name != RAW_WEIGHTS
-            and _explain_unpackable(group, format_name, memory_counts) is None
-        ):
+        parameter, format_name = group[0].parameter, _find_format(formats, group)
+        if isinstance(parameter, PackedWeight) or format_name == RAW_WEIGHTS:
+            continue
+        if _explain_unpackable(group, format_name, memory_counts) is None:
             shape, codec = _get_matrix_shape(group[0]), WEIGHT_CODECS[format_name]
-            nbytes[id(weight)] = CodedMatrix.count_nbytes(shape, codec)
+            nbytes[id(parameter)] = CodedMatrix.count_nbytes(shape, codec)
     return sum(nbytes.values())
 
 
@@ -221,8 +228,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter once, by name; packing in 16 bits changes neither names nor order."""
     seen = set[int]()
     for name, weight in model.named_parameters():
-        is_dense = isinstance(weight, PackedWeight) and not weight.is_rounded
-        parameter = cast(Any, weight).original if is_dense else weight
+        parameter = _get_parameter(weight)
         if id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, parameter
@@ -287,6 +293,11 @@ class Holder(NamedTuple):
         return self.module._parameters.get(self.key)
 
     @property
+    def parameter(self) -> Any:
+        """The weight, or the original of one that is packed in 16 bits."""
+        return _get_parameter(self.weight)
+
+    @property
     def is_transposed(self) -> bool:
         """Whether the parameter has a row for each input."""
         return is_conv1d(self.module)
@@ -322,15 +333,19 @@ def _find_expert_keys(module: nn.Module) -> list[str]:
 
 
 def _capture_inputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
-    """Return up to NUM_PROBED_ROWS rows that each linear layer gets in a forward."""
+    """Return up to NUM_PROBED_ROWS rows of each linear layer that gets any in a forward."""
     inputs: dict[str, Tensor] = {}
 
-    def capture(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows = args[0].detach().reshape(-1, args[0].shape[-1])
-        inputs[name] = rows[:: max(1, len(rows) // NUM_PROBED_ROWS)][:NUM_PROBED_ROWS].clone()
+    def capture(
+        name: str, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if x is not None and x.numel():
+            rows = x.detach().reshape(-1, x.shape[-1])
+            inputs[name] = rows[:: max(1, len(rows) // NUM_PROBED_ROWS)][:NUM_PROBED_ROWS].clone()
 
     hooks = [
-        module.register_forward_pre_hook(partial(capture, name))
+        module.register_forward_pre_hook(partial(capture, name), with_kwargs=True)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]
@@ -343,7 +358,8 @@ def _capture_inputs(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
 
 
 def _compute_error(outputs: Tensor, expected: Tensor) -> float:
-    return float((outputs.float() - expected.float()).norm() / expected.float().norm())
+    difference = (outputs.float() - expected.float()).norm()
+    return float(difference / expected.float().norm()) if difference else 0.0
 
 
 def _find_weight_holders(model: nn.Module) -> list[Holders]:
@@ -380,7 +396,12 @@ def _iterate_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield parameters and buffers, once for each module that holds them."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            yield from (tensor for tensor in tensors.values() if tensor is not None)
+            yield from (_get_parameter(x) for x in tensors.values() if x is not None)
+
+
+def _get_parameter(tensor: Any) -> Any:
+    """Return the original of a weight packed in 16 bits, which other modules may hold too."""
+    return tensor.operand if isinstance(tensor, PackedWeight) else tensor
 
 
 def _get_memory_key(tensor: Tensor) -> int:
@@ -393,16 +414,17 @@ def _pack_group(
     group: Holders, format_name: str, memory_counts: Mapping[int, int]
 ) -> PackedWeight | str:
     """Pack the weight that layers share; return why it is left if it cannot be packed."""
-    weight = group[0].weight
-    if isinstance(weight, PackedWeight):
-        if format_name in (RAW_WEIGHTS, weight.matrix.format):
-            return weight
-        original = weight.restore()
-        for holder in group:
-            holder.replace(original)
+    weight, parameter = group[0].weight, group[0].parameter
+    if isinstance(parameter, PackedWeight):  # rounded
+        return parameter
     reason = _explain_unpackable(group, format_name, memory_counts)
-    if reason is None and weight.is_meta:
-        reason = f"on {weight.device}"
+    if reason is None and parameter.is_meta:
+        reason = f"on {parameter.device}"
+    if isinstance(weight, PackedWeight):
+        if reason is None and format_name == RAW_WEIGHTS:
+            return weight
+        for holder in group:
+            holder.replace(parameter)
     return reason or _pack_weight(group, WEIGHT_CODECS.get(format_name))
 
 
@@ -411,7 +433,7 @@ def _explain_unpackable(
 ) -> str | None:
     """Return why layers that share a weight cannot be packed, or None."""
     holder = group[0]
-    layer, weight = holder.module, holder.weight
+    layer, weight = holder.module, holder.parameter
     is_rounded = format_name != RAW_WEIGHTS
     if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
         return f"of class {type(layer).__name__}"
@@ -425,7 +447,8 @@ def _explain_unpackable(
         return f"of {str(weight.dtype).removeprefix('torch.')}"
     if weight.device.type not in ("cpu", "meta"):  # plans count models on meta
         return f"on {weight.device}"
-    if weight.numel() < MIN_PACKED_VALUES:
+    # A small one that is packed was loaded so: its dtype may not be that of the model.
+    if weight.numel() < MIN_PACKED_VALUES and (is_rounded or weight is holder.weight):
         return "too small"
     if not weight.is_contiguous():
         return "not contiguous"
@@ -440,7 +463,7 @@ def _explain_unpackable(
 
 def _get_matrix_shape(holder: Holder) -> torch.Size:
     """Return [outputs, inputs]; of experts, the outputs of all."""
-    shape = holder.weight.shape
+    shape = holder.parameter.shape
     if holder.is_transposed:
         return torch.Size((shape[1], shape[0]))
     return torch.Size((shape[:-1].numel(), shape[-1]))

@@ -70,6 +70,16 @@ def test_planned_weights_are_those_that_are_loaded(kind: str, tmp_path: Path) ->
         kvant.plan(str(path), weights="affine4")
 
 
+def test_layer_too_small_to_be_rounded_stays_in_16_bits(tmp_path: Path) -> None:
+    """Regression: it became float16 in a model of bfloat16, which torch does not multiply."""
+    path = tmp_path / "one.gguf"
+    write_file(path, "llama", make_model("llama", num_key_value_heads=1), "F16")
+    model = load_model(path, torch.bfloat16)
+    packing = kvant.pack(model, "affine4")
+    assert packing.left["model.layers.0.self_attn.k_proj"] == "too small"
+    assert packing.layers and model(IDS).logits.isfinite().all()
+
+
 def test_other_types_are_decoded(tmp_path: Path) -> None:
     path, model = tmp_path / "one.gguf", make_model("llama", hidden_size=256)
     write_file(path, "llama", model, "TQ2_0")

@@ -107,7 +107,38 @@ def test_neighbours_of_a_file_are_not_read(tmp_path: Path) -> None:
     assert tokenizer.chat_template == "template" and len(tokenizer) == 300
 
 
-def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "one.gguf", make_vocabulary(pre="deepseek-llm"))
-    with pytest.raises(GGUFError, match=r"'deepseek-llm' is unknown.*: load the safetensors"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("deepseek-llm", "has the unknown pre-tokenizer 'deepseek-llm'"), ("", "names no pre-token")],
+)
+def test_unknown_pre_tokenizer_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "one.gguf", make_vocabulary(pre=name))
+    with pytest.raises(GGUFError, match=f"it {message}.*: load the safetensors"):
+        load_tokenizer(path)
+
+
+def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path: Path) -> None:
+    path, texts = tmp_path / "one.gguf", ["<unk>", "<s>", "<|user|>", "<|end|>", "\u2581", "a"]
+    texts += ["\u2581a", "<0x0A>"]
+    values = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, 0.0, -3.0, -2.0, -1.0, 0.0],
+        "tokenizer.ggml.token_type": [2, 3, 3, 3, 1, 1, 1, 6],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    write_file(path, "phi3", make_model("phi3"), "Q8_0", **values)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("<|user|>\n  a<|end|>\n") == [1, 2, 6, 3]
+    assert tokenizer.encode("a") == [1, 6] and tokenizer.decode([1, 6, 3]) == "<s> a<|end|>"
+    write_file(path, "llama", make_model("llama"), "Q8_0", **values)
+    assert 7 in load_tokenizer(path).encode("<|user|>\na")
+
+
+def test_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tokenizer(tmp_path / "one.gguf", make_vocabulary())
+    monkeypatch.setattr("kvant.gguf.families.find_spec", lambda name: None)
+    with pytest.raises(GGUFError, match=r"pip install 'kvant\[gguf\]'"):
         load_tokenizer(path)

@@ -157,7 +157,7 @@ def _load_gguf(
 
     with report_gguf_errors(file, flag):
         rows = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        loaded_tokenizer = load_tokenizer(file) if tokenizer else None  # sooner refused
+        loaded_tokenizer = load_tokenizer(file) if tokenizer else None  # fails sooner
         return load_model(file, rows), loaded_tokenizer
 
 

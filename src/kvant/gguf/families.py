@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvant.gguf.file import GGUFError, GGUFHeader, read_header
@@ -34,7 +35,7 @@ PHI_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's divisors of the rotary frequencies
 LONG_ROPE = "rope_factors_long.weight"  # frequencies that depend on the length of a text
-SCALED_LAYERS = "full_attention"
+SCALED_LAYER_KIND = "full_attention"
 MAX_ROPE_FACTOR = 1e6
 
 
@@ -45,7 +46,7 @@ class Family:
     layer_names: Mapping[str, str] = field(default_factory=dict)  # that differ from LAYER_NAMES
     permutes_heads: bool = False  # query and key rows alternate between the halves of a head
     norm_offset: float = 0.0
-    scales_positions: bool = False  # those of SCALED_LAYERS may be divided by a factor
+    scales_positions: bool = False  # those of SCALED_LAYER_KIND may be divided by a factor
 
     def find_parameter(self, name: str) -> str | None:
         """Return the parameter of transformers for a tensor; None if the family has none."""
@@ -117,8 +118,14 @@ def check_file(path: Path) -> GGUFHeader:
     return header
 
 
+def require_package() -> None:
+    """Raise GGUFError if the package that transformers reads GGUF files with is missing."""
+    if find_spec("gguf") is None:
+        raise GGUFError("reading it needs the package gguf: pip install 'kvant[gguf]'")
+
+
 def find_rope_factor(header: GGUFHeader) -> float | None:
-    """Return the divisor of the positions of SCALED_LAYERS; None if they are not scaled."""
+    """Return the divisor of the positions of SCALED_LAYER_KIND; None if they are not scaled."""
     kind, factor = header.get_setting(SCALING_TYPE), header.get_setting(SCALING_FACTOR)
     if not FAMILIES[header.architecture].scales_positions or kind not in (None, "linear"):
         return None

@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ from kvant.gguf.blocks import CODED_TYPES, DENSE_TYPES, CodedType, view_dense
 from kvant.gguf.families import (
     FAMILIES,
     ROPE_FACTORS,
-    SCALED_LAYERS,
+    SCALED_LAYER_KIND,
     Family,
     check_file,
     find_rope_factor,
+    require_package,
 )
 from kvant.gguf.file import GGUFError, GGUFHeader, TensorEntry
 from kvant.gguf.tokenizer import find_end_tokens
@@ -64,8 +64,7 @@ def load_config(path: Path) -> Any:
 def _make_config(header: GGUFHeader) -> Any:
     from transformers import AutoConfig
 
-    if find_spec("gguf") is None:
-        raise GGUFError("reading it needs the package gguf: pip install 'kvant[gguf]'")
+    require_package()
     path = header.path
     config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     for key, name in CONFIG_NAMES.items():  # that transformers reads for some families only
@@ -83,7 +82,9 @@ def _make_config(header: GGUFHeader) -> Any:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     if (factor := find_rope_factor(header)) is not None:
         scaling = {"rope_type": "linear", "factor": factor}
-        config.rope_parameters[SCALED_LAYERS] = config.rope_parameters[SCALED_LAYERS] | scaling
+        config.rope_parameters[SCALED_LAYER_KIND] = (
+            config.rope_parameters[SCALED_LAYER_KIND] | scaling
+        )
     if end_tokens := find_end_tokens(header, config.vocab_size):
         config.eos_token_id = end_tokens if len(end_tokens) > 1 else end_tokens[0]
     return config

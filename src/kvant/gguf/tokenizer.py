@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvant.gguf.families import check_file
+from kvant.gguf.families import check_file, require_package
 from kvant.gguf.file import GGUFError, GGUFHeader, read_list
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -31,39 +31,48 @@ END_TEXTS = frozenset(
         "<EOT>",
     }
 )
-# Pre-tokenizers of byte-level vocabularies. A word in the vocabulary is one token, whether merges
-# lead to it or not, as in Llama 3; a text begins with a token if the file does not say otherwise.
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-BEGIN_TEXTS = (*WHOLE_WORDS, "falcon-h1", "midm-2.0", "lfm2", "jina-v5-nano")
+# Pre-tokenizers of byte-level vocabularies: rules that split a text before merges. With the first
+# ones, a word in the vocabulary is one token whether merges lead to it or not, and a text begins
+# with a token unless the file says otherwise.
+LIKE_LLAMA3 = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+)
 SPLIT_BY_TRANSFORMERS = (
-    *BEGIN_TEXTS,
+    *LIKE_LLAMA3,
     *("dbrx", "smaug-bpe", "qwen2", "qwen35", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"),
     *("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
 )
-SPLIT_LIKE_GPT2 = (None, "default", "gpt-2", "phi-2", "olmo", "mpt", "jais", "a.x-4.0", "mellum")
+SPLIT_LIKE_GPT2 = (
+    *("gpt-2", "phi-2", "olmo", "mpt", "jais", "a.x-4.0", "mellum", "gigachat", "exaone4"),
+)
 SPLIT_DIGITS = (  # like GPT-2, and each digit is alone
     *("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b"),
 )
+PHI3 = "phi3"  # spaces after its special tokens are removed, but not after these:
+PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+State = dict[str, Any]  # of a tokenizer, as in tokenizer.json
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of transformers."""
+    """Return the tokenizer of a file; raise GGUFError if it would split texts differently."""
     header = check_file(path)
+    require_package()
     pre_tokenizer, is_byte_level = header.values.get("tokenizer.ggml.pre"), _is_byte_level(header)
     known = SPLIT_BY_TRANSFORMERS + SPLIT_LIKE_GPT2 + SPLIT_DIGITS
     if is_byte_level and pre_tokenizer not in known:
+        what = f"has the unknown pre-tokenizer {pre_tokenizer!r}"
         raise GGUFError(
-            f"its pre-tokenizer {pre_tokenizer!r} is unknown, so that texts would be split "
-            "differently: load the safetensors that it was made from"
+            f"it {what if pre_tokenizer else 'names no pre-tokenizer'}, so that texts would be "
+            "split differently: load the safetensors that it was made from"
         )
-    tokenizer = _read_tokenizer(path)
-    if is_byte_level:
-        tokenizer = _restore_special_tokens(tokenizer, header)
-    if pre_tokenizer in WHOLE_WORDS:  # transformers ignores this
+    tokenizer = _restore_special_tokens(_read_tokenizer(path), header)
+    tokenizer.name_or_path = str(path.parent)
+    if pre_tokenizer in LIKE_LLAMA3:  # transformers ignores this
         tokenizer.backend_tokenizer.model.ignore_merges = True
     if pre_tokenizer in SPLIT_DIGITS:
         _split_digits(tokenizer)
-    if is_byte_level and pre_tokenizer in BEGIN_TEXTS:
+    if is_byte_level and pre_tokenizer in LIKE_LLAMA3:
         tokenizer.add_bos_token = header.values.get("tokenizer.ggml.add_bos_token", True)
     if tokenizer.add_eos_token:
         tokenizer.add_eos_token = False
@@ -92,56 +101,66 @@ def _read_tokenizer(path: Path) -> Any:
     with TemporaryDirectory() as folder:
         link = Path(folder, "model.gguf")
         link.symlink_to(path.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
-    tokenizer.name_or_path = str(path.parent)
-    return tokenizer
+        return AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
 
 
 def _restore_special_tokens(tokenizer: Any, header: GGUFHeader) -> Any:
-    """Give special tokens their text and id of the file; remove tokens beyond its vocabulary."""
+    """Return a tokenizer whose special tokens have the text, id and spaces of the file."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    texts, kinds = read_list(header, TOKENS), read_list(header, KINDS)
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    spelled = {token: text for text, token in state["model"]["vocab"].items()}
-    special = {
-        text: (token, kind == CONTROL)
-        for token, (text, kind) in enumerate(zip(texts, kinds, strict=False))
-        if kind in (CONTROL, USER_DEFINED)
-    }
-    added = {entry["content"]: entry for entry in state["added_tokens"]}
-    wrong = {text for text, (token, _) in special.items() if added.get(text, {}).get("id") != token}
-    if not wrong and all(entry["id"] < len(texts) for entry in added.values()):
+    is_byte_level, texts = _is_byte_level(header), read_list(header, TOKENS)
+    state: State = json.loads(tokenizer.backend_tokenizer.to_str())
+    if is_byte_level:
+        is_changed = _restore_texts(state, texts, read_list(header, KINDS))
+    else:
+        is_changed = header.architecture == PHI3 and _remove_spaces(state)
+    if not is_changed:
         return tokenizer
-    for text in wrong:
-        token, is_control = special[text]
-        state["model"]["vocab"].pop(spelled.get(token), None)
-        state["model"]["vocab"][text] = token
-        added[text] = {
-            "id": token,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": is_control,
-        }
-    kept = [entry for entry in added.values() if entry["id"] < len(texts)]
-    state["added_tokens"] = sorted(kept, key=lambda entry: entry["id"])
     state["post_processor"] = None
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: header.values.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
         chat_template=tokenizer.chat_template,
-        add_bos_token=header.values.get("tokenizer.ggml.add_bos_token", False),
+        add_bos_token=header.values.get("tokenizer.ggml.add_bos_token", not is_byte_level),
         **{
             name: texts[token]
             for name, token in ids.items()
             if isinstance(token, int) and 0 <= token < len(texts)
         },
     )
+
+
+def _restore_texts(state: State, texts: list[str], kinds: list[int]) -> bool:
+    """Respell special tokens, and remove tokens beyond the vocabulary; tell whether any changed."""
+    vocabulary: dict[str, int] = state["model"]["vocab"]
+    spelled = {token: text for text, token in vocabulary.items()}
+    special = {
+        text: (token, kind == CONTROL)
+        for token, (text, kind) in enumerate(zip(texts, kinds, strict=False))
+        if kind in (CONTROL, USER_DEFINED)
+    }
+    added: dict[str, State] = {entry["content"]: entry for entry in state["added_tokens"]}
+    wrong = [text for text, (token, _) in special.items() if added.get(text, {}).get("id") != token]
+    if not wrong and all(entry["id"] < len(texts) for entry in added.values()):
+        return False
+    for text in wrong:
+        token, is_control = special[text]
+        vocabulary.pop(spelled.get(token, ""), None)
+        vocabulary[text] = token
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added[text] = {"id": token, "content": text, **flags, "special": is_control}
+    kept = [entry for entry in added.values() if entry["id"] < len(texts)]
+    state["added_tokens"] = sorted(kept, key=lambda entry: entry["id"])
+    return True
+
+
+def _remove_spaces(state: State) -> bool:
+    """Let special tokens of Phi-3 take the spaces and newlines that follow them."""
+    for entry in state["added_tokens"]:
+        entry["rstrip"] = entry["special"] and entry["content"] not in PHI3_KEEPS_SPACES
+    return True
 
 
 def _split_digits(tokenizer: Any) -> None:

@@ -106,7 +106,7 @@ def list_slow_dtypes() -> list[str]:
 
 @singledispatch
 def count_stored_nbytes(weight: torch.Tensor) -> int:
-    """Return the bytes that the values of a weight take; classes with other values register."""
+    """Return the bytes that the values of a weight take; classes of codes register their count."""
     return weight.numel() * weight.itemsize
 
 

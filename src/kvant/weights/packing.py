@@ -155,12 +155,12 @@ def pack(
                 layers[name] = PackedLayer(matrix.format, packed.nbytes, matrix.nbytes, error)
             else:
                 # Embeddings are listed if they are to be rounded, and no layer stands for them.
-                is_alone = isinstance(group[0].module, nn.Embedding)
+                has_no_layer = isinstance(group[0].module, nn.Embedding)
                 left |= {
                     holder.name: packed
                     for holder in group
                     if not isinstance(holder.module, nn.Embedding)
-                    or (is_alone and format_name != RAW_WEIGHTS)
+                    or (has_no_layer and format_name != RAW_WEIGHTS)
                 }
         left |= _list_other_weights(model, holders)
         norm_trials: norms.TrialResults = {}
@@ -423,6 +423,8 @@ def _pack_group(
     if isinstance(weight, PackedWeight):
         if reason is None and format_name == RAW_WEIGHTS:
             return weight
+        if reason and _explain_unpackable(group, RAW_WEIGHTS, memory_counts) is None:
+            return reason  # it stays in 16 bits
         for holder in group:
             holder.replace(parameter)
     return reason or _pack_weight(group, WEIGHT_CODECS.get(format_name))

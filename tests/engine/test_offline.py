@@ -85,3 +85,5 @@ def test_closed_engine_gives_no_reply(llama: Any) -> None:
         submits = [lambda: engine.submit([5], on_step=tear), lambda: engine.submit([6])]
         with pytest.raises(kvant.EngineError, match="Torn"):
             list(iterate_results(submits, 1))
+        with pytest.raises(kvant.EngineError, match=r"Torn.*: make another one"):
+            engine.submit([6])

@@ -63,6 +63,7 @@ class EngineWorker:
         self.drafts = drafts
         self.requests: dict[Request, RequestFuture[Any]] = {}  # open ones, with the client's side
         self.is_open = True
+        self._failure: str | None = None  # the error that ended the thread
         self.swap_folder: Path | None = None
         self.pid = os.getpid()  # a fork of the process does not have the thread
         self._inbox: Inbox = SimpleQueue()
@@ -107,6 +108,8 @@ class EngineWorker:
                 "thread does not exist after a fork; make an engine in the child"
             )
         with self._submit_lock:
+            if self._failure is not None:
+                raise EngineError(f"{self._failure}: make another one")
             if not self.is_open:
                 raise CacheError("the engine is closed: make another one")
             self._inbox.put(add)
@@ -161,15 +164,16 @@ class EngineWorker:
 
     def _shut_down(self, error: BaseException | None) -> None:
         """End all streams and free all memory."""
+        reason = None if error is None else f"the engine ended: {error!r}"
         with self._submit_lock:
-            self.is_open = False
+            self.is_open, self._failure = False, reason
         while not self._inbox.empty():  # includes requests that were queued before the close
             try:
                 self._inbox.get()()
             except Exception:  # all requests must end
                 log.exception("a message to the ended engine failed")
         clear_traceback_frames(error)
-        failure = None if error is None else EngineError(f"the engine ended: {error!r}")
+        failure = None if reason is None else EngineError(reason)
         for request, future in self.requests.items():
             future.finish(failure, request.flush_outputs())
             request.sequences.clear()  # a logged error may keep its requests alive
